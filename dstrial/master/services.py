@@ -173,6 +173,7 @@ class Services:
             fork_servers,
             is_warm=settings.warm,
             forks_with_accelerators=settings.warm_accelerators,
+            on_exit=lambda: self.pubsub.publish(("scheduler",)),
         )
         (self.state_dir / "engine.json").unlink(missing_ok=True)  # of a master before this one
         if self.settings.backend == "slurm":
@@ -267,7 +268,7 @@ class Services:
 
     def agent_of(self, allocation: Allocation) -> str:
         """Return the names of an allocation's nodes, with commas."""
-        wanted = {nodes.node_of(slot_id) for slot_id in json.loads(allocation.slots)}
+        wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
     @property

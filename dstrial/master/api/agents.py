@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,7 +35,7 @@ class _Use:
         """Return what runs on a node; allocations without slots run on the master's own."""
         found = []
         for row in self.allocations:
-            slots = json.loads(row.slots)
+            slots = row.slots
             if node_id in {node_of(slot_id) for slot_id in slots} or (not slots and node_id == OWN_NODE):
                 found.append(row)
         return found
@@ -62,7 +61,7 @@ def device_json(services: Services, slot_id: int) -> dict[str, Any]:
 
 
 def _container(services: Services, allocation: Allocation, node: Node) -> dict[str, Any]:
-    slots = [slot_id for slot_id in json.loads(allocation.slots) if node_of(slot_id) == node.id]
+    slots = [slot_id for slot_id in allocation.slots if node_of(slot_id) == node.id]
     return message(
         bindings.v1Container,
         id=allocation.resources_id,
@@ -73,7 +72,7 @@ def _container(services: Services, allocation: Allocation, node: Node) -> dict[s
 
 
 def _slot(services: Services, use: _Use, node: Node, slot_id: int) -> dict[str, Any]:
-    holder = next((row for row in use.allocations if slot_id in json.loads(row.slots)), None)
+    holder = next((row for row in use.allocations if slot_id in row.slots), None)
     return message(
         bindings.v1Slot,
         id=str(index_of(slot_id)),
@@ -93,7 +92,7 @@ def _stats(services: Services, use: _Use, node: Node, key: Callable[[dict[str, A
         one["total"] += 1
         one["disabled"] += slot.id in use.off and not use.off[slot.id]
         one["draining"] += use.off.get(slot.id, False)
-        holder = next((row for row in use.allocations if slot.id in json.loads(row.slots)), None)
+        holder = next((row for row in use.allocations if slot.id in row.slots), None)
         if holder is not None:
             state = _container(services, holder, node)["state"]
             one["states"][state] = one["states"].get(state, 0) + 1
@@ -222,12 +221,12 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
         type="RESOURCE_POOL_TYPE_STATIC",
         numAgents=len(places),
         slotsAvailable=len(services.slots),
-        slotsUsed=sum(len(json.loads(row.slots)) for row in use.allocations),
+        slotsUsed=sum(len(row.slots) for row in use.allocations),
         slotType=kinds.pop() if len(kinds) == 1 else "TYPE_UNSPECIFIED",
         slotsPerAgent=max((len(place.slots) for place in places), default=0),
         auxContainerCapacity=_MAX_AUX_CONTAINERS,
         auxContainerCapacityPerAgent=_MAX_AUX_CONTAINERS,
-        auxContainersRunning=sum(not json.loads(row.slots) for row in use.allocations),
+        auxContainersRunning=sum(not row.slots for row in use.allocations),
         defaultComputePool=True,
         defaultAuxPool=True,
         preemptible=False,

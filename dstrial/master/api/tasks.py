@@ -34,7 +34,7 @@ def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
         )
         for one in (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
     ]
-    tensorboard = json.loads(row.ports).get("TENSORBOARD_PORT")
+    tensorboard = row.ports.get("TENSORBOARD_PORT")
     if tensorboard is not None:
         one = message(
             bindings.v1ProxyPortConfig,
@@ -48,7 +48,7 @@ def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
 
 
 def _summary(services: Services, row: tasks.LivingAllocation) -> dict[str, Any]:
-    slots = json.loads(row.slots)
+    slots = row.slots
     names = {node.id: node.name for node in services.backend.nodes()}
     devices: dict[str, Any] = {} if slots else {services.agent_id: {"devices": []}}
     for slot in slots:
@@ -123,7 +123,7 @@ def allocation_json(row: Allocation) -> dict[str, Any]:
         isReady=bool(row.is_ready),
         startTime=format_us(row.start_us),
         endTime=None if row.end_us is None else format_us(row.end_us),
-        slots=len(json.loads(row.slots)),
+        slots=len(row.slots),
         exitReason=row.exit_reason,
         statusCode=row.exit_code,
     )

@@ -334,10 +334,10 @@ class OwnNodes:
         return None
 
 
-def run_of(allocation: Allocation, slots: Sequence[int]) -> RunRef:
+def run_of(allocation: Allocation) -> RunRef:
     """Build a :class:`RunRef`; without slots it runs on the master's own machine."""
     shares: dict[int, list[int]] = {}
-    for slot_id in slots:
+    for slot_id in allocation.slots:
         shares.setdefault(node_of(slot_id), []).append(slot_id)
     parts = tuple(Share(node_id, tuple(ids)) for node_id, ids in shares.items())
     supervisor = (

@@ -12,14 +12,16 @@ import hashlib
 import json
 import logging
 import os
+import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -410,8 +412,41 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
         json.dump(content, file)
 
 
+class _ExitWatch:
+    """Calls ``on_exit`` in a thread of its own whenever a watched process ends."""
+
+    def __init__(self, on_exit: Callable[[], None]) -> None:
+        self._on_exit = on_exit
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="dstrial-exits", daemon=True)
+        self._thread.start()
+
+    def add(self, pid: int) -> None:
+        self._epoll.register(os.pidfd_open(pid), select.EPOLLIN)
+
+    def _run(self) -> None:
+        while True:
+            for descriptor, _ in self._epoll.poll():
+                if descriptor == self._wake:
+                    return
+                self._epoll.unregister(descriptor)
+                os.close(descriptor)
+                self._on_exit()
+
+    def close(self) -> None:
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._epoll.close()
+        os.close(self._wake)
+
+
 class LocalBackend(OwnNodes):
-    """Runs allocations on the master's own machine; ``is_warm`` allows forks."""
+    """Runs allocations on the master's own machine.
+
+    ``is_warm`` allows forks. ``on_exit`` is called, in a thread of its own, when a supervisor ends.
+    """
 
     def __init__(
         self,
@@ -421,7 +456,10 @@ class LocalBackend(OwnNodes):
         *,
         is_warm: bool = True,
         forks_with_accelerators: bool = False,
+        on_exit: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_exit = on_exit
+        self._exit_watch: _ExitWatch | None = None  # made for the first process
         self._node = Node(OWN_NODE, name, "127.0.0.1", slots, None, now_us())
         self._fork_servers = fork_servers
         self._is_warm = is_warm
@@ -435,6 +473,7 @@ class LocalBackend(OwnNodes):
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         prepare(request, is_warm=self._is_warm, forks_with_accelerators=self._forks_with_accelerators)
         handle = self._handles[run.allocation_id] = start(run.directory, self._fork_servers)
+        self._watch_exit(handle.pid)
         return handle
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
@@ -443,7 +482,15 @@ class LocalBackend(OwnNodes):
             self._handles[run.allocation_id] = (
                 find(run.directory) if known is None else known if is_alive(known) else None
             )
+            if (handle := self._handles[run.allocation_id]) is not None:
+                self._watch_exit(handle.pid)
         return self._handles[run.allocation_id]
+
+    def _watch_exit(self, pid: int) -> None:
+        with contextlib.suppress(OSError):  # without room for descriptors ends are only polled for
+            if self._exit_watch is None:
+                self._exit_watch = _ExitWatch(self._on_exit)
+            self._exit_watch.add(pid)
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         handle = self.find(run)
@@ -495,4 +542,6 @@ class LocalBackend(OwnNodes):
         self._fork_servers.look(is_busy=is_busy)
 
     def close(self) -> None:
+        if self._exit_watch is not None:
+            self._exit_watch.close()
         self._fork_servers.close()

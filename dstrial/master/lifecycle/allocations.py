@@ -264,7 +264,7 @@ def _failed(
         add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
         return
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
-    num_slots = len(json.loads(row.slots))
+    num_slots = len(row.slots)
     # What the trial asks for is given to it again, so that only another number can be left out.
     is_chosen = num_slots != experiment.slots_per_trial and not trial.retry_cancelled
     if is_chosen and num_slots in resizing.unusable_counts(tx.connection, trial.id):

@@ -103,7 +103,7 @@ def _find(connection: Connection, name: str) -> Service:
             404,
             f"task {name[:80]!r} does not run; expected one that does. See `det task list`, and its log for why.",
         )
-    port = json.loads(row.ports).get("TENSORBOARD_PORT")
+    port = row.ports.get("TENSORBOARD_PORT")
     if port is not None and asked["port"] is None:
         return Service(task_id, port, False, row.is_ready)
     offered = _offered(row)

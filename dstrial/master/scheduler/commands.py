@@ -114,7 +114,7 @@ class CommandWatch:
         self._limits_s: dict[str, float] = {}
 
     def look(self, allocation: Allocation, run: RunRef) -> None:
-        port = json.loads(allocation.ports).get("TENSORBOARD_PORT")
+        port = allocation.ports.get("TENSORBOARD_PORT")
         if port is None or allocation.kill_us is not None:
             return
         if not allocation.is_ready:

@@ -1,4 +1,4 @@
-"""The thread that reconciles processes with the rows of allocations.
+"""The thread that assigns slots to waiting trials and commands, and reconciles what runs with its rows.
 
 Everything it does is idempotent: a master that is killed between a row and its effect finds the row at its next start.
 A problem of one trial is that trial's, never the thread's.
@@ -7,7 +7,6 @@ A problem of one trial is that trial's, never the thread's.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import hashlib
 import json
@@ -21,23 +20,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.errors import DatabaseDamagedError, DstrialError, MasterError
-from dstrial.master import backends, file_limit
+from dstrial.errors import MasterError
+from dstrial.master import backends
 from dstrial.master.advice import text_of
-from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
-from dstrial.master.backends.backend import Answer, Key, Output, SlotsGoneError
-from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
-from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
+from dstrial.master.backends import AllocationRequest, run_of
+from dstrial.master.backends.backend import Answer, Key
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler import commands as command_start
-from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.elasticity import Growth
 from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
-from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.placement import by_node
 from dstrial.master.scheduler.queue import (
     LastPoll,
@@ -47,22 +42,17 @@ from dstrial.master.scheduler.queue import (
     waiting_text,
     waits_for_others,
 )
+from dstrial.master.scheduler.reconciler import Reconciler, release
 from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
 from dstrial.master.scheduler.retries import Retries
-from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, nodes, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Connection, OperationalError, SqlError, Transaction
-from dstrial.master.store.reports import log_quota
-from dstrial.master.store.reports import metrics as metric_rows
-from dstrial.master.store.reports.log_quota import LogOwner
+from dstrial.master.store.database import Connection, SqlError, Transaction
 from dstrial.master.store.reports.logs import add_master_line
-from dstrial.master.store.views.observe import stall_in, untrained_phase_in
-from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
 if TYPE_CHECKING:
@@ -155,17 +145,11 @@ class Scheduler:
         )
         self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
-        self._killed_s: dict[str, float] = {}
-        self._late_s: dict[
-            str, tuple[int, float]
-        ] = {}  # The stored deadline, and when that is without jumps.
-        self._terminated: set[str] = set()
-        self._commands = CommandWatch(services)
-        self._supervisors = SupervisorWatch(services.database, services.backend)
-        self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._logged: dict[int | str, tuple[int, int]] = {}
         self._logged_waiting: set[tuple[int, int]] = set()
         self._storage_wait = StorageWait(services.database, services.storages)
+        self._reconciler = Reconciler(services, self._storage_wait, self._retries)
+        self._version = -1  # of the topic at the last poll of allocations
         self._fitting: dict[int, _Fitting] = {}
         self._resizing = Resizing(services.database)
         self._growing: Mapping[int, Growth] = {}
@@ -185,13 +169,7 @@ class Scheduler:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
-        for row in live:
-            run = _run_of(row)
-            handle = self._backend.find(run)
-            if handle is not None:
-                logger.info("allocation %s is taken back (pid %d)", row.id, handle.pid)
-                if row.state == "ASSIGNED":
-                    self._started(row, run)
+        self._reconciler.adopt(live)
         self._remove_left_over({row.id for row in live})
         with self._database.read() as connection:
             rows = jobs.waiting_trials(connection)
@@ -361,7 +339,7 @@ class Scheduler:
             for row in live:
                 wants = row.kill_us is None if is_kill else row.preempt_us is None and row.kill_us is None
                 if wants:
-                    _release(tx, row, "the master is going down", is_kill=is_kill)
+                    release(tx, row, "the master is going down", is_kill=is_kill)
             return bool(live)
 
         try:
@@ -382,14 +360,14 @@ class Scheduler:
             with self._database.read() as connection:
                 live = allocation_rows.all_live(connection)
             for row in live:
-                self._backend.kill(_run_of(row), leaves_record=False)
+                self._backend.kill(run_of(row), leaves_record=False)
         return self._has_processes()
 
     def _has_processes(self) -> bool:
         """Say whether any allocation runs; the next master takes in what others left."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
-        return any(self._backend.observe(_run_of(row)) is None for row in live)
+        return any(self._backend.observe(run_of(row)) is None for row in live)
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -413,235 +391,18 @@ class Scheduler:
     def _tick(self) -> float:
         """Do what is due; return in how many seconds there may be more."""
         self._services.note_scheduler("reading the allocations")
+        version = self._services.pubsub.version("scheduler")  # before the rows are read
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
-        wait_s = _TICK_S if live else _IDLE_TICK_S
-        for row in live:
-            if not self._retries.is_due(row.id):
-                continue
-            self._services.note_scheduler(f"looking after allocation {row.id}")
-            try:
-                if self._watch(row):
-                    wait_s = 0.0
-            except Exception as error:
-                logger.exception("allocation %s could not be looked after", row.id)
-                if self._retries.failed(row.id, counts=self._is_own_fault(error)):
-                    self._give_up(row, error)
-            else:
-                self._retries.forget(row.id)
+        wait_s = min(self._reconciler.poll(live, is_all_due=version != self._version), _IDLE_TICK_S)
+        self._version = version
         self._services.note_scheduler("assigning slots")
         if not self._is_draining and self._is_queue_due() and self._assign():
-            wait_s = min(wait_s, _TICK_S)
+            wait_s = 0.0
         self._heartbeat_timeout.check()
         self._backend.look(is_busy=bool(live))
         self._services.note_scheduler("waiting")
         return wait_s
-
-    def _is_own_fault(self, error: Exception) -> bool:
-        """Say whether an error may be one trial's: a full disk and a lack of files are everybody's."""
-        if isinstance(error, OperationalError | DatabaseDamagedError) or file_limit.is_shortage(error):
-            return False
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return not is_full and not self._database.describe_trouble()
-
-    def _give_up(self, row: Allocation, error: Exception) -> None:
-        """End an allocation that the master cannot look after, as a failure of its trial."""
-        why = f"the master could not look after it ({type(error).__name__}: {error}); see `dstrial logs`"
-        logger.error("allocation %s is ended: %s", row.id, why)
-        run = _run_of(row)
-        try:
-            self._backend.kill(run, leaves_record=False)
-            exited = life.exited if _is_command(row) else allocations.allocation_exited
-            self._finish(row, run, AllocationExit(1, None, now_us(), why, was_lost=False), exited, None)
-        except Exception:
-            logger.exception("allocation %s could not be ended and is tried again", row.id)
-
-    # What runs
-
-    def _watch(self, row: Allocation) -> bool:
-        """Do what is due for one allocation; return whether there is more to do at once."""
-        run = _run_of(row)
-        self._kill_if_asked(row, run)  # Whatever its files say, and even if they cannot be read.
-        # Before the output is read, so that what was printed before the end is read after it.
-        exit_ = self._backend.observe(run)
-        if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.shares):
-            self._started(row, run)
-        self._add_notes(row, run)
-        if exit_ is None:
-            self._leave_if_due(row, run)
-            self._stop_if_due(row, run)
-            self._commands.look(row, run)
-            self._supervisors.look(row, run)
-        has_more = self._take_in(row, run)
-        if exit_ is not None and not has_more:
-            self._end(row, run, exit_)
-        return has_more
-
-    def _add_notes(self, row: Allocation, run: RunRef) -> None:
-        """Add the back end's messages about an allocation to its log."""
-        notes = self._backend.notes(run)
-        if not notes:
-            return
-
-        def add(tx: Transaction) -> None:
-            for note in notes:
-                text = note.text
-                if note.tells_progress and row.trial_id:
-                    batch = metric_rows.last_batch(tx.connection, row.trial_id)
-                    text += (
-                        f"; its last report was of batch {batch}" if batch else "; it had reported nothing"
-                    )
-                add_master_line(
-                    tx, row.task_id, row.trial_id or None, text, level=note.level, allocation_id=row.id
-                )
-
-        self._database.write(add)
-
-    def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Ask an allocation to save whose slots will be taken; it goes on elsewhere."""
-        if row.preempt_us is None and row.kill_us is None:
-            why = self._backend.why_leaving(run)
-            if why is not None:
-                self._database.write(lambda tx: _release(tx, row, why, is_kill=False))
-
-    def _kill_if_asked(self, row: Allocation, run: RunRef) -> None:
-        if row.kill_us is not None and time.monotonic() > self._killed_s.get(row.id, 0.0):
-            self._killed_s[row.id] = time.monotonic() + _KILL_AGAIN_S
-            self._backend.kill(run)
-
-    def _stop_if_due(self, row: Allocation, run: RunRef) -> None:
-        why = None if row.kill_us is not None else self._why_late(row)
-        if why is not None:
-            self._database.write(lambda tx: _release(tx, row, f"it did not stop within {why}", is_kill=True))
-        elif (phase := self._untrained_phase(row)) is not None:
-            text = f"it is asked to stop before its first batch ({phase})"
-            self._database.write(lambda tx: _release(tx, row, text, is_kill=True))
-        if row.preempt_us is not None and _is_command(row) and row.id not in self._terminated:
-            self._terminated.add(row.id)
-            self._backend.ask_to_stop(run)
-
-    def _untrained_phase(self, row: Allocation) -> str | None:
-        """Return what ranks that should stop do before their first batch; else None.
-
-        They have nothing to save, and those that compile an operator do not listen for minutes. A rank's file may be out of date
-        where its disk is full: a run that has reported has trained.
-        """
-        if row.preempt_us is None or row.kill_us is not None or row.num_reports:
-            return None
-        is_due = now_us() > row.preempt_us + _UNTRAINED_STOP_US
-        return untrained_phase_in(Path(row.directory)) if is_due else None
-
-    def _why_late(self, row: Allocation) -> str | None:
-        """Return which grace period to stop is over, None while there is some left.
-
-        Ranks that had stalled before they were asked save nothing, and have less. Time is counted by the monotonic clock from
-        when the request is first seen here, so that it begins anew after a master's start.
-        """
-        deadline_us = row.preempt_deadline_us
-        if deadline_us is None:
-            return None
-        asked_us = now_us() if row.preempt_us is None else row.preempt_us
-        limit_s = (deadline_us - asked_us) / 1e6
-        known = self._late_s.get(row.id)
-        if known is None or known[0] != deadline_us:
-            known = self._late_s[row.id] = (deadline_us, time.monotonic() + limit_s)
-        left_s = known[1] - time.monotonic()
-        if left_s < 0:
-            return f"{life.STOP_TIMEOUT_S} s" if _is_command(row) else f"preemption_timeout ({limit_s:.0f} s)"
-        if row.preempt_us is None or limit_s - left_s < _STALLED_STOP_S:
-            return None
-        stall = stall_in(Path(row.directory))
-        if stall is None or stall[1] * 1e6 > asked_us:
-            return None
-        return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
-
-    def _take_in(self, row: Allocation, run: RunRef) -> bool:
-        """Take in new output of an allocation; return whether there may be more."""
-        parts = {}
-        if not run.is_on_own_node:
-            with self._database.read() as connection:
-                parts = nodes.parts_of(connection, row.id)
-        has_more = False
-        for output in self._backend.outputs(run):
-            part = parts.get(output.node_id)
-            at = (row.log_offset, row.log_lines) if part is None else (part.log_offset, part.log_lines)
-            has_more |= self._take_in_output(row, output, *at)
-        return has_more
-
-    def _take_in_output(self, row: Allocation, output: Output, offset: int, num_lines: int) -> bool:
-        read = read_lines(output.directory, offset, CHUNK_BYTES, num_lines=num_lines)
-        lines = read.lines
-        if not lines and not read.num_lost:
-            return read.has_more
-        policies = () if _is_command(row) else self._policies_of(row.experiment_id)
-        matched = matches(policies, (line.text for line in lines))
-        told = self._services.log_triggers.find(line.text for line in lines)
-        name = self._services.node_name(output.node_id)
-
-        def advance(tx: Transaction, num_read: int) -> bool:
-            if output.node_id == nodes.OWN_NODE:
-                return allocation_rows.advance_log(tx, row.id, offset, read.end, num_read)
-            return nodes.advance_log(tx, row.id, output.node_id, offset, read.end, num_read)
-
-        def store(tx: Transaction) -> None:
-            if advance(tx, read.num_lost + len(lines)):
-                quota = self._services.settings.trial_log_bytes
-                log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
-                note_matches(tx, row, matched, output.node_id, name)
-                events.notify_lines(tx, row.task_id, told)
-
-        self._database.write(store)
-        return read.has_more
-
-    def _policies_of(self, experiment_id: int) -> tuple[LogPolicy, ...]:
-        if experiment_id not in self._policies:
-            with self._database.read() as connection:
-                row = experiment_rows.require(connection, experiment_id)
-            self._policies[experiment_id] = compile_policies(json.loads(row.config))
-        return self._policies[experiment_id]
-
-    def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        traceback = None
-        if exit_.exit_code != 0:
-            for output in self._backend.outputs(run):
-                exit_, traceback = _explained(output.directory, exit_)
-                if traceback is not None or exit_.explanation is not None:
-                    break
-        exited = life.exited if _is_command(row) else self._trial_exited(row, run, exit_)
-        self._finish(row, run, exit_, exited, traceback)
-
-    def _finish(
-        self,
-        row: Allocation,
-        run: RunRef,
-        exit_: AllocationExit,
-        exited: Callable[..., None],
-        traceback: str | None,
-    ) -> None:
-        """Store an exit and what follows from it, and delete the allocation's files."""
-
-        def end(tx: Transaction) -> None:
-            log_quota.tell_at_end(tx, _log_of(row))
-            for one in exit_.nodes:
-                nodes.update_part(
-                    tx, row.id, one.node_id, exit_code=one.exit_code, signal=one.signal, cause=one.cause
-                )
-            exited(tx, row.id, exit_, traceback)
-
-        self._database.write(end)
-        self._commands.forget(row)
-        self._supervisors.forget(row)
-        self._terminated.discard(row.id)
-        self._killed_s.pop(row.id, None)
-        self._late_s.pop(row.id, None)
-        self._retries.forget(row.id)
-        self._backend.forget(run)
-
-    def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return what follows from a trial's exit."""
-        trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
-        begun = self._backend.begun_checkpoints(run)
-        return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
     # What waits
 
@@ -711,7 +472,7 @@ class Scheduler:
         rows = self._storage_wait.ready([row for row in found if row not in excluded] if excluded else found)
         others = commands.waiting(connection)
         live = allocation_rows.all_live(connection)
-        kept: list[Key] = [row.task_id if _is_command(row) else row.trial_id for row in live]
+        kept: list[Key] = [row.task_id if row.is_command else row.trial_id for row in live]
         is_idle = not rows and not others and not excluded
         if is_idle and not self._resizing.is_due(connection):
             return _Queue(live, kept, _capacity(live, set(), set(), {}), is_idle=True)
@@ -795,7 +556,7 @@ class Scheduler:
 
     def _begin_all(self, begins: Iterable[tuple[Key, list[int]]], queue: _Queue) -> list[Allocation]:
         by_id = {row.id: row for row in queue.rows}
-        ports = {port for row in queue.live for port in json.loads(row.ports).values()}
+        ports = {port for row in queue.live for port in row.ports.values()}
         begun = []
         for key, slots in begins:
             if isinstance(key, str):
@@ -805,7 +566,7 @@ class Scheduler:
             else:
                 allocation = self._begin_trial(key, slots, by_id[key].slots_per_trial, ports)
             if allocation is not None:
-                ports |= set(json.loads(allocation.ports).values())
+                ports |= set(allocation.ports.values())
                 begun.append(allocation)
         return begun
 
@@ -852,7 +613,7 @@ class Scheduler:
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next((one for one in waiting if waits_for_others(one, most, capacity.used_by)), None)
         ending = [row for row in live if row.preempt_us is not None or row.kill_us is not None]
-        soon = {slot for row in ending for slot in json.loads(row.slots)}
+        soon = {slot for row in ending for slot in row.slots}
         with self._database.read() as connection:
             if first is not None:
                 self._resizing.make_room(connection, first, urgency[first.key], capacity, soon)
@@ -900,7 +661,7 @@ class Scheduler:
         if not told or self._is_draining:
             return
         with self._database.read() as connection:
-            slot_users = [_slot_user(connection, row) for row in live if json.loads(row.slots)]
+            slot_users = [_slot_user(connection, row) for row in live if row.slots]
         first = left[0][0].id
 
         def say(tx: Transaction) -> None:
@@ -929,9 +690,7 @@ class Scheduler:
         if row is None:
             return None
         self._moving_s.pop(trial_id, None)
-        # The experiment may have been continued with another config since its last run.
-        self._policies.pop(row.experiment_id, None)
-        self._launch(row, lambda: self._request(row, slots, ports, tokens))
+        self._reconciler.launch(row, lambda: self._request(row, slots, ports, tokens))
         return row
 
     def _assigned(
@@ -980,40 +739,8 @@ class Scheduler:
             with self._database.read() as connection:
                 return command_start.request(services, connection, row, given, ports, tokens)
 
-        self._launch(row, request)
+        self._reconciler.launch(row, request)
         return row
-
-    def _launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
-        run = _run_of(row)
-        try:
-            handle = self._backend.submit(request(), run)
-        except Exception as error:
-            if not isinstance(error, DstrialError | OSError):
-                logger.exception("allocation %s could not be started", row.id)
-            self._end(row, run, failed_start(error))
-            return
-        if handle is not None:
-            self._started(row, run)
-
-    def _started(self, row: Allocation, run: RunRef) -> None:
-        found = self._backend.supervisors(run)
-        handle = found.get(nodes.OWN_NODE)
-
-        def write(tx: Transaction) -> None:
-            for node_id, other in found.items():
-                if node_id != nodes.OWN_NODE:
-                    nodes.update_part(tx, row.id, node_id, pid=other.pid, start_time=other.start_time)
-            if _is_command(row):
-                life.started(tx, row.id, handle)
-                return
-            allocations.started(tx, row.id, handle)
-            # In Determined the trial's own launcher says so (harness/determined/exec/launch.py), and scripts look for it.
-            text = (
-                f"New trial runner in (container {row.resources_id}) on agent {self._services.agent_of(row)}"
-            )
-            add_master_line(tx, row.task_id, row.trial_id, text, allocation_id=row.id)
-
-        self._database.write(write)
 
     def _request(
         self, row: Allocation, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
@@ -1071,7 +798,7 @@ def _capacity(
     in_use: set[int] = set()
     used_by: dict[int, int] = {}
     for holder in live:
-        slots = json.loads(holder.slots)
+        slots = holder.slots
         in_use.update(slots)
         used_by[holder.experiment_id] = used_by.get(holder.experiment_id, 0) + len(slots)
     return Capacity(
@@ -1084,8 +811,8 @@ def _capacity(
 
 
 def _slot_user(connection: Connection, allocation: Allocation) -> SlotUser:
-    num_slots = len(json.loads(allocation.slots))
-    if _is_command(allocation):
+    num_slots = len(allocation.slots)
+    if allocation.is_command:
         return SlotUser(f"task {allocation.task_id}", 0, num_slots)
     experiment_id = allocation.experiment_id
     config = json.loads(experiment_rows.require(connection, experiment_id).config)
@@ -1105,37 +832,6 @@ def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> Non
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
 
 
-def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return a failed exit with the error in its output, and the traceback."""
-    traceback = first_traceback(printed(directory))
-    if traceback is None or is_of_launcher(traceback):
-        explanation = explain_rank(printed(directory))
-        if explanation is not None:
-            exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
-    if exit_.explanation is None:
-        exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))
-    return exit_, traceback
-
-
-def _run_of(allocation: Allocation) -> RunRef:
-    return run_of(allocation, json.loads(allocation.slots))
-
-
-def _is_command(allocation: Allocation) -> bool:
-    return not allocation.trial_id
-
-
-def _log_of(allocation: Allocation) -> LogOwner:
-    return LogOwner(allocation.task_id, allocation.trial_id or None, allocation.id)
-
-
-def _release(tx: Transaction, allocation: Allocation, why: str, *, is_kill: bool) -> None:
-    if _is_command(allocation):
-        life.release(tx, allocation, why, is_kill=is_kill)
-    else:
-        endings.release(tx, allocation.trial_id, why, is_kill=is_kill)
-
-
 def _by_urgency(*groups: Iterable[tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]]) -> list[Waiting]:
     """Merge what waits by priority, then place in the queue; stable for equals."""
     found = [pair for group in groups for pair in group]
@@ -1146,9 +842,3 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
     """Return the tokens of a new allocation by kind, and their hashes."""
     tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
-
-
-def failed_start(error: Exception) -> AllocationExit:
-    """Return the exit of an allocation that could not start; lost without its slots."""
-    was_lost = isinstance(error, SlotsGoneError)
-    return AllocationExit(1, None, now_us(), f"could not be started: {text_of(error)}", was_lost)

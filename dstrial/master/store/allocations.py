@@ -24,8 +24,8 @@ class Allocation:
     experiment_id: int
     run_id: int
     state: str
-    slots: str
-    ports: str
+    slots: tuple[int, ...]  # ids, in rank order
+    ports: dict[str, int]  # by environment variable
     resources_id: str
     directory: str
     supervisor_pid: int | None
@@ -46,6 +46,10 @@ class Allocation:
     exit_code: int | None
     exit_reason: str | None
     workspace_name: str | None
+
+    @property
+    def is_command(self) -> bool:
+        return not self.trial_id
 
 
 def get(connection: sqlite3.Connection, allocation_id: str) -> Allocation | None:

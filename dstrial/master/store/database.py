@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import queue
 import sqlite3
@@ -45,12 +46,21 @@ OperationalError = sqlite3.OperationalError
 IntegrityError = sqlite3.IntegrityError
 
 
+_CONVERTERS: dict[Any, Callable[[Any], Any]] = {
+    "bool": bool,
+    "bool | None": bool,
+    "tuple[int, ...]": lambda text: tuple(json.loads(text)),
+    "dict[str, int]": json.loads,
+}
+"""What SQLite has no type for, by the annotation of a field; sequences and mappings are JSON in their column."""
+
+
 @functools.cache
-def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the names of a dataclass's fields, and which of them are truth values."""
+def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, Callable[[Any], Any]], ...]]:
+    """Return the names of a dataclass's fields, and the converters of some by index."""
     fields = dataclasses.fields(kind)
-    flags = tuple(i for i, field in enumerate(fields) if field.type in ("bool", "bool | None"))
-    return tuple(field.name for field in fields), flags
+    converters = [(i, _CONVERTERS[field.type]) for i, field in enumerate(fields) if field.type in _CONVERTERS]
+    return tuple(field.name for field in fields), tuple(converters)
 
 
 Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
@@ -61,7 +71,7 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
     cursor = connection.execute(sql, parameters)
     cursor.row_factory = None  # Tuples are enough, and made in half the time.
     columns = [column[0] for column in cursor.description]
-    names, flags = _fields(kind)  # type: ignore[arg-type]  # a class is hashable
+    names, converters = _fields(kind)  # type: ignore[arg-type]  # a class is hashable
     if sorted(columns) != sorted(names):
         raise TypeError(
             f"columns are {columns}; expected those of {kind.__name__}, {list(names)}. Read these."
@@ -70,9 +80,9 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
     places = [columns.index(name) for name in names]
     for row in cursor:
         values = [row[place] for place in places]
-        for flag in flags:  # SQLite has no truth values: they are 0 and 1 there.
-            if values[flag] is not None:
-                values[flag] = bool(values[flag])
+        for i, convert in converters:
+            if values[i] is not None:
+                values[i] = convert(values[i])
         yield kind(*values)
 
 

@@ -100,7 +100,7 @@ def _holder(row: tasks.LivingAllocation) -> Json:
         if row.state == "RUNNING"
         else "STARTING",
         "since": format_us(row.start_us),
-        "slots": len(json.loads(row.slots)),
+        "slots": len(row.slots),
     }
 
 
@@ -168,7 +168,7 @@ def _queued(entry: Entry, num_ahead: int, there: Room, engine_text: str) -> Json
 def _read_cluster(services: Services, connection: Connection) -> Json:
     nodes = services.backend.nodes()
     living = tasks.living(connection)
-    by_slot = {slot_id: row.id for row in living for slot_id in json.loads(row.slots)}
+    by_slot = {slot_id: row.id for row in living for slot_id in row.slots}
     off = jobs.disabled_slots(connection, tuple(slot.id for node in nodes for slot in node.slots))
     there = room(nodes, off, frozenset(by_slot))
     lender = shown_engine(services.state_dir)

@@ -211,7 +211,7 @@ def _read_trial(services: Services, connection: Connection, trial_id: int) -> Js
                 "end": time_or_none(run.end_us),
                 "fromBatch": run.steps_at_start,
                 "checkpoint": run.checkpoint_uuid,
-                "slots": len(orjson.loads(run.slots)),
+                "slots": len(run.slots),
                 "nodes": services.agent_of(run),
                 "reason": run.exit_reason or "",
                 "exitCode": run.exit_code,

@@ -100,7 +100,7 @@ def test_a_trial_that_fails_goes_on_without_the_slot_that_was_drained_and_within
         assert trained == list(range(len(trained)))
         assert master.det("e", "activate", "1").returncode == 0
         wait_for(lambda: len(batches_of(log)) > len(trained), deadline_s=120)
-        assert log_of(master, 1).count(SIZES_OF_ONE) == 2
+        wait_for(lambda: log_of(master, 1).count(SIZES_OF_ONE) == 2, deadline_s=60)
         assert master.det("e", "kill", "1").returncode == 0
         wait_for(lambda: state_of(master, 1) == "CANCELED", deadline_s=120)
 

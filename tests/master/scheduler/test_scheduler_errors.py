@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def scheduling(services: Services) -> Iterator[Scheduler]:
+def scheduling(master: Master) -> Iterator[Scheduler]:
+    """Run a scheduler with short delays, after the end of what the master's store is filled with."""
+    services = master.services
+    master.change("UPDATE allocations SET state = 'TERMINATED' WHERE experiment_id <= 2")
+    master.change("UPDATE trials SET state = 'CANCELED' WHERE experiment_id <= 2")
     scheduler = Scheduler(services, Retries(first_s=0.05, longest_s=0.5))
     scheduler.start()
     try:
@@ -64,11 +68,11 @@ def log_of(master: Master, trial_id: int) -> str:
     return "".join(row["log"] for row in rows)
 
 
-def local_backend(kind: type[LocalBackend], services: Services) -> LocalBackend:
-    """Return a back end like the master's own, of a subclass."""
+def use_backend(services: Services, kind: type[LocalBackend]) -> None:
+    """Replace a master's back end by one of a subclass."""
     own = services.backend
     assert isinstance(own, LocalBackend)
-    return kind("test", services.own_slots, own._fork_servers, is_warm=False)
+    services.backend = kind("test", services.own_slots, own._fork_servers, is_warm=False)
 
 
 class Unready(LocalBackend):
@@ -83,8 +87,8 @@ class Unready(LocalBackend):
 
 def test_backend_that_cannot_begin_is_retried_and_shown(fresh_master: Master) -> None:
     services = fresh_master.services
-    services.backend = local_backend(Unready, services)
-    with scheduling(services):
+    use_backend(services, Unready)
+    with scheduling(fresh_master):
         wait_for(lambda: fresh_master.get("/health", None).status == 503, deadline_s=20)
         assert "can't start new thread" in fresh_master.get("/health", None).error
         trial_id = submit(fresh_master, "true")
@@ -108,8 +112,8 @@ class Blind(LocalBackend):
 
 def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> None:
     services = fresh_master.services
-    services.backend = local_backend(Blind, services)
-    with scheduling(services):
+    use_backend(services, Blind)
+    with scheduling(fresh_master):
         blind = submit(fresh_master, "touch blind; sleep 600")
         other = submit(fresh_master, "true")
 
@@ -122,7 +126,7 @@ def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> 
 
 def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
     """A snapshot that waits for a write keeps SQLite's log from being checkpointed for as long."""
-    services, database = fresh_master.services, fresh_master.services.database
+    database = fresh_master.services.database
     reading, inside = threading.local(), []
     read, submit_ = database.read, database.submit
 
@@ -141,10 +145,9 @@ def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
         return submit_(function)
 
     database.read, database.submit = watched_read, watched_submit  # type: ignore[method-assign]
-    fresh_master.change("UPDATE experiments SET state = 'PAUSED'")
     large = submit(fresh_master, "true")
     fresh_master.change("UPDATE experiments SET slots_per_trial = 99 WHERE id = 3")
-    with scheduling(services):
+    with scheduling(fresh_master):
         small = submit(fresh_master, "true")
 
         wait_for(lambda: state_of(fresh_master, small) == "COMPLETED")

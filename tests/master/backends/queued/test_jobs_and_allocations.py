@@ -27,7 +27,7 @@ from dstrial.master.backends.hosts.link import AgentSettings
 from dstrial.master.backends.local import LocalBackend
 from dstrial.master.backends.queued.backend import QueuedBackend
 from dstrial.master.backends.request import AllocationRequest
-from dstrial.master.scheduler.scheduler import failed_start
+from dstrial.master.scheduler.reconciler import failed_start
 from dstrial.master.store.nodes import slot_id_of
 
 pytestmark = pytest.mark.process

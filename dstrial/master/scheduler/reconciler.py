@@ -1,0 +1,401 @@
+"""Reconciles the processes of live allocations with their rows: starts, stops and ends them, and stores their output."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.errors import DatabaseDamagedError, DstrialError
+from dstrial.master import file_limit
+from dstrial.master.advice import text_of
+from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
+from dstrial.master.backends.backend import Output, SlotsGoneError
+from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
+from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
+from dstrial.master.clock import now_us
+from dstrial.master.lifecycle import allocations, endings
+from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle.storages import StorageWait
+from dstrial.master.scheduler.commands import CommandWatch
+from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
+from dstrial.master.scheduler.retries import Retries
+from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import nodes
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import OperationalError, Transaction
+from dstrial.master.store.reports import log_quota
+from dstrial.master.store.reports import metrics as metric_rows
+from dstrial.master.store.reports.log_quota import LogOwner
+from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.views.observe import stall_in, untrained_phase_in
+from dstrial.master.webhooks import events
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
+
+logger = logging.getLogger("dstrial.master.scheduler")
+
+_FIRST_POLL_S = 0.05  # poll period of an allocation that prints or stops; doubled by each poll without news
+_LONGEST_POLL_S = 0.5
+_KILL_AGAIN_S = 2.0
+_STALLED_STOP_S = 30.0  # grace period of ranks that had stalled: what held them up may just have ended
+_UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
+
+
+@dataclasses.dataclass(slots=True)
+class _State:
+    """What is known of a live allocation besides its row; seconds are monotonic."""
+
+    row: Allocation
+    run: RunRef
+    poll_at_s: float = 0.0
+    poll_period_s: float = _FIRST_POLL_S
+    policies: tuple[LogPolicy, ...] | None = None
+    kill_again_s: float = 0.0
+    is_terminated: bool = False  # a command that has got SIGTERM
+    deadline: tuple[int, float] | None = None  # as stored, and when that is without clock jumps
+
+    def refresh(self, row: Allocation) -> None:
+        """Take the row as it is now; a request to stop makes the next poll due."""
+        before, self.row = self.row, row
+        self.run = run_of(row)
+        if _requests(before) != _requests(row):
+            self.poll_at_s, self.poll_period_s = 0.0, _FIRST_POLL_S
+
+
+class Reconciler:
+    """Called by the scheduler's thread."""
+
+    def __init__(self, services: Services, storage_wait: StorageWait, retries: Retries) -> None:
+        self._services = services
+        self._database = services.database
+        self._backend = services.backend
+        self._storage_wait = storage_wait
+        self._retries = retries  # by allocation id
+        self._states: dict[str, _State] = {}
+        self._commands = CommandWatch(services)
+        self._supervisors = SupervisorWatch(services.database, services.backend)
+
+    def adopt(self, rows: Iterable[Allocation]) -> None:
+        """Find the processes that an earlier master has left."""
+        for row in rows:
+            run = run_of(row)
+            handle = self._backend.find(run)
+            if handle is not None:
+                logger.info("allocation %s is adopted (pid %d)", row.id, handle.pid)
+                if row.state == "ASSIGNED":
+                    self._started(row, run)
+
+    def poll(self, rows: Iterable[Allocation], *, is_all_due: bool) -> float:
+        """Look after the allocations that are due; return in how many seconds the next one is."""
+        states = {}
+        for row in rows:
+            state = states[row.id] = self._states.get(row.id) or _State(row, run_of(row))
+            state.refresh(row)
+        self._states = states
+        for state in states.values():
+            now_s = time.monotonic()
+            if (is_all_due or now_s >= state.poll_at_s) and self._retries.is_due(state.row.id):
+                self._poll_one(state)
+        next_s = min((state.poll_at_s for state in states.values()), default=math.inf)
+        return max(next_s - time.monotonic(), 0.0)
+
+    def _poll_one(self, state: _State) -> None:
+        row = state.row
+        self._services.note_scheduler(f"looking after allocation {row.id}")
+        is_stopping = row.preempt_us is not None or row.kill_us is not None
+        state.poll_period_s = _FIRST_POLL_S if is_stopping else min(state.poll_period_s * 2, _LONGEST_POLL_S)
+        has_more = False
+        try:
+            has_more = self._watch(state)
+        except Exception as error:
+            logger.exception("allocation %s could not be looked after", row.id)
+            if self._retries.failed(row.id, counts=self._is_own_fault(error)):
+                self._give_up(state, error)
+        else:
+            self._retries.forget(row.id)
+        state.poll_at_s = 0.0 if has_more else time.monotonic() + state.poll_period_s
+
+    def _is_own_fault(self, error: Exception) -> bool:
+        """Say whether an error may be one trial's: a full disk and a lack of files are everybody's."""
+        if isinstance(error, OperationalError | DatabaseDamagedError) or file_limit.is_shortage(error):
+            return False
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return not is_full and not self._database.describe_trouble()
+
+    def _give_up(self, state: _State, error: Exception) -> None:
+        """End an allocation that the master cannot look after, as a failure of its trial."""
+        row = state.row
+        why = f"the master could not look after it ({type(error).__name__}: {error}); see `dstrial logs`"
+        logger.error("allocation %s is ended: %s", row.id, why)
+        try:
+            self._backend.kill(state.run, leaves_record=False)
+            exited = life.exited if row.is_command else allocations.allocation_exited
+            self._finish(row, state.run, AllocationExit(1, None, now_us(), why, was_lost=False), exited, None)
+        except Exception:
+            logger.exception("allocation %s could not be ended and is tried again", row.id)
+
+    def _watch(self, state: _State) -> bool:
+        """Do what is due for one allocation; return whether there is more to do at once."""
+        row, run = state.row, state.run
+        self._kill_if_asked(state)  # Whatever its files say, and even if they cannot be read.
+        # Before the output is read, so that what was printed before the end is read after it.
+        exit_ = self._backend.observe(run)
+        if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.shares):
+            self._started(row, run)
+        self._add_notes(row, run)
+        if exit_ is None:
+            self._leave_if_due(row, run)
+            self._stop_if_due(state)
+            self._commands.look(row, run)
+            self._supervisors.look(row, run)
+        has_more = self._take_in(state)
+        if exit_ is not None and not has_more:
+            self._end(row, run, exit_)
+        return has_more
+
+    def _add_notes(self, row: Allocation, run: RunRef) -> None:
+        """Add the back end's messages about an allocation to its log."""
+        notes = self._backend.notes(run)
+        if not notes:
+            return
+
+        def add(tx: Transaction) -> None:
+            for note in notes:
+                text = note.text
+                if note.tells_progress and row.trial_id:
+                    batch = metric_rows.last_batch(tx.connection, row.trial_id)
+                    text += (
+                        f"; its last report was of batch {batch}" if batch else "; it had reported nothing"
+                    )
+                add_master_line(
+                    tx, row.task_id, row.trial_id or None, text, level=note.level, allocation_id=row.id
+                )
+
+        self._database.write(add)
+
+    def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
+        """Ask an allocation to save whose slots will be taken; it goes on elsewhere."""
+        if row.preempt_us is None and row.kill_us is None:
+            why = self._backend.why_leaving(run)
+            if why is not None:
+                self._database.write(lambda tx: release(tx, row, why, is_kill=False))
+
+    def _kill_if_asked(self, state: _State) -> None:
+        if state.row.kill_us is not None and time.monotonic() > state.kill_again_s:
+            state.kill_again_s = time.monotonic() + _KILL_AGAIN_S
+            self._backend.kill(state.run)
+
+    def _stop_if_due(self, state: _State) -> None:
+        row = state.row
+        why = None if row.kill_us is not None else _why_late(state)
+        if why is not None:
+            self._database.write(lambda tx: release(tx, row, f"it did not stop within {why}", is_kill=True))
+        elif (phase := _untrained_phase(row)) is not None:
+            text = f"it is asked to stop before its first batch ({phase})"
+            self._database.write(lambda tx: release(tx, row, text, is_kill=True))
+        if row.preempt_us is not None and row.is_command and not state.is_terminated:
+            state.is_terminated = True
+            self._backend.ask_to_stop(state.run)
+
+    def _take_in(self, state: _State) -> bool:
+        """Take in new output of an allocation; return whether there may be more."""
+        row, parts = state.row, {}
+        if not state.run.is_on_own_node:
+            with self._database.read() as connection:
+                parts = nodes.parts_of(connection, row.id)
+        has_more = False
+        for output in self._backend.outputs(state.run):
+            part = parts.get(output.node_id)
+            at = (row.log_offset, row.log_lines) if part is None else (part.log_offset, part.log_lines)
+            has_more |= self._take_in_output(state, output, *at)
+        return has_more
+
+    def _take_in_output(self, state: _State, output: Output, offset: int, num_lines: int) -> bool:
+        row = state.row
+        read = read_lines(output.directory, offset, CHUNK_BYTES, num_lines=num_lines)
+        lines = read.lines
+        if not lines and not read.num_lost:
+            return read.has_more
+        state.poll_period_s = _FIRST_POLL_S
+        matched = matches(self._policies_of(state), (line.text for line in lines))
+        told = self._services.log_triggers.find(line.text for line in lines)
+        name = self._services.node_name(output.node_id)
+
+        def advance(tx: Transaction, num_read: int) -> bool:
+            if output.node_id == nodes.OWN_NODE:
+                return allocation_rows.advance_log(tx, row.id, offset, read.end, num_read)
+            return nodes.advance_log(tx, row.id, output.node_id, offset, read.end, num_read)
+
+        def store(tx: Transaction) -> None:
+            if advance(tx, read.num_lost + len(lines)):
+                quota = self._services.settings.trial_log_bytes
+                log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
+                note_matches(tx, row, matched, output.node_id, name)
+                events.notify_lines(tx, row.task_id, told)
+
+        self._database.write(store)
+        return read.has_more
+
+    def _policies_of(self, state: _State) -> tuple[LogPolicy, ...]:
+        if state.policies is None and state.row.is_command:
+            state.policies = ()
+        elif state.policies is None:
+            with self._database.read() as connection:
+                experiment = experiment_rows.require(connection, state.row.experiment_id)
+            state.policies = compile_policies(json.loads(experiment.config))
+        return state.policies
+
+    def launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
+        """Start an allocation's processes; a failure to start is its exit."""
+        run = run_of(row)
+        try:
+            handle = self._backend.submit(request(), run)
+        except Exception as error:
+            if not isinstance(error, DstrialError | OSError):
+                logger.exception("allocation %s could not be started", row.id)
+            self._end(row, run, failed_start(error))
+            return
+        if handle is not None:
+            self._started(row, run)
+
+    def _started(self, row: Allocation, run: RunRef) -> None:
+        found = self._backend.supervisors(run)
+        handle = found.get(nodes.OWN_NODE)
+
+        def write(tx: Transaction) -> None:
+            for node_id, other in found.items():
+                if node_id != nodes.OWN_NODE:
+                    nodes.update_part(tx, row.id, node_id, pid=other.pid, start_time=other.start_time)
+            if row.is_command:
+                life.started(tx, row.id, handle)
+                return
+            allocations.started(tx, row.id, handle)
+            # In Determined the trial's own launcher says so (harness/determined/exec/launch.py), and scripts look for it.
+            text = (
+                f"New trial runner in (container {row.resources_id}) on agent {self._services.agent_of(row)}"
+            )
+            add_master_line(tx, row.task_id, row.trial_id, text, allocation_id=row.id)
+
+        self._database.write(write)
+
+    def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
+        """Store an exit with its explanation."""
+        traceback = None
+        if exit_.exit_code != 0:
+            for output in self._backend.outputs(run):
+                exit_, traceback = _explained(output.directory, exit_)
+                if traceback is not None or exit_.explanation is not None:
+                    break
+        exited = life.exited if row.is_command else self._trial_exited(row, run, exit_)
+        self._finish(row, run, exit_, exited, traceback)
+
+    def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
+        """Return what follows from a trial's exit."""
+        trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
+        begun = self._backend.begun_checkpoints(run)
+        return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
+
+    def _finish(
+        self,
+        row: Allocation,
+        run: RunRef,
+        exit_: AllocationExit,
+        exited: Callable[..., None],
+        traceback: str | None,
+    ) -> None:
+        """Store an exit and what follows from it, and delete the allocation's files."""
+
+        def end(tx: Transaction) -> None:
+            log_quota.tell_at_end(tx, _log_of(row))
+            for one in exit_.nodes:
+                nodes.update_part(
+                    tx, row.id, one.node_id, exit_code=one.exit_code, signal=one.signal, cause=one.cause
+                )
+            exited(tx, row.id, exit_, traceback)
+
+        self._database.write(end)
+        self._commands.forget(row)
+        self._supervisors.forget(row)
+        self._retries.forget(row.id)
+        self._backend.forget(run)
+
+
+def release(tx: Transaction, row: Allocation, why: str, *, is_kill: bool) -> None:
+    if row.is_command:
+        life.release(tx, row, why, is_kill=is_kill)
+    else:
+        endings.release(tx, row.trial_id, why, is_kill=is_kill)
+
+
+def _requests(row: Allocation) -> tuple[int | None, ...]:
+    return (row.preempt_us, row.preempt_deadline_us, row.kill_us)
+
+
+def _untrained_phase(row: Allocation) -> str | None:
+    """Return what ranks that should stop do before their first batch; else None.
+
+    They have nothing to save, and those that compile an operator do not listen for minutes. A rank's file may be out of date
+    where its disk is full: a run that has reported has trained.
+    """
+    if row.preempt_us is None or row.kill_us is not None or row.num_reports:
+        return None
+    is_due = now_us() > row.preempt_us + _UNTRAINED_STOP_US
+    return untrained_phase_in(Path(row.directory)) if is_due else None
+
+
+def _why_late(state: _State) -> str | None:
+    """Return which grace period to stop is over, None while there is some left.
+
+    Ranks that had stalled before they were asked save nothing, and have less. Time is counted by the monotonic clock from
+    when the request is first seen here, so that it begins anew after a master's start.
+    """
+    row = state.row
+    deadline_us = row.preempt_deadline_us
+    if deadline_us is None:
+        return None
+    asked_us = now_us() if row.preempt_us is None else row.preempt_us
+    limit_s = (deadline_us - asked_us) / 1e6
+    if state.deadline is None or state.deadline[0] != deadline_us:
+        state.deadline = (deadline_us, time.monotonic() + limit_s)
+    left_s = state.deadline[1] - time.monotonic()
+    if left_s < 0:
+        return f"{life.STOP_TIMEOUT_S} s" if row.is_command else f"preemption_timeout ({limit_s:.0f} s)"
+    if row.preempt_us is None or limit_s - left_s < _STALLED_STOP_S:
+        return None
+    stall = stall_in(Path(row.directory))
+    if stall is None or stall[1] * 1e6 > asked_us:
+        return None
+    return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
+
+
+def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
+    """Return a failed exit with the error in its output, and the traceback."""
+    traceback = first_traceback(printed(directory))
+    if traceback is None or is_of_launcher(traceback):
+        explanation = explain_rank(printed(directory))
+        if explanation is not None:
+            exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
+    if exit_.explanation is None:
+        exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))
+    return exit_, traceback
+
+
+def _log_of(row: Allocation) -> LogOwner:
+    return LogOwner(row.task_id, row.trial_id or None, row.id)
+
+
+def failed_start(error: Exception) -> AllocationExit:
+    """Return the exit of an allocation that could not start; lost without its slots."""
+    was_lost = isinstance(error, SlotsGoneError)
+    return AllocationExit(1, None, now_us(), f"could not be started: {text_of(error)}", was_lost)
