@@ -121,22 +121,21 @@ def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
 
 
 async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
-    row = await services.read(listings.get_experiment, experiment_id)
-    if row is None:
-        await services.read(experiment_rows.require, experiment_id)
-        raise RequestError(404, f"experiment {experiment_id} is not found.")
+    row, trials = await services.read(_with_trials, experiment_id)
     found = (await _all_shown(services, [row]))[0]
     # Of one experiment only, as Determined 0.38.1 does: a list of searches would carry thousands of them.
-    return {**found, **await services.read(_trials_of, experiment_id)}
+    external_id = trials[0].external_id if len(trials) == 1 else None
+    return {**found, "trialIds": [trial.id for trial in trials], "externalTrialId": external_id}
 
 
-def _trials_of(connection: Connection, experiment_id: int) -> dict[str, Any]:
-    """Return the ids of an experiment's trials, and the only trial's external name."""
-    rows = trial_rows.of_experiment(connection, experiment_id)
-    return {
-        "trialIds": [row.id for row in rows],
-        "externalTrialId": rows[0].external_id if len(rows) == 1 else None,
-    }
+def _with_trials(
+    connection: Connection, experiment_id: int
+) -> tuple[listings.ListedExperiment, list[trial_rows.Trial]]:
+    row = listings.get_experiment(connection, experiment_id)
+    if row is None:
+        experiment_rows.require(connection, experiment_id)
+        raise RequestError(404, f"experiment {experiment_id} is not found.")
+    return row, trial_rows.of_experiment(connection, experiment_id)
 
 
 async def _all_shown(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
@@ -149,80 +148,103 @@ async def _all_shown(services: Services, rows: Sequence[listings.ListedExperimen
     return await services.check(show) if is_large else show()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked submission."""
+
+    submission: Submission
+    tgz: bytes  # model definition
+    project: projects.ProjectInfo
+    findings: Diagnostics  # of the config; none yet
+    may_wait: bool  # for slots that there are not now
+    shown_config: dict[str, Any]  # without secrets
+
+
+def prepare(
+    services: Services,
+    config: str,
+    files: Sequence[Mapping[str, Any]],
+    project_id: int | None,
+    *,
+    parent_id: int | None = None,
+    template_name: str | None = None,
+    is_detached: bool = False,
+) -> Prepared:
+    """Check a submitted config, YAML, against one snapshot; slow, so call it in a thread.
+
+    Raises:
+        ConfigError: with every problem.
+        RequestError: the model definition cannot be packed or unpacked.
+    """
+    tgz = pack(files)
+    template: dict[str, Any] | None = None
+    parent: experiment_rows.Experiment | None = None
+    with services.database.read() as connection:
+        if template_name:
+            template = json.loads(workspaces.require_template(connection, template_name).config)
+        if parent_id is not None:
+            parent = experiment_rows.require(connection, parent_id)
+            if not config:
+                config, template = parent.original_config, template or json.loads(parent.template or "null")
+            tgz = tgz or experiment_rows.model_definition(connection, parent_id)
+        config = _with_secrets(services, config, template, parent)
+        document, given = _readable(services, config, template)
+        resumed = None if is_detached else resume.of_submission(connection, given)
+        project = containers.project_of_config(connection, project_id, given)
+        storage = _storage_of(connection, project.workspace_id)
+    options: dict[str, Any] = {"template": template, "storage": storage, "document": document}
+    submission = checked(services, config, tgz, resumed, is_detached=is_detached, **options)
+    may_wait = submission.exceeds_slots or (resumed is not None and resumed.keeps_batch)
+    shown_config = masked(submission.config, services.secret_names)
+    return Prepared(submission, tgz, project, Diagnostics(document.lines, LABEL), may_wait, shown_config)
+
+
 async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     body, services = request.body(), request.services
     if body.flag("unmanaged"):
         return await create_detached(request, body, None)
-    parent_id, template_name = body.integer("parentId") or None, body.text("template")
-    tgz = await services.run(lambda: pack([dict(file) for file in _files(body)]))
-    config = body.text("config") or ""
-    template: dict[str, Any] | None = None
-    if template_name:
-        template = json.loads((await services.read(workspaces.require_template, template_name)).config)
-    if parent_id is not None:
-        parent = await services.read(experiment_rows.require, parent_id)
-        if not config:
-            config, template = parent.original_config, template or json.loads(parent.template or "null")
-        if not tgz:
-            tgz = await services.read(experiment_rows.model_definition, parent_id)
-        config = await services.check(lambda: _with_secrets(services, config, template, parent))
-    else:
-        config = await services.check(lambda: _with_secrets(services, config, template))
-    document, given = await services.check(lambda: _readable(services, config, template))
-    resumed = await services.read(resume.of_submission, given)
-    project = await services.read(containers.project_of_config, body.integer("projectId"), given)
-    storage = await services.read(_storage_of, project.workspace_id)
-    submission = await services.check(
-        lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
+    config, files, project_id = body.text("config") or "", _files(body), body.integer("projectId")
+    parent_id, template = body.integer("parentId") or None, body.text("template")
+    prepared = await services.check(
+        lambda: prepare(services, config, files, project_id, parent_id=parent_id, template_name=template)
     )
-    may_wait = submission.exceeds_slots or (resumed is not None and resumed.keeps_batch)
-    wish = wish_of_config(submission.config, services.backend.nodes(), may_wait=may_wait)
-    await refuse_what_never_starts(services, wish, Diagnostics(document.lines, LABEL))
-    warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
-    # Looking through all of a large config for secrets takes a second.
-    shown_config = as_data(await services.check(lambda: masked(submission.config, services.secret_names)))
+    submission = prepared.submission
+    wish = wish_of_config(submission.config, services.backend.nodes(), may_wait=prepared.may_wait)
+    await refuse_what_never_starts(services, wish, prepared.findings)
     if body.flag("validateOnly"):
-        return message(
-            bindings.v1CreateExperimentResponse,
-            config=shown_config,
-            experiment=await services.check(lambda: _unsaved(request, submission, project)),
-            warnings=warnings,
+        experiment = await services.check(lambda: _unsaved(request, prepared))
+    else:
+        experiment_id = await services.write(
+            lambda tx: experiments.create(
+                tx,
+                submission=submission,
+                tgz=prepared.tgz,
+                owner_id=request.user.id,
+                activate=body.flag("activate") is not False,
+                parent_id=parent_id,
+                project_id=prepared.project.id,
+            )
         )
-    experiment_id = await services.write(
-        lambda tx: experiments.create(
-            tx,
-            submission=submission,
-            tgz=tgz,
-            owner_id=request.user.id,
-            activate=body.flag("activate") is not False,
-            parent_id=parent_id,
-            project_id=project.id,
-        )
-    )
+        experiment = await shown(services, experiment_id)
     return message(
         bindings.v1CreateExperimentResponse,
-        config=shown_config,
-        experiment=await shown(services, experiment_id),
-        warnings=warnings,
+        config=as_data(prepared.shown_config),
+        experiment=experiment,
+        warnings=["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else [],
     )
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
     """Store an experiment of detached runs, or find that of ``external_id``."""
     services = request.services
-    config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
-    document, given = await services.check(lambda: _readable(services, config, None))
-    project = await services.read(containers.project_of_config, body.integer("projectId"), given)
-    storage = await services.read(_storage_of, project.workspace_id)
-    submission = await services.check(
-        lambda: checked(services, config, b"", storage=storage, is_detached=True, document=document)
-    )
+    config, project_id = body.text("config") or "", body.integer("projectId")
+    prepared = await services.check(lambda: prepare(services, config, (), project_id, is_detached=True))
     experiment_id = await services.write(
         lambda tx: detached_runs.create(
             tx,
-            submission=submission,
+            submission=prepared.submission,
             owner_id=request.user.id,
-            project_id=project.id,
+            project_id=prepared.project.id,
             external_id=external_id,
         )
     )
@@ -272,9 +294,8 @@ def _storage_of(connection: Connection, workspace_id: int) -> dict[str, Any] | N
     return storage
 
 
-def _unsaved(request: ApiRequest, submission: Submission, project: projects.ProjectInfo) -> dict[str, Any]:
-    names = request.services.secret_names
-    config = masked(submission.config, names)
+def _unsaved(request: ApiRequest, prepared: Prepared) -> dict[str, Any]:
+    config, project, submission = prepared.shown_config, prepared.project, prepared.submission
     return message(
         bindings.v1Experiment,
         archived=False,
@@ -283,7 +304,7 @@ def _unsaved(request: ApiRequest, submission: Submission, project: projects.Proj
         jobId="",
         name=config["name"],
         numTrials=0,
-        originalConfig=as_data(masked_yaml(submission.original, names)),
+        originalConfig=as_data(masked_yaml(submission.original, request.services.secret_names)),
         projectId=project.id,
         projectName=project.name,
         projectOwnerId=project.owner_id,
@@ -373,22 +394,30 @@ def _refuse_other_place(connection: Connection, project_id: int, changes: Mappin
             )
 
 
+def _prepare_continued(
+    services: Services, experiment_id: int, override: str
+) -> tuple[Submission | None, bool]:
+    """Check how an experiment continues, None for detached runs; say whether its config changes."""
+    with services.database.read() as connection:
+        row = experiment_rows.require(connection, experiment_id)
+        changes = read_override(override, services.settings.limits)
+        if row.unmanaged:
+            return None, bool(changes)
+        _refuse_other_place(connection, row.project_id, changes)
+        active = json.loads(row.config)
+        config = _with_secrets(services, continued_config(active, changes), None, row)
+        tgz = experiment_rows.model_definition(connection, experiment_id)
+        resumed = _resumed_by(connection, experiment_id)
+    return checked(services, config, tgz, resumed, active=active), bool(changes)
+
+
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     body, services = request.body(), request.services
-    experiment_id = body.required_integer("id")
-    row = await services.read(experiment_rows.require, experiment_id)
-    override = body.text("overrideConfig") or ""
-    changes = await services.check(lambda: read_override(override, services.settings.limits))
-    submission = None
-    if not row.unmanaged:
-        await services.read(_refuse_other_place, row.project_id, changes)
-        active = json.loads(row.config)
-        config = await services.check(lambda: continued_config(active, changes))
-        config = await services.check(lambda: _with_secrets(services, config, None, row))
-        tgz = await services.read(experiment_rows.model_definition, experiment_id)
-        resumed = await services.read(_resumed_by, experiment_id)
-        submission = await services.check(lambda: checked(services, config, tgz, resumed, active=active))
-    changed = submission if changes else None
+    experiment_id, override = body.required_integer("id"), body.text("overrideConfig") or ""
+    submission, has_changes = await services.check(
+        lambda: _prepare_continued(services, experiment_id, override)
+    )
+    changed = submission if has_changes else None
     if changed is not None:
         wish = wish_of_config(changed.config, services.backend.nodes(), may_wait=True)
         await refuse_what_never_starts(services, wish, Diagnostics({}, LABEL))

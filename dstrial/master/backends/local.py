@@ -128,10 +128,10 @@ def _write_given(request: AllocationRequest, workdir: Path) -> None:
     if directory.exists():
         remove(directory)
     directory.mkdir(mode=0o700, parents=True)
-    # Checkpoints keep a copy of the second, in which no trial writes.
-    for path in (workdir, directory / "model"):
-        path.mkdir(mode=0o700)
-        unpack(request.model_definition, path)
+    workdir.mkdir(mode=0o700)
+    unpack(request.model_definition, workdir)
+    # In this copy no trial writes; checkpoints keep it.
+    shutil.copytree(workdir, directory / "model", symlinks=True)
     events = directory / "events"
     for name, target in request.links.items():
         events.mkdir(mode=0o700, exist_ok=True)
