@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dstrial.errors import MasterError
 from dstrial.master import backends
@@ -36,15 +36,14 @@ from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.placement import by_node
 from dstrial.master.scheduler.queue import (
     LastPoll,
-    SlotUser,
     Waiting,
     assignments,
-    waiting_text,
     waits_for_others,
 )
 from dstrial.master.scheduler.reconciler import Reconciler, release
 from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
 from dstrial.master.scheduler.retries import Retries
+from dstrial.master.scheduler.wait_reasons import WaitReasons
 from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, nodes, users
@@ -53,21 +52,18 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, SqlError, Transaction
 from dstrial.master.store.reports.logs import add_master_line
-from dstrial.visible_text import visible_line
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
+_Lacking: TypeAlias = "tuple[jobs.WaitingTrial, int, str | None]"  # `WaitReasons.lacks_slots`
+
 _TICK_S = 0.05
 _IDLE_TICK_S = 1.0
 # Without a change the queue is looked at so often, for what nobody has told of.
 _QUEUE_PERIOD_S = 1.0
-_KILL_AGAIN_S = 2.0
-# How long ranks that stall may take to stop: what holds them up may just have ended.
-_STALLED_STOP_S = 30.0
-_UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
 # How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
 # For how long a node that is gone still counts.
@@ -77,9 +73,6 @@ _MOMENT_US = 5_000_000
 _MOVE_S = 120.0
 
 _THREAD = "scheduler"  # key of `_retries` for the thread's own failures
-
-# Stands for the number of slots in `_logged` while the agent is disabled.
-_AGENT_OFF = -1
 
 # Of `trials.is_node_excluded`: it has failed, and a log policy keeps it from this machine.
 _EXCLUDED = 2
@@ -94,15 +87,6 @@ class _Fitting:
     version: int  # of the queue; the config is the same where it is
     config_hash: int
     num_slots: int | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Lacking:
-    """A trial that needs more slots than there are."""
-
-    row: jobs.WaitingTrial
-    num_slots: int  # that there are
-    why: str | None  # its checkpoint cannot resume with fewer; None without one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,8 +129,7 @@ class Scheduler:
         )
         self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
-        self._logged: dict[int | str, tuple[int, int]] = {}
-        self._logged_waiting: set[tuple[int, int]] = set()
+        self._reasons = WaitReasons(services)
         self._storage_wait = StorageWait(services.database, services.storages)
         self._reconciler = Reconciler(services, self._storage_wait, self._retries)
         self._version = -1  # of the topic at the last poll of allocations
@@ -174,7 +157,8 @@ class Scheduler:
         with self._database.read() as connection:
             rows = jobs.waiting_trials(connection)
             _, lacking = self._waiting(connection, rows, len(self._services.slots))
-        self._log_lacking(lacking)
+        for one in lacking:
+            self._reasons.lacks_slots(*one)
         self._janitor.start()
         self._thread.start()
 
@@ -194,12 +178,11 @@ class Scheduler:
                 fitting = self._slots_to_go_on_with(connection, row, available)
                 if fitting is not None:
                     num_slots = fitting
-                elif wanted > num_enabled and self._logged.get(row.id) != (wanted, num_enabled):
-                    self._logged[row.id] = (wanted, num_enabled)
+                elif wanted > num_enabled and not self._reasons.has_said_lacking(row, num_enabled):
                     trial = trial_rows.require(connection, row.id)
                     config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
                     why = resume.why_it_waits(connection, trial, config, available)
-                    lacking.append(_Lacking(row, num_enabled, why))
+                    lacking.append((row, num_enabled, why))
             waiting.append(Waiting(row.id, row.experiment_id, num_slots, most))
         return waiting, lacking
 
@@ -222,61 +205,6 @@ class Scheduler:
             row.run_id, available, self._last_poll.version, hash(text), num_slots
         )
         return num_slots
-
-    def _log_lacking(self, lacking: Sequence[_Lacking]) -> None:
-        """Log which trials need more slots than there are; outside of any snapshot."""
-        for one in lacking:
-            row, wanted = one.row, one.row.slots_per_trial
-            slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
-            text = f"the trial needs {slots} and waits; this master has {one.num_slots}. {self._how_to_have(wanted)}"
-            if one.why is not None:
-                text += f", for its checkpoint cannot go on with fewer: {one.why}"
-            logger.warning("trial %d: %s", row.id, text)
-            self._add_line(row, text)
-
-    def _add_line(self, row: jobs.WaitingTrial, text: str) -> None:
-        self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level="WARNING"))
-
-    def _how_to_have(self, num_slots: int) -> str:
-        """Say what gives a master more slots."""
-        down = [node.name for node in self._backend.nodes() if node.why_down is not None]
-        if down:
-            return f"Look at the hosts that are down: {', '.join(down)} (`det agent list`, `dstrial hosts check`)"
-        if num_slots <= len(self._services.slots):
-            return "Enable what is switched off (`det agent list`, `det slot list`)"
-        if self._services.engine is not None:
-            return f"Look at what {self._services.engine} offers (`det slot list`)"
-        if self._services.hosts:
-            return f"Add hosts, so that there are at least {num_slots} slots (`dstrial up --hostfile`)"
-        return f"Start it again with at least {num_slots} (`dstrial up --slots`)"
-
-    def _log_command_waiting(self, row: commands.CommandInfo, num_slots: int) -> None:
-        """Log that a command needs more slots than there are."""
-        wanted, task_id = row.num_slots, row.task_id
-        if wanted <= num_slots:
-            self._logged.pop(task_id, None)
-        if wanted <= num_slots or self._logged.get(task_id) == (wanted, num_slots):
-            return
-        self._logged[task_id] = (wanted, num_slots)
-        has = (
-            f"this master has {num_slots}"
-            if not self._services.hosts and self._services.engine is None
-            else f"no host has more than {num_slots}"
-        )
-        how = self._how_to_have(wanted)
-        how += "" if how.startswith("Enable") else ", or enable the slots that are off"
-        text = f"it needs {wanted} slots and waits; {has}. {how}"
-        self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
-
-    def _log_agent_off(self, row: jobs.WaitingTrial | commands.CommandInfo, trial_id: int | None) -> None:
-        """Log that a trial, or a command for None, waits for the agent."""
-        key = row.task_id if trial_id is None else trial_id
-        told = (row.run_id, _AGENT_OFF)
-        if self._logged.get(key) == told:
-            return
-        self._logged[key] = told
-        text = f"the agent is disabled, and nothing starts; go on with `det agent enable {self._services.agent_id}`"
-        self._database.write(lambda tx: add_master_line(tx, row.task_id, trial_id, text, level="WARNING"))
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
         """End a trial excluded from every machine; without ``launch_error`` it waits.
@@ -420,7 +348,8 @@ class Scheduler:
         self._storage_wait.look_again()
         with self._database.read() as connection:
             queue = self._queue(connection)
-        self._log_lacking(queue.lacking)
+        for one in queue.lacking:
+            self._reasons.lacks_slots(*one)
         if queue.is_idle:
             self._backend.request(growth_of(self._growing, self._describe), queue.kept)
             return []
@@ -428,10 +357,10 @@ class Scheduler:
             self._end_without_node(row)
         if queue.is_all_off:
             self._backend.request((), queue.kept)
-            self._log_all_off(queue)
+            self._reasons.all_agents_are_off([*queue.rows, *queue.others])
             return []
         for command in queue.others:
-            self._log_command_waiting(command, queue.largest)
+            self._reasons.command_lacks_slots(command, queue.largest)
         waiting = _by_urgency(
             [*zip(queue.rows, queue.trials, strict=True)],
             [
@@ -450,7 +379,8 @@ class Scheduler:
             for pair in zip(queue.rows, queue.trials, strict=True)
             if not self._storage_wait.is_waiting(pair[0].id)
         ]
-        self._log_waiting(for_slots, [*queue.live, *begun], len(queue.enabled))
+        if not self._is_draining:
+            self._reasons.waits_for_slots(for_slots, [*queue.live, *begun], len(queue.enabled))
         if not begun:
             urgency: dict[int | str, tuple[int, float]] = {
                 row.id: (row.priority, row.queue_position) for row in queue.rows
@@ -471,6 +401,7 @@ class Scheduler:
         excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
         rows = self._storage_wait.ready([row for row in found if row not in excluded] if excluded else found)
         others = commands.waiting(connection)
+        self._reasons.forget_others([*found, *others])
         live = allocation_rows.all_live(connection)
         kept: list[Key] = [row.task_id if row.is_command else row.trial_id for row in live]
         is_idle = not rows and not others and not excluded
@@ -570,13 +501,6 @@ class Scheduler:
                 begun.append(allocation)
         return begun
 
-    def _log_all_off(self, queue: _Queue) -> None:
-        """Log for each waiting trial and command that all agents are disabled."""
-        for row in queue.rows:
-            self._log_agent_off(row, row.id)
-        for command in queue.others:
-            self._log_agent_off(command, None)
-
     def _with_choices(
         self,
         connection: Connection,
@@ -646,38 +570,6 @@ class Scheduler:
     def _describe(self, key: Key) -> tuple[str, Mapping[str, Any]]:
         with self._database.read() as connection:
             return describe(connection, key)
-
-    def _log_waiting(
-        self, waiting: list[tuple[jobs.WaitingTrial, Waiting]], live: list[Allocation], num_enabled: int
-    ) -> None:
-        """Log once per run for which slots a trial waits and who holds them."""
-        is_begun = {row.trial_id for row in live}
-        left = [pair for pair in waiting if pair[0].id not in is_begun]
-        told = [
-            pair
-            for pair in left
-            if pair[1].num_slots <= num_enabled and (pair[0].id, pair[0].run_id) not in self._logged_waiting
-        ]
-        if not told or self._is_draining:
-            return
-        with self._database.read() as connection:
-            slot_users = [_slot_user(connection, row) for row in live if row.slots]
-        first = left[0][0].id
-
-        def say(tx: Transaction) -> None:
-            for row, one in told:
-                text = waiting_text(
-                    one.num_slots,
-                    num_enabled,
-                    slot_users,
-                    experiment_id=one.experiment_id,
-                    max_slots=one.max_slots,
-                    before=f"trial {first}" if first != row.id else None,
-                )
-                add_master_line(tx, row.task_id, row.id, text)
-
-        self._database.write(say)
-        self._logged_waiting.update((row.id, row.run_id) for row, _ in told)
 
     def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
@@ -808,17 +700,6 @@ def _capacity(
         used_by=used_by,
         is_settled=enabled.isdisjoint(absent),
     )
-
-
-def _slot_user(connection: Connection, allocation: Allocation) -> SlotUser:
-    num_slots = len(allocation.slots)
-    if allocation.is_command:
-        return SlotUser(f"task {allocation.task_id}", 0, num_slots)
-    experiment_id = allocation.experiment_id
-    config = json.loads(experiment_rows.require(connection, experiment_id).config)
-    called = visible_line(str(config.get("name")))
-    name = f"trial {allocation.trial_id} of experiment {experiment_id} ({called})"
-    return SlotUser(name, experiment_id, num_slots)
 
 
 def _is_single_node(connection: Connection, experiment_id: int) -> bool:
