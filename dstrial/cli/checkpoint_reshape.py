@@ -287,7 +287,7 @@ def _rewrite(
         CheckpointError: the trial is a script, which cannot be told to end at once.
         UntrustedCheckpointError: it is a foreign script.
     """
-    from dstrial.launch.agent import run_ranks
+    from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.rank_main import trial_command
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(source.path / "load_data.json"))
@@ -361,7 +361,7 @@ def _run_script(
     run_directory: RunDirectory,
     num_slots: int,
 ) -> LaunchOutcome:
-    from dstrial.launch.agent import run_ranks
+    from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.rank_main import script_command
 
     known = run_directory.path / "known_experiment.json"

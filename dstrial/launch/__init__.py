@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from dstrial.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from dstrial.launch.agent import Placement, run_ranks
     from dstrial.launch.failures import LaunchOutcome, RankFailure
+    from dstrial.launch.local_ranks import Placement, run_ranks
     from dstrial.launch.rank_main import script_command, trial_command
     from dstrial.launch.slots import num_slots
     from dstrial.launch.trial_import import import_trial
 
 _HOME = {
     "LaunchOutcome": "failures",
-    "Placement": "agent",
-    "run_ranks": "agent",
+    "Placement": "local_ranks",
+    "run_ranks": "local_ranks",
     "RankFailure": "failures",
     "script_command": "rank_main",
     "trial_command": "rank_main",

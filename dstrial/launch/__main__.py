@@ -18,7 +18,7 @@ from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.file_writes import replace_file
-from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, ENDING_NAME, WARM_VARIABLE
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, ENDING_NAME
 from dstrial.hosts.arguments import (
     add_host_arguments,
     given_slots,
@@ -29,11 +29,10 @@ from dstrial.hosts.arguments import (
     require_hostfile,
 )
 from dstrial.launch.accelerate_environment import accelerate_variables
-from dstrial.launch.early_imports import importing_for_ranks, is_on_cluster
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
-from dstrial.launch.slots import slots_argument
+from dstrial.launch.slots import cluster_info, is_on_cluster, num_accelerators, num_slots, slots_argument
 from dstrial.launch.slurm_step import SlurmStep, slurm_task, step_of
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
@@ -52,8 +51,8 @@ if TYPE_CHECKING:
     from determined import ClusterInfo
 
     from dstrial.config import ExperimentConfig
-    from dstrial.launch.agent import RunningRanks
     from dstrial.launch.failures import LaunchOutcome
+    from dstrial.launch.local_ranks import RunningRanks
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR] [--hostfile FILE]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
@@ -113,44 +112,17 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
     require_hostfile(options)
     if options.hostfile is not None:
         return _launch_on_hosts(options)
-    task = None if is_on_cluster(os.environ) else slurm_task(os.environ)
-    step: SlurmStep | None = None
-    if task is not None:
+    if is_on_cluster(os.environ):
         with collector.paused_for_good():
-            from dstrial.launch.slots import num_accelerators
-
-            wanted = options.slots or (given_slots(options.config) if options.config else None)
-            step = step_of(task, wanted, num_accelerators())
-    experiment = (
-        None if is_on_cluster(os.environ) else _load(options, None if step is None else step.num_ranks_of_all)
-    )
-    with contextlib.ExitStack() as stack:
-        if options.trial:  # a script says itself what is imported, and may set variables before
-            variables, num_ranks = _expected_ranks(options, experiment)
-            num_ranks = num_ranks if step is None else step.num_ranks
-            stack.enter_context(importing_for_ranks(variables, num_ranks))
-        # Both import torch, which takes seconds; a wrong command line should not.
-        with collector.paused_for_good():
-            from dstrial.launch.slots import cluster_info
-
             info = cluster_info()  # imports Determined's package
         if info is not None:
             return _launch_on_cluster(options, info)
-        return _launch_off_cluster(options, experiment or _load(options), step)
-
-
-def _expected_ranks(
-    options: argparse.Namespace, experiment: ExperimentConfig | None
-) -> tuple[dict[str, str], int]:
-    """Return the variables that ranks share and their number, before any import."""
-    if is_on_cluster(os.environ):
-        num_slots = os.environ.get("DET_SLOT_IDS", "").count(",") + 1
-        return {"PYTHONUNBUFFERED": "1", **os.environ}, num_slots
-    variables = _variables(experiment)
-    if experiment is not None and dstrial_section(experiment.raw).get("warm") is False:
-        variables[WARM_VARIABLE] = "0"
-    configured = experiment.slots_per_trial if experiment is not None else None
-    return {**os.environ, **variables}, options.slots or configured or 1
+    task = slurm_task(os.environ)
+    step: SlurmStep | None = None
+    if task is not None:
+        wanted = options.slots or (given_slots(options.config) if options.config else None)
+        step = step_of(task, wanted, num_accelerators() if wanted is None else 0)
+    return _launch_off_cluster(options, _load(options, None if step is None else step.num_ranks_of_all), step)
 
 
 def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
@@ -167,8 +139,7 @@ def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
 def _launch_off_cluster(
     options: argparse.Namespace, experiment: ExperimentConfig | None, step: SlurmStep | None
 ) -> LaunchOutcome:
-    from dstrial.launch.agent import run_ranks
-    from dstrial.launch.slots import num_slots
+    from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.stalls.stall_rules import StallSettings
 
     configured = experiment.slots_per_trial if experiment is not None else None
@@ -285,7 +256,7 @@ def _script_variables(
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
     """Launch as the cluster says; lines carry the prefix that its log view filters by."""
-    from dstrial.launch.agent import run_ranks
+    from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.slots import cluster_placement
     from dstrial.launch.stalls.stall_rules import StallSettings
 

@@ -10,8 +10,7 @@ from dstrial.ranks.process_group import prepare_accelerator
 
 prepare_accelerator()
 
-import dstrial.launch.agent
-import dstrial.launch.slots
+import dstrial.launch.local_ranks
 import dstrial.local.core_context
 import dstrial.loop.loop
 import dstrial.ranks.rendezvous_store

@@ -26,14 +26,13 @@ from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import DstrialError
 from dstrial.hosts.remote import PREFIX
 from dstrial.hosts.transport import BEAT_S, LEASE_S
-from dstrial.launch.early_imports import importing_for_ranks
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.resume.locate import saved_run_to_resume
 from dstrial.scratch import scratch_directory
 
 if TYPE_CHECKING:
-    from dstrial.launch.agent import RunningRanks
     from dstrial.launch.failures import LaunchOutcome
+    from dstrial.launch.local_ranks import RunningRanks
 
 CONTEXT = "{context}"
 """Begins words of a command that name something in code that has travelled."""
@@ -55,7 +54,7 @@ class NodeRequest:
         num_ranks: on this host.
         node_rank: which host this is.
         hosts: names of all.
-        num_ranks_of_all: on all hosts.
+        ranks_by_node: on each host.
         master_addr: of the first host.
         master_port: free there.
         env: variables of the ranks.
@@ -74,7 +73,7 @@ class NodeRequest:
     num_ranks: int
     node_rank: int
     hosts: list[str]
-    num_ranks_of_all: int
+    ranks_by_node: list[int]
     master_addr: str
     master_port: int
     env: dict[str, str]
@@ -215,43 +214,39 @@ def _run(request: NodeRequest, directory: Path, line: _Line) -> tuple[LaunchOutc
     config = request.config
     env = dict(request.env)
     env |= determined_imports.variables({**os.environ, **env}, config)
-    with contextlib.ExitStack() as stack:
-        if request.is_trial:
-            warm = {} if dstrial_section(config or {}).get("warm") is not False else {"DSTRIAL_WARM": "0"}
-            stack.enter_context(importing_for_ranks({**os.environ, **env, **warm}, request.num_ranks))
-        with collector.paused_for_good():
-            from dstrial.launch.agent import Placement, run_ranks
-            from dstrial.launch.stalls.stall_rules import StallSettings
-        if config is not None and not request.is_trial:
-            env |= _script_variables(request, context_dir, directory, env)
-        running: list[RunningRanks] = []
+    with collector.paused_for_good():
+        from dstrial.launch.local_ranks import Placement, run_ranks
+        from dstrial.launch.stalls.stall_rules import StallSettings
+    if config is not None and not request.is_trial:
+        env |= _script_variables(request, context_dir, directory, env)
+    running: list[RunningRanks] = []
 
-        def on_ready(ranks: RunningRanks) -> None:
-            running.append(ranks)
-            link.begin(ranks)
+    def on_ready(ranks: RunningRanks) -> None:
+        running.append(ranks)
+        link.begin(ranks)
 
-        try:
-            outcome = run_ranks(
-                command,
-                num_ranks=request.num_ranks,
-                env=env,
-                log_dir=None if request.log_dir is None else Path(request.log_dir),
-                shutdown_timeout_s=request.shutdown_timeout_s,
-                on_line=lambda rank, stream, text: line.say({"line": [rank, stream, text]}),
-                placement=Placement(
-                    len(request.hosts), request.node_rank, request.master_addr, request.master_port
-                )
-                if len(request.hosts) > 1
-                else None,
-                serves_store=not request.is_trial,
-                tracebacks_dir=None if request.tracebacks_dir is None else Path(request.tracebacks_dir),
-                on_start=lambda text: line.say({"note": text}),
-                stalls=StallSettings.from_config(config),
-                on_ready=on_ready,
+    try:
+        outcome = run_ranks(
+            command,
+            num_ranks=request.num_ranks,
+            env=env,
+            log_dir=None if request.log_dir is None else Path(request.log_dir),
+            shutdown_timeout_s=request.shutdown_timeout_s,
+            on_line=lambda rank, stream, text: line.say({"line": [rank, stream, text]}),
+            placement=Placement(
+                tuple(request.ranks_by_node), request.node_rank, request.master_addr, request.master_port
             )
-        finally:
-            link.end()
-        ending = running[0].supervisor.first_ending()
+            if len(request.hosts) > 1
+            else None,
+            serves_store=not request.is_trial,
+            tracebacks_dir=None if request.tracebacks_dir is None else Path(request.tracebacks_dir),
+            on_start=lambda text: line.say({"note": text}),
+            stalls=StallSettings.from_config(config),
+            on_ready=on_ready,
+        )
+    finally:
+        link.end()
+    ending = running[0].supervisor.first_ending()
     told = None if ending is None else {"is_consequence": ending.is_consequence}
     return outcome, told
 
@@ -293,7 +288,7 @@ def _script_variables(
     write_experiment(path, request.config, request.hyperparameters)
     accelerate = accelerate_variables(
         request.hyperparameters,
-        num_ranks=request.num_ranks_of_all,
+        num_ranks=sum(request.ranks_by_node),
         directory=directory,
         environ={**os.environ, **env},
         context_dir=context_dir,

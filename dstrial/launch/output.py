@@ -23,17 +23,17 @@ class LineReader:
     as progress bars write it, ends a line like a newline does.
 
     Args:
-        paths: (rank, stream) -> a file, or a named pipe made with ``os.mkfifo``. Files may not exist yet.
+        descriptors: (rank, stream) -> a file or a pipe that does not block; ``close`` closes them.
         on_line: called with rank, stream and the line without its end. An exception that it raises ends
             the reading and is raised again by ``close``.
     """
 
-    def __init__(self, paths: dict[tuple[int, Stream], Path], on_line: OnLine) -> None:
+    def __init__(self, descriptors: dict[tuple[int, Stream], int], on_line: OnLine) -> None:
         self._on_line = on_line
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._buffers: dict[tuple[int, Stream], bytes] = dict.fromkeys(paths, b"")
-        self._files = {key: os.open(path, os.O_RDONLY | os.O_NONBLOCK) for key, path in paths.items()}
+        self._buffers: dict[tuple[int, Stream], bytes] = dict.fromkeys(descriptors, b"")
+        self._files = descriptors
         self._thread = threading.Thread(target=self._run, name="dstrial-line-reader", daemon=True)
         self._thread.start()
 
@@ -47,7 +47,6 @@ class LineReader:
         self._thread.join()
         for descriptor in self._files.values():
             os.close(descriptor)
-        self._files.clear()
         if self._error is not None:
             raise self._error
 

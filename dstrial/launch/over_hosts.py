@@ -291,7 +291,7 @@ class _Hosts:
             num_ranks=len(ready.host.slots),
             node_rank=number,
             hosts=[one.host.name for one in hosts],
-            num_ranks_of_all=sum(len(one.host.slots) for one in hosts),
+            ranks_by_node=[len(one.host.slots) for one in hosts],
             master_addr=hosts[0].address,
             master_port=self._preflight.port,
             env=env,

@@ -6,20 +6,23 @@ Commands read ``--slots`` with it: what is heavy is imported where it is needed.
 from __future__ import annotations
 
 import argparse
+import glob
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dstrial.errors import LaunchError
-from dstrial.ranks.devices import SHARE_VARIABLE, may_share
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
 
-    from dstrial.launch.agent import Placement
+    from dstrial.launch.local_ranks import Placement
 
 # Determined's master reserves this variable's port for the allocation; its launcher defaults to 29400.
 _CLUSTER_PORT_VARIABLE = "C10D_PORT"
 _CLUSTER_PORT = 29400
+_CLUSTER_VARIABLES = ("DET_ALLOCATION_ID", "DET_CLUSTER_ID", "DET_TRIAL_ID")
+_DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9]*", "xpu*", "neuron*", "dxg")
 
 
 def slots_argument(text: str) -> int:
@@ -35,8 +38,19 @@ def slots_argument(text: str) -> int:
     return value
 
 
+def is_on_cluster(environ: Mapping[str, str]) -> bool:
+    """Return whether this may be a process of a cluster or an embedded master."""
+    return any(name in environ for name in _CLUSTER_VARIABLES)
+
+
 def num_accelerators() -> int:
-    """Return how many accelerators there are, 0 if DeepSpeed will train on the CPU."""
+    """Return how many accelerators there are, 0 if DeepSpeed will train on the CPU.
+
+    Imports torch if there may be one.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen == "cpu" or not (chosen or any(glob.glob(f"/dev/{name}") for name in _DEVICE_FILES)):  # noqa: PTH207  # pathlib is slower
+        return 0
     from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
     return num_torch_accelerators() if has_accelerator() else 0
@@ -45,27 +59,19 @@ def num_accelerators() -> int:
 def num_slots(asked: int | None, configured: int | None) -> int:
     """Return how many ranks to start off a cluster.
 
-    As asked, else as configured (0 means one rank on CPU), else one per accelerator, else 1. Refuses fewer than 1, and more
-    than the accelerators unless ``DSTRIAL_SHARE_DEVICE=1``.
+    As asked, else as configured (0 means one rank on CPU), else one per accelerator, else 1. Each rank refuses to be one of more
+    ranks than there are accelerators (``ranks.devices.device_index``).
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
-    num_present = num_accelerators()
     wanted = asked if asked is not None else configured
-    if wanted is None:
-        return max(num_present, 1)
-    if num_present and wanted > num_present and not may_share(os.environ):
-        where = "--slots" if asked is not None else "resources.slots_per_trial"
-        raise LaunchError(
-            f"{where} is {wanted}; expected at most {num_present}, the accelerators of this machine. "
-            f"Pass --slots {num_present}, set DS_ACCELERATOR=cpu to train on the CPU, or set {SHARE_VARIABLE}=1 to let "
-            "ranks share a device."
-        )
-    return max(wanted, 1)
+    return max(num_accelerators() if wanted is None else wanted, 1)
 
 
 def cluster_info() -> ClusterInfo | None:
     """Return Determined's description of this process's trial, None off a cluster."""
+    if not is_on_cluster(os.environ):
+        return None
     import determined
 
     info = determined.get_cluster_info()
@@ -74,10 +80,11 @@ def cluster_info() -> ClusterInfo | None:
 
 def cluster_placement(info: ClusterInfo) -> Placement:
     """Return where this container stands among those of its trial."""
-    from dstrial.launch.agent import Placement
+    from dstrial.launch.local_ranks import Placement
 
     addresses = info.container_addrs
+    ranks_by_node = tuple(max(count, 1) for count in info.container_slot_counts)
     if len(addresses) == 1:
-        return Placement()
+        return Placement(ranks_by_node)
     port = int(os.environ.get(_CLUSTER_PORT_VARIABLE) or _CLUSTER_PORT)
-    return Placement(len(addresses), info.container_rank, addresses[0], port)
+    return Placement(ranks_by_node, info.container_rank, addresses[0], port)

@@ -14,7 +14,7 @@ from dstrial.errors import LaunchError
 from dstrial.ranks.identity import RankIdentity, identify
 
 if TYPE_CHECKING:
-    from dstrial.launch.agent import Placement
+    from dstrial.launch.local_ranks import Placement
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 
@@ -50,11 +50,12 @@ class SlurmStep:
 
     def placement(self, timeout_s: float) -> Placement:
         """Return this launcher's place, once the first one is found."""
-        from dstrial.launch.agent import Placement
+        from dstrial.launch.local_ranks import Placement
         from dstrial.ranks.rendezvous_store import located
 
         task = located(self.task, timeout_s=timeout_s)
-        return Placement(task.world_size, task.rank, task.master_addr, task.master_port)
+        ranks_by_node = (self.num_ranks,) * task.world_size
+        return Placement(ranks_by_node, task.rank, task.master_addr, task.master_port)
 
 
 def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:

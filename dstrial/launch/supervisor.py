@@ -1,8 +1,6 @@
-"""Watches a launch's ranks: when each ended, who failed first, whom to signal.
+"""Watches a launch's ranks: when each ended, which failed first, which to signal.
 
-torchrun's agent starts ranks and keeps the rendezvous; on its own it would pass SIGTERM to a rank's whole
-process group (ending the data loader workers that a graceful stop still needs), forward SIGINT as it
-came, and know the order of failures only to the second.
+A request to stop reaches the ranks only, not their process groups: a graceful stop still needs the workers of data loaders.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _TRACKER_TIMEOUT_S = 5.0
 class Supervisor:
     """The state of the ranks of one launch on this machine.
 
-    ``tick`` is called by the agent's thread, ``request_stop`` and ``kill_now`` by signal handlers. After ``shutdown_timeout_s``
+    ``tick`` is called every 50 ms, ``request_stop`` and ``kill_now`` by signal handlers. After ``shutdown_timeout_s``
     from a request to stop, and ``failure_grace_s`` from the first failure, ranks that are alive are killed.
     """
 

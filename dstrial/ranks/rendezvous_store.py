@@ -24,10 +24,10 @@ from packaging.version import Version
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
-from dstrial.errors import RankError, RankTimeoutError
+from dstrial.errors import RankTimeoutError
 from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
 from dstrial.ranks.job_secret import private_path
-from dstrial.ranks.sockets import listening_socket
+from dstrial.ranks.sockets import rendezvous_socket
 
 _SCHEME = "dstrial"
 _LOOK_S = 0.01
@@ -153,21 +153,18 @@ def _tcp_store(identity: RankIdentity, timeout_s: float) -> Any:
 
 def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
     """Return a ``TCPStore`` that this process serves at one address."""
-    try:
-        server = listening_socket(addr, port)
-    except OSError as error:
-        raise RankError(
-            f"the rendezvous address {addr}:{port} is in use by another program ({error.strerror}); expected a port that "
-            "rank 0 can serve and all ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same "
-            "for all ranks."
-        ) from error
-    with server:
-        port = server.getsockname()[1]
-        options = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
-        if not _LIBUV_TAKES_SOCKETS:
-            options["use_libuv"] = False
-        # The store owns the descriptor that it is given.
-        return _stores["TCPStore"](addr, port, master_listen_fd=os.dup(server.fileno()), **options)
+    with rendezvous_socket(addr, port) as listener:
+        return serve_store_on(listener, addr, timeout)
+
+
+def serve_store_on(listener: socket.socket, addr: str, timeout: datetime.timedelta) -> Any:
+    """Return a ``TCPStore`` that this process serves on a listening socket."""
+    options = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    if not _LIBUV_TAKES_SOCKETS:
+        options["use_libuv"] = False
+    # The store owns the descriptor that it is given.
+    port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
+    return _stores["TCPStore"](addr, port, master_listen_fd=descriptor, **options)
 
 
 def _await_all(store: Any, identity: RankIdentity, give_up_at_s: float, timeout_s: float) -> None:

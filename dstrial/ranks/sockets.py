@@ -9,6 +9,7 @@ import random
 import socket
 from collections.abc import Mapping
 
+from dstrial.errors import RankError
 from dstrial.ranks.identity import LOOPBACK_ADDR
 
 _BACKLOG = 1024
@@ -56,6 +57,22 @@ def listening_socket(addr: str, port: int) -> socket.socket:
         if socket.has_dualstack_ipv6()
         else _listening(socket.AF_INET, "", port)
     )
+
+
+def rendezvous_socket(addr: str, port: int) -> socket.socket:
+    """Return the socket that listens at a job's rendezvous address.
+
+    Raises:
+        RankError: another program has taken the port.
+    """
+    try:
+        return listening_socket(addr, port)
+    except OSError as error:
+        raise RankError(
+            f"the rendezvous address {addr}:{port} is in use by another program ({error.strerror}); expected a port that "
+            "rank 0 can serve and all ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same "
+            "for all ranks."
+        ) from error
 
 
 def is_loopback(addr: str) -> bool:

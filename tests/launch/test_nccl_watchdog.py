@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.launch.agent import run_ranks
 from dstrial.launch.failures import is_peer_error
+from dstrial.launch.local_ranks import run_ranks
 from dstrial.launch.rank_main import script_command
 
 # As printed by torch 2.6 to 2.13 with NCCL.

@@ -127,7 +127,7 @@ def test_containers_of_a_cluster_meet_at_the_first(monkeypatch: pytest.MonkeyPat
     import determined
     from determined import _info
 
-    from dstrial.launch.agent import Placement
+    from dstrial.launch.local_ranks import Placement
     from dstrial.launch.slots import cluster_placement
 
     def info(addresses: list[str], rank: int) -> determined.ClusterInfo:
@@ -144,8 +144,8 @@ def test_containers_of_a_cluster_meet_at_the_first(monkeypatch: pytest.MonkeyPat
         )
 
     monkeypatch.setenv("C10D_PORT", "31234")
-    assert cluster_placement(info(["10.0.0.1"], 0)) == Placement()
-    assert cluster_placement(info(["10.0.0.1", "10.0.0.2"], 1)) == Placement(2, 1, "10.0.0.1", 31234)
+    assert cluster_placement(info(["10.0.0.1"], 0)) == Placement((2,))
+    assert cluster_placement(info(["10.0.0.1", "10.0.0.2"], 1)) == Placement((2, 2), 1, "10.0.0.1", 31234)
 
 
 @pytest.mark.process

@@ -21,7 +21,7 @@ LAUNCHER = """
 import json, sys
 from dstrial.launch import Placement, run_ranks
 node, port = int(sys.argv[1]), int(sys.argv[2])
-outcome = run_ranks([sys.executable, *sys.argv[3:]], num_ranks=2 - node, placement=Placement(2, node, "127.0.0.1", port))
+outcome = run_ranks([sys.executable, *sys.argv[3:]], num_ranks=2 - node, placement=Placement((2, 1), node, "127.0.0.1", port))
 sys.exit(outcome.exit_code)
 """
 RANK = """

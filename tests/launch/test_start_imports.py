@@ -52,6 +52,14 @@ class Trial(DeepSpeedTrial):
     def evaluate_batch(self, dataloader_iter, batch_idx):
         return {"validation_loss": self.engine(next(dataloader_iter)).mean()}
 """
+LAUNCHER = """
+import sys
+from dstrial.launch.__main__ import main
+
+code = main(sys.argv[1:])
+print("imported:", *sorted({"torch", "deepspeed", "determined"} & set(sys.modules)))
+sys.exit(code)
+"""
 EXPERIMENT = {
     "name": "imports",
     "entrypoint": "python3 -m dstrial.launch --trial model_def:Trial",
@@ -74,7 +82,7 @@ def test_ranks_that_train_have_collected_nothing_while_importing(tmp_path: Path)
     # torch_adam without a fused kernel needs no compiler of C++, so that nothing but torch's own is looked at.
     (tmp_path / "model_def.py").write_text(TRIAL)
     (tmp_path / "exp.json").write_text(json.dumps(EXPERIMENT))
-    command = ["-m", "dstrial.launch", "--config", "exp.json", "--trial", "model_def:Trial"]
+    command = ["-c", LAUNCHER, "--config", "exp.json", "--trial", "model_def:Trial"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_"))}
     ended = subprocess.run(
         [sys.executable, *command],
@@ -92,6 +100,7 @@ def test_ranks_that_train_have_collected_nothing_while_importing(tmp_path: Path)
     )
     assert ended.returncode == 0, ended.stderr
     assert "saved checkpoint" in ended.stderr
+    assert "imported:\n" in ended.stdout, "the launcher has imported what only ranks need"
     assert list(tmp_path.rglob("*tfevents*")), "the chief has reported"
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())

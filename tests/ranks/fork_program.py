@@ -20,11 +20,10 @@ torch.backends.cuda.is_built = lambda: True
 
 
 def look_and_fork() -> str:
-    from dstrial.launch.slots import num_accelerators
-    from dstrial.ranks.process_group import has_accelerator
+    from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
     assert has_accelerator()
-    assert num_accelerators() == 1
+    assert num_torch_accelerators() == 1
     child = os.fork()
     if child == 0:
         os._exit(1 if asked_driver else 0)

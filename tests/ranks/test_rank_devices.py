@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from dstrial.errors import LaunchError, RankError
+from dstrial.errors import RankError
 from dstrial.ranks.devices import device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import RankIdentity
 from dstrial.testing.ranks import run_function
@@ -86,22 +86,20 @@ def test_looking_for_an_accelerator_leaves_forks_usable() -> None:
     assert done.stdout == "usable\n", done.stdout + done.stderr
 
 
-def test_more_slots_than_devices_are_refused_unless_they_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_left_out_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from dstrial.launch.slots import num_slots
+    from dstrial.launch import slots
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(slots.glob, "glob", lambda path: [path] if "nvidia" in path else [])
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    with pytest.raises(LaunchError, match=r"--slots is 2; expected at most 1, .*DSTRIAL_SHARE_DEVICE=1"):
-        num_slots(2, None)
-    assert num_slots(None, None) == 1
-    monkeypatch.setenv("DSTRIAL_SHARE_DEVICE", "1")
-    assert num_slots(2, None) == 2
-    assert num_slots(None, 3) == 3
-    assert num_slots(None, None) == 1
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert slots.num_slots(None, None) == 4
+    assert slots.num_slots(None, 3) == 3
+    monkeypatch.setattr(slots.glob, "glob", lambda _path: [])
+    assert slots.num_slots(None, None) == 1
 
 
 def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:

@@ -29,7 +29,7 @@ node, port, trial, config, definitions = sys.argv[2:]
 outcome = run_ranks(
     trial_command(trial, context_dir=Path(definitions), config=Path(config)),
     num_ranks=2 - int(node),
-    placement=Placement(2, int(node), "127.0.0.1", int(port)),
+    placement=Placement((2, 1), int(node), "127.0.0.1", int(port)),
     serves_store=False,
     on_start=lambda line: print(line, flush=True),
     stalls=StallSettings(2.0, "restart"),

@@ -15,16 +15,12 @@ import json
 import time
 from typing import Any
 
-import torch.distributed
-
 from dstrial.visible_text import visible_line
 
 _TIMEOUT = datetime.timedelta(seconds=5)
 _LOOK_S = 0.1
 _KEY = "dstrial/stall"
 _MOST_CHARACTERS = 2000
-# torch exports its stores without saying so.
-_stores = vars(torch.distributed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,9 +75,11 @@ class StallBoard:
             return NodeAccount(node, "", has_guilty=False)
 
     def _opened(self) -> Any:
-        # A connection of its own: the agent's has a deadline of minutes, and may be waiting for the other launchers.
         if self._store is None:
-            self._store = _stores["TCPStore"](
+            import torch.distributed  # seconds, which a launcher without stalls saves
+
+            # torch exports its stores without saying so.
+            self._store = vars(torch.distributed)["TCPStore"](
                 self._addr, self._port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False
             )
         return self._store

@@ -1,4 +1,4 @@
-"""Start ranks on this machine through torchrun's elastic agent and wait for them."""
+"""Start ranks on this machine as child processes and wait for them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ import mmap
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from typing import TYPE_CHECKING, Any
 
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import LaunchError, RankStalledError
 from dstrial.fork_server import client
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE
-from dstrial.launch.early_imports import is_ready
 from dstrial.launch.failures import (
     ERROR_FILE_VARIABLE,
     TRACEBACK_FILE_VARIABLE,
@@ -36,41 +32,63 @@ from dstrial.launch.failures import (
     write_record,
 )
 from dstrial.launch.output import LineReader, OnLine, Stream
-from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.stale_locks import remove_stale_locks
-from dstrial.launch.stalls.stall_board import StallBoard
 from dstrial.launch.stalls.stall_rules import StallSettings
 from dstrial.launch.stalls.stall_watch import LOOK_EVERY_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
+from dstrial.launch.store_process import StoreProcess
 from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
 from dstrial.launch.watches import watching
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Phase, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
-from dstrial.ranks.sockets import loopback_only
+from dstrial.ranks.sockets import free_port, loopback_only
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 from dstrial.ranks.startup_phase import FIRST_BATCH, PHASE_FILE_VARIABLE, TRAINING, read_phase
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.scratch import compile_cache, scratch_directory
 
+if TYPE_CHECKING:
+    from dstrial.launch.stalls.stall_board import StallBoard
+
 logger = logging.getLogger("dstrial.launch")
 
-_MONITOR_INTERVAL_S = 0.05
+_POLL_S = 0.05
+_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where this launcher stands among those of one job."""
+    """This launcher's place among the launchers of one job, which all start ranks.
 
-    num_nodes: int = 1
+    Attributes:
+        ranks_by_node: number of ranks of each launcher.
+        node_rank: index of this launcher.
+        master_addr: address of the first launcher's machine.
+        master_port: port at which the first launcher serves the ranks' store.
+    """
+
+    ranks_by_node: tuple[int, ...]
     node_rank: int = 0
     master_addr: str = LOOPBACK_ADDR
     master_port: int = 0
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self.ranks_by_node)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks_by_node[self.node_rank]
+
+    @property
+    def first_rank(self) -> int:
+        return sum(self.ranks_by_node[: self.node_rank])
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunningRanks:
-    """The ranks of one launch; ``watched`` is None where they have no heartbeats."""
+    """The ranks of one launch; ``watched`` is None if they have no heartbeats."""
 
     supervisor: Supervisor
     watched: WatchedRanks | None
@@ -122,14 +140,14 @@ def run_ranks(
         shutdown_timeout_s: how long after a request to stop the ranks are killed.
         failure_grace_s: how long after the first failure the other ranks are killed.
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
-        on_stop: called from another thread with the signal's name when the request is passed on.
+        on_stop: called with the signal's name when the request is passed on.
         placement: for a job on several machines.
         serves_store: whether ranks may make a process group without dstrial, and so need a store at ``MASTER_ADDR``.
         tracebacks_dir: for whole tracebacks, ``rank_<n>.txt``; ``rank_<n>/traceback.txt`` below ``log_dir`` if None.
         on_start: called from another thread with lines on a long start and on stalls; None logs them.
         stalls: when ranks count as stalled, and what follows.
         stall_memory: file of the positions that ranks were ended at, over the launches of one trial.
-        on_ready: called once before the first rank starts.
+        on_ready: called once, after the ranks have been started.
 
     Returns:
         How it ended; a failing rank is no exception here.
@@ -140,44 +158,41 @@ def run_ranks(
     """
     _check_command(command, num_ranks)
     remove_stale_locks()
-    where = placement or Placement()
+    where = placement or Placement(ranks_by_node=(num_ranks,))
     supervisor = Supervisor(
         shutdown_timeout_s=shutdown_timeout_s, failure_grace_s=failure_grace_s, on_stop=on_stop
     )
     with contextlib.ExitStack() as stack:
         work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        is_redirected = log_dir is not None or on_line is not None
-        rendezvous = Rendezvous(
-            where, uuid.uuid4().hex if where.num_nodes == 1 else "dstrial", serves_store=serves_store
-        )
-        stack.callback(rendezvous.shutdown)
-        variables = _rank_variables(env or {}, num_ranks, where, is_redirected=is_redirected)
+        addr, port = where.master_addr, where.master_port
+        # Launchers of several machines publish stalls in it.
+        has_store = serves_store or where.num_nodes > 1
+        if has_store and where.node_rank == 0:
+            store = stack.enter_context(contextlib.closing(StoreProcess(addr, port)))
+            port = store.port
+        port = port or free_port()
+        variables = _torchrun_variables(where, addr, port, has_store=has_store)
+        variables |= _rank_variables(env or {}, where, is_redirected=bool(log_dir or on_line))
         if where.num_nodes == 1:
-            variables |= _private_variables(env or {}, work_dir, rendezvous.master_port, num_ranks)
-        files = _RankFiles(
-            work_dir, log_dir, on_line, variables, supervisor, tracebacks_dir, is_trial=not serves_store
-        )
-        stack.callback(files.close)
-        stack.enter_context(_quiet_torchelastic())
+            variables |= _private_variables(env or {}, work_dir, port, num_ranks)
+        ranks = _Ranks(work_dir, log_dir, tracebacks_dir, where, supervisor, is_trial=not serves_store)
+        watched = ranks.make_heartbeats(stall_memory, _stall_board(where, addr, port))
         stack.enter_context(_stop_on_signals(supervisor))
+        stack.callback(ranks.end)
+        readable = ranks.start(command, variables, is_read=on_line is not None)
+        if on_line is not None:
+            stack.enter_context(contextlib.closing(LineReader(readable, on_line)))
         extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
         root = Path(extensions) if extensions else None
-        # What is no rank of ours reports no phase: only builds are watched.
-        phase_files = files.phase_files if "dstrial.launch.rank_main" in command else list
+        # Only ranks of ours report phases; of others only builds are watched.
+        phase_files = ranks.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
-        board = None
-        if where.num_nodes > 1:
-            addr, port = rendezvous.master_addr, rendezvous.master_port
-            board = StallBoard(addr, port, where.node_rank, where.num_nodes)
-        watched = files.watched_ranks(num_ranks, stall_memory, board)
         if watched is not None:
             watch = StallWatch(
                 watched,
                 stalls or StallSettings(),
                 on_start or logger.warning,
-                files.end_stalled,
+                ranks.end_stalled,
                 supervisor.end_left,
             )
             stack.enter_context(
@@ -185,7 +200,8 @@ def run_ranks(
             )
         if on_ready is not None:
             on_ready(RunningRanks(supervisor, watched))
-        _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
+        while not supervisor.tick():
+            time.sleep(_POLL_S)
         failure = supervisor.first_failure()
         if failure is not None and watched is not None:
             beat = read_beat(watched.beats, failure.local_rank)
@@ -222,22 +238,43 @@ def _check_command(command: Sequence[str], num_ranks: int) -> None:
         )
 
 
-def _rank_variables(
-    env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
-) -> dict[str, str]:
+def _torchrun_variables(placement: Placement, addr: str, port: int, *, has_store: bool) -> dict[str, str]:
+    """Return torchrun's variables that all ranks of a machine share.
+
+    Source: torch 2.13 ``elastic/agent/server/local_elastic_agent.py``.
+    """
+    num_nodes, of_all = placement.num_nodes, sum(placement.ranks_by_node)
+    return {
+        "GROUP_RANK": str(placement.node_rank),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "LOCAL_WORLD_SIZE": str(placement.num_ranks),
+        "WORLD_SIZE": str(of_all),
+        "ROLE_NAME": "rank",
+        "ROLE_WORLD_SIZE": str(of_all),
+        "MASTER_ADDR": addr,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex if num_nodes == 1 else "dstrial",
+        "TORCHELASTIC_USE_AGENT_STORE": str(has_store),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirected: bool) -> dict[str, str]:
     # Without it a script that looks for a device before it imports DeepSpeed cannot fork workers that use one.
     defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
         defaults["PYTHONUNBUFFERED"] = "1"
-    if num_ranks * placement.num_nodes > 1:
+    if sum(placement.ranks_by_node) > 1:
         defaults["OMP_NUM_THREADS"] = "1"
     if placement.num_nodes > 1:
         defaults["DET_CHIEF_IP"] = placement.master_addr
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
     # What Determined's DistributedContext.from_deepspeed() reads beside torchrun's variables.
     ours = {
-        "LOCAL_SIZE": str(num_ranks),
+        "LOCAL_SIZE": str(placement.num_ranks),
         "CROSS_RANK": str(placement.node_rank),
         "CROSS_SIZE": str(placement.num_nodes),
     }
@@ -256,75 +293,144 @@ def _private_variables(
     }
 
 
-def _make_agent(
-    command: Sequence[str], num_ranks: int, rendezvous: Rendezvous, files: _RankFiles, supervisor: Supervisor
-) -> _RankAgent:
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=num_ranks,
-        entrypoint=command[0],
-        # The agent substitutes ${local_rank} in arguments; a doubled sign is a plain one to it.
-        args=tuple(argument.replace("$", "$$") for argument in command[1:]),
-        rdzv_handler=rendezvous,
-        max_restarts=0,
-        monitor_interval=_MONITOR_INTERVAL_S,
-        master_addr=rendezvous.master_addr,
-        master_port=rendezvous.master_port,
-    )
-    return _RankAgent(spec, files, supervisor)
+def _stall_board(placement: Placement, addr: str, port: int) -> StallBoard | None:
+    if placement.num_nodes == 1:
+        return None
+    from dstrial.launch.stalls.stall_board import StallBoard
+
+    return StallBoard(addr, port, placement.node_rank, placement.num_nodes)
 
 
-class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
-    """Gives the agent each rank's variables, and where output and errors go."""
+class _Ranks:
+    """The processes of this machine's ranks, and their files."""
 
     def __init__(
         self,
         work_dir: Path,
         log_dir: Path | None,
-        on_line: OnLine | None,
-        variables: Mapping[str, str],
-        supervisor: Supervisor,
         tracebacks_dir: Path | None,
+        placement: Placement,
+        supervisor: Supervisor,
         *,
         is_trial: bool,
     ) -> None:
-        super().__init__(log_dir=str(log_dir) if log_dir is not None else None)
         self._is_trial = is_trial
         self._work_dir = work_dir
         self._log_dir = log_dir
-        self._on_line = on_line
-        self._variables = variables
-        self._supervisor = supervisor
         self._tracebacks_dir = tracebacks_dir
-        self._reader: LineReader | None = None
-        self._phase_files: dict[int, Path] = {}
+        self._supervisor = supervisor
+        self._ranks = {local: placement.first_rank + local for local in range(placement.num_ranks)}
         self._heartbeats = work_dir / "heartbeats"
-        self._ranks: dict[int, int] = {}
-        self._stacks_files: dict[int, Path] = {}
         self._beats: mmap.mmap | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def watched_ranks(
-        self, num_ranks: int, memory: Path | None, board: StallBoard | None
-    ) -> WatchedRanks | None:
-        """Make the heartbeat file; None where it cannot be made, and nothing is watched."""
+    def make_heartbeats(self, memory: Path | None, board: StallBoard | None) -> WatchedRanks | None:
+        """Make the heartbeat file; None if that fails, and stalls are not watched for."""
         try:
-            beats = make_heartbeat_file(self._heartbeats, num_ranks)
+            self._beats = make_heartbeat_file(self._heartbeats, len(self._ranks))
         except OSError as error:
             logger.warning("stalls are not watched for, %s cannot be made: %s", self._heartbeats, error)
             return None
-        self._beats = beats
+        stacks_files = {rank: self._file(rank, "stacks") for rank in self._ranks.values()}
         kept = self._tracebacks_dir or self._log_dir
-        return WatchedRanks(beats, self._ranks, self._stacks_files, kept, memory, board)
+        return WatchedRanks(self._beats, self._ranks, stacks_files, kept, memory, board)
+
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], *, is_read: bool
+    ) -> dict[tuple[int, Stream], int]:
+        """Start all ranks; return descriptors of what they print if it ``is_read``.
+
+        Raises:
+            LaunchError: a process could not be started.
+        """
+        readable: dict[tuple[int, Stream], int] = {}
+        for local_rank, rank in self._ranks.items():
+            environment = {**os.environ, **self._own_variables(local_rank, rank), **variables}
+            environment |= self._file_variables(local_rank, rank)
+            with contextlib.ExitStack() as stack:
+                outputs: dict[str, int] = {}
+                for stream in _STREAMS if is_read or self._log_dir is not None else ():
+                    read, outputs[stream] = self._output(rank, stream)
+                    stack.callback(os.close, outputs[stream])
+                    if is_read:
+                        readable[rank, stream] = read
+                    else:
+                        os.close(read)
+                try:
+                    process = _popen(command, env=environment, start_new_session=True, **outputs)
+                except OSError as error:
+                    raise LaunchError(
+                        f"rank {rank} could not be started: {error}; expected a process that runs "
+                        f"{command[0]!r}. Look at the limits of this account."
+                    ) from error
+            self._processes.append(process)
+        if client.of_this_process is not None:
+            client.of_this_process.close()
+            client.of_this_process = None
+        for (local_rank, rank), process in zip(self._ranks.items(), self._processes, strict=True):
+            self._supervisor.watch(local_rank, rank, process.pid)
+        return readable
+
+    def end(self) -> None:
+        """Kill and reap the ranks that an error has left."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def phase_files(self) -> list[Path]:
+        return [self._file(rank, "phase.json") for rank in self._ranks.values()]
 
     def end_stalled(self, rank: int | None, text: str) -> None:
         """Record a stall as the error of one rank, which ends all of them."""
         named = next(iter(self._ranks.values())) if rank is None else rank
         error = RankStalledError(text)
-        write_record(self._work_dir / f"rank_{named}.error.json", error, text, line=text)
+        write_record(self._file(named, "error.json"), error, text, line=text)
 
-    def _why_left(self, local_rank: int) -> str:
-        """Say why exit code 0 of a rank is a failure; empty where it is none."""
-        phase = read_phase(self._phase_files[self._ranks[local_rank]])
+    def _file(self, rank: int, name: str) -> Path:
+        return self._work_dir / f"rank_{rank}.{name}"
+
+    def _output(self, rank: int, stream: Stream) -> tuple[int, int]:
+        """Return descriptors to read and to write what a rank prints."""
+        if self._log_dir is None:
+            read, write = os.pipe()
+            os.set_blocking(read, False)
+            return read, write
+        path = self._log_dir / f"rank_{rank}" / f"{stream}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        write = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        return os.open(path, os.O_RDONLY), write
+
+    def _own_variables(self, local_rank: int, rank: int) -> dict[str, str]:
+        return {"LOCAL_RANK": str(local_rank), "RANK": str(rank), "ROLE_RANK": str(rank)}
+
+    def _file_variables(self, local_rank: int, rank: int) -> dict[str, str]:
+        """Name a rank's files in its variables and to the supervisor."""
+        log_dir = None if self._log_dir is None else self._log_dir / f"rank_{rank}"
+        error_file = self._file(rank, "error.json")
+        self._supervisor.set_files(
+            local_rank,
+            error_file=error_file,
+            stderr_file=None if log_dir is None else log_dir / "stderr.log",
+            why_left=functools.partial(self._why_left, local_rank, rank),
+        )
+        variables = {
+            ERROR_FILE_VARIABLE: str(error_file),
+            PHASE_FILE_VARIABLE: str(self._file(rank, "phase.json")),
+            HEARTBEAT_VARIABLE: f"{local_rank}:{self._heartbeats}",
+            STACKS_FILE_VARIABLE: str(self._file(rank, "stacks")),
+        }
+        if self._tracebacks_dir is not None:
+            variables[TRACEBACK_FILE_VARIABLE] = str(self._tracebacks_dir / f"rank_{rank}.txt")
+        elif log_dir is not None:
+            variables[TRACEBACK_FILE_VARIABLE] = str(log_dir / "traceback.txt")
+        return variables
+
+    def _why_left(self, local_rank: int, rank: int) -> str:
+        """Say why exit code 0 of a rank is a failure; empty if it is none."""
+        phase = read_phase(self._file(rank, "phase.json"))
         if phase is None or not (phase[0] in (FIRST_BATCH, TRAINING) or (self._is_trial and phase[0])):
             return ""
         beat = None if self._beats is None else read_beat(self._beats, local_rank)
@@ -334,137 +440,18 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
             "another code."
         )
 
-    def phase_files(self) -> list[Path]:
-        return list(self._phase_files.values())
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._log_dir or self._work_dir)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        destinations = LogsDest()
-        paths: dict[tuple[int, Stream], Path] = {}
-        streams: tuple[tuple[Stream, dict[int, str]], ...] = (
-            ("stdout", destinations.stdouts),
-            ("stderr", destinations.stderrs),
-        )
-        for local_rank, env in envs.items():
-            rank = int(env["RANK"])
-            rank_dir = (self._log_dir or self._work_dir) / f"rank_{rank}"
-            rank_dir.mkdir(exist_ok=True)
-            for stream, by_local_rank in streams:
-                path = rank_dir / f"{stream}.log"
-                is_redirected = self._log_dir is not None or self._on_line is not None
-                by_local_rank[local_rank] = str(path) if is_redirected else ""
-                if is_redirected:
-                    paths[rank, stream] = path
-                    path.unlink(missing_ok=True)
-                    if self._log_dir is not None:
-                        path.touch()
-                    else:
-                        os.mkfifo(path)
-            error_file = self._work_dir / f"rank_{rank}.error.json"
-            destinations.error_files[local_rank] = str(error_file)
-            env.update(self._variables)
-            env[ERROR_FILE_VARIABLE] = str(error_file)
-            env[PHASE_FILE_VARIABLE] = str(self._work_dir / f"rank_{rank}.phase.json")
-            self._phase_files[rank] = self._work_dir / f"rank_{rank}.phase.json"
-            env[HEARTBEAT_VARIABLE] = f"{local_rank}:{self._heartbeats}"
-            env[STACKS_FILE_VARIABLE] = str(self._work_dir / f"rank_{rank}.stacks")
-            self._stacks_files[rank] = self._work_dir / f"rank_{rank}.stacks"
-            self._ranks[local_rank] = rank
-            if self._tracebacks_dir is not None:
-                env[TRACEBACK_FILE_VARIABLE] = str(self._tracebacks_dir / f"rank_{rank}.txt")
-            elif self._log_dir is not None:
-                env[TRACEBACK_FILE_VARIABLE] = str(rank_dir / "traceback.txt")
-            self._supervisor.set_files(
-                local_rank,
-                error_file=error_file,
-                stderr_file=rank_dir / "stderr.log" if self._log_dir is not None else None,
-                why_left=functools.partial(self._why_left, local_rank),
-            )
-        if self._on_line is not None:
-            self._reader = LineReader(paths, self._on_line)
-        return destinations
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-
-
-class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
-    """The elastic agent; the supervisor decides whom to signal and when it is over."""
-
-    def __init__(self, spec: WorkerSpec, files: _RankFiles, supervisor: Supervisor) -> None:
-        super().__init__(spec, logs_specs=files)
-        self._supervisor = supervisor
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        with _ranks_as_forks():
-            pids: dict[int, int] = super()._start_workers(worker_group)
-        for worker in worker_group.workers:
-            self._supervisor.watch(worker.local_rank, worker.global_rank, pids[worker.local_rank])
-        return pids
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self._supervisor.tick():
-            return RunResult(state=WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)
-
-
-@contextlib.contextmanager
-def _ranks_as_forks() -> Iterator[None]:
-    """Start ranks as forks of the fork server that this process has, if any.
-
-    The agent starts a rank by ``SubprocessHandler._popen`` (torch 2.6 to 2.13, ``multiprocessing/subprocess_handler``).
-    """
+def _popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a rank, as a fork if this process has a fork server."""
     connection = client.of_this_process
-    if connection is None or not is_ready(connection):
-        yield
-        return
-    usual = SubprocessHandler._popen
-
-    def _popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        if args[:3] != (sys.executable, "-m", "dstrial.launch.rank_main"):
-            return usual(self, args, env)
-        return client.ForkedPopen(
-            connection,
-            args,
-            told=lambda reason: logger.warning("a rank starts as a new process, not as a fork: %s", reason),
-            env=env,
-            stdout=self._stdout,
-            stderr=self._stderr,
-            start_new_session=True,
-        )
-
-    SubprocessHandler._popen = _popen
-    try:
-        yield
-    finally:
-        SubprocessHandler._popen = usual
-        client.of_this_process = None
-        connection.close()
-
-
-def _run_agent(agent: _RankAgent) -> None:
-    """Run the agent in a thread, where it cannot install signal handlers of its own."""
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            agent.run()
-        except Exception as error:  # noqa: BLE001  # background thread main: raised again by the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="dstrial-agent")
-    thread.start()
-    while thread.is_alive():
-        thread.join(timeout=0.2)
-    if errors:
-        raise LaunchError(
-            f"the ranks could not be started or watched: {errors[0]}; expected the elastic agent to run. "
-            "Look at the cause below."
-        ) from errors[0]
+    if connection is None or tuple(command[:3]) != (sys.executable, "-m", "dstrial.launch.rank_main"):
+        return subprocess.Popen(command, **options)
+    return client.ForkedPopen(
+        connection,
+        command,
+        told=lambda reason: logger.warning("a rank starts as a new process, not as a fork: %s", reason),
+        **options,
+    )
 
 
 @contextlib.contextmanager
@@ -485,20 +472,3 @@ def _stop_on_signals(supervisor: Supervisor) -> Iterator[None]:
     finally:
         for signal_, handler in previous.items():
             signal.signal(signal_, signal.SIG_DFL if handler is None else handler)
-
-
-@contextlib.contextmanager
-def _quiet_torchelastic() -> Iterator[None]:
-    """Keep the agent's account of failures off the screen; the launcher shows its own."""
-    prefix = "torch.distributed.elastic"
-    names = [
-        name for name in logging.root.manager.loggerDict if name == prefix or name.startswith(f"{prefix}.")
-    ]
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
