@@ -420,11 +420,19 @@ class _ExitWatch:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0)
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._handles: dict[int, SupervisorHandle] = {}  # by descriptor
+        self.running: set[SupervisorHandle] = set()
         self._thread = threading.Thread(target=self._run, name="dstrial-exits", daemon=True)
         self._thread.start()
 
-    def add(self, pid: int) -> None:
-        self._epoll.register(os.pidfd_open(pid), select.EPOLLIN)
+    def add(self, handle: SupervisorHandle) -> None:
+        descriptor = os.pidfd_open(handle.pid)
+        if is_alive(handle):  # and so it is this process that the descriptor refers to
+            self._handles[descriptor] = handle
+            self.running.add(handle)
+            self._epoll.register(descriptor, select.EPOLLIN)
+        else:
+            os.close(descriptor)
 
     def _run(self) -> None:
         while True:
@@ -432,8 +440,12 @@ class _ExitWatch:
                 if descriptor == self._wake:
                     return
                 self._epoll.unregister(descriptor)
+                self.running.discard(self._handles.pop(descriptor))
                 os.close(descriptor)
-                self._on_exit()
+                try:
+                    self._on_exit()
+                except Exception:  # the end is found by the next poll
+                    logger.exception("nobody was notified of the end of a process")
 
     def close(self) -> None:
         os.eventfd_write(self._wake, 1)
@@ -473,7 +485,7 @@ class LocalBackend(OwnNodes):
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         prepare(request, is_warm=self._is_warm, forks_with_accelerators=self._forks_with_accelerators)
         handle = self._handles[run.allocation_id] = start(run.directory, self._fork_servers)
-        self._watch_exit(handle.pid)
+        self._watch_exit(handle)
         return handle
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
@@ -483,22 +495,24 @@ class LocalBackend(OwnNodes):
                 find(run.directory) if known is None else known if is_alive(known) else None
             )
             if (handle := self._handles[run.allocation_id]) is not None:
-                self._watch_exit(handle.pid)
+                self._watch_exit(handle)
         return self._handles[run.allocation_id]
 
-    def _watch_exit(self, pid: int) -> None:
+    def _watch_exit(self, handle: SupervisorHandle) -> None:
         with contextlib.suppress(OSError):  # without room for descriptors ends are only polled for
             if self._exit_watch is None:
                 self._exit_watch = _ExitWatch(self._on_exit)
-            self._exit_watch.add(pid)
+            self._exit_watch.add(handle)
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         handle = self.find(run)
         return {} if handle is None else {OWN_NODE: handle}
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        name = run.allocation_id
-        if name not in self._exits and (exit_ := poll_exit(run.directory, self.find(run))) is not None:
+        name, handle = run.allocation_id, self.find(run)
+        if self._exit_watch is not None and handle in self._exit_watch.running:
+            return None
+        if name not in self._exits and (exit_ := poll_exit(run.directory, handle)) is not None:
             self._exits[name] = exit_
         return self._exits.get(name)
 

@@ -62,7 +62,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int =
     if data is None:
         return LogRead([], offset)
     further = _further_parts(directory)
-    if data:
+    if data or not further:
         return _complete(data, offset, max_bytes, is_last=not further)
     num_lost = 0
     parts = [first, *further]

@@ -67,8 +67,10 @@ class _State:
 
     def refresh(self, row: Allocation) -> None:
         """Take the row as it is now; a request to stop makes the next poll due."""
-        before, self.row = self.row, row
-        self.run = run_of(row)
+        before = self.row
+        if row == before:
+            return
+        self.row, self.run = row, run_of(row)
         if _requests(before) != _requests(row):
             self.poll_at_s, self.poll_period_s = 0.0, _FIRST_POLL_S
 
