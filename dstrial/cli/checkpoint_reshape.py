@@ -30,8 +30,8 @@ from dstrial.cli.checkpoint_source import (
 from dstrial.cli.run_entrypoint import parse_entrypoint
 from dstrial.cli.run_outcome import failure_text
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
+from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import nested
-from dstrial.config.parsing.documents import yaml_text
 from dstrial.context_directory import is_marked
 from dstrial.errors import (
     CheckpointError,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.streams import text_table
 from dstrial.config import load_experiment
 from dstrial.config.diagnostics import render
-from dstrial.config.parsing.documents import read_json, read_yaml
+from dstrial.config.documents import read_json, read_yaml
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.integrations.accelerate.converter.convert import (
     convert,

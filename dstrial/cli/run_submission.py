@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.cli.streams import det_for
 from dstrial.config import ExperimentConfig
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.errors import DstrialError, MasterError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.diagnostics import OVERRIDE_LABEL, Diagnostics, KeyPath, Lines, dotted, locate, render
+from dstrial.config.documents import Document, read_json
 from dstrial.config.dotted_keys import leaves, nested
 from dstrial.config.merge import merge_deepspeed
-from dstrial.config.parsing.documents import Document, read_json
 from dstrial.errors import ConfigError
 
 MAIN_KEY = "deepspeed_config"

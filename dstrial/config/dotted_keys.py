@@ -22,8 +22,7 @@ from dstrial.config.diagnostics import (
     nested_form,
     render,
 )
-from dstrial.config.parsing.documents import Document, parse_yaml_value
-from dstrial.config.parsing.limits import check_value
+from dstrial.config.documents import Document, check_value, parse_yaml_value
 from dstrial.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:

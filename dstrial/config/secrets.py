@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from dstrial.config.parsing.documents import read_yaml_text, yaml_text
-from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
+from dstrial.config.documents import DEFAULT_LIMITS, TextLimits, YamlLoader, read_yaml_text, yaml_text
 from dstrial.errors import ConfigError, ConfigProblem
 
 MASK = "********"
@@ -228,47 +227,10 @@ def masked_yaml(text: str, names: SecretNames) -> str:
 
 def _masked_yaml(text: str, names: SecretNames) -> str:
     try:
-        root = _compose(text)
-    except (yaml.YAMLError, RecursionError):
+        value = read_yaml_text(text, "the config", _STORED).value
+    except ConfigError:
         return ""  # it was never accepted, and nobody can tell what is secret in it
-    value = _outline(root, {})
-    found = secrets_in(value, names)
-    shown = _replaced_text(text, root, [(secret, MASK) for secret in found]) if found else text
-    # Where a secret stands in no single place of the text, all of it is written anew.
-    if shown is not None:
-        return shown
-    return yaml_text(masked(read_yaml_text(text, "the config", _STORED).value, names))
-
-
-def _compose(text: str) -> Any:
-    """Return a YAML text's nodes with their marks."""
-    # The C parser is ten times as fast, where it is there.
-    return yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
-def _outline(node: Any, known: dict[int, Any]) -> Any:
-    """Return a document's names and kinds of values; numbers are 0, flags are true."""
-    if id(node) in known:
-        return known[id(node)]
-    if isinstance(node, yaml.SequenceNode):
-        items = known[id(node)] = []
-        items += [_outline(inner, known) for inner in node.value]
-        return items
-    if isinstance(node, yaml.MappingNode):
-        fields: dict[Any, Any] = {}
-        known[id(node)] = fields
-        for key, inner in sorted(node.value, key=lambda pair: bool(pair[0].value != "<<")):
-            value = _outline(inner, known)
-            if key.value != "<<":
-                fields[str(key.value)] = value
-            else:
-                for merged in value if isinstance(value, list) else [value]:
-                    fields.update(merged if isinstance(merged, dict) else {})
-        return fields
-    kind = "" if node is None else str(node.tag).rpartition(":")[2]
-    return {"": None, "null": None, "bool": True, "int": 0, "float": 0.0}.get(
-        kind, getattr(node, "value", None)
-    )
+    return _replaced_yaml(text, value, [(secret, MASK) for secret in secrets_in(value, names)])
 
 
 def masked_shell(text: str, names: SecretNames) -> str:
@@ -299,11 +261,7 @@ def unmasked_yaml(
         value = read_yaml_text(text, where, limits).value
     except ConfigError:
         return text  # its own check says what is wrong with it
-    found = _put_back(value, sources, where)
-    if not found:
-        return text
-    real = _replaced_text(text, _compose(text), found)
-    return yaml_text(_replaced(value, found)) if real is None else real
+    return _replaced_yaml(text, value, _put_back(value, sources, where))
 
 
 def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secret, Any]]:
@@ -357,10 +315,16 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
     return result[""]
 
 
-def _replaced_text(text: str, root: Any, changes: Sequence[tuple[Secret, Any]]) -> str | None:
-    """Return a YAML text with some scalars replaced; None if that is not possible."""
-    if text.startswith("\ufeff"):  # which the C parser does not count
-        return None
+def _replaced_yaml(text: str, value: Any, changes: Sequence[tuple[Secret, Any]]) -> str:
+    """Replace scalars of a YAML text; write ``value`` anew if that is impossible."""
+    if not changes:
+        return text
+    shown = None if text.startswith("\ufeff") else _replaced_text(text, changes)  # libyaml counts no BOM
+    return yaml_text(_replaced(value, changes)) if shown is None else shown
+
+
+def _replaced_text(text: str, changes: Sequence[tuple[Secret, Any]]) -> str | None:
+    root = yaml.compose(text, Loader=YamlLoader)
     spans: dict[tuple[int, int], str] = {}
     for secret, new in changes:
         node = _node_at(root, secret.path)

@@ -16,9 +16,9 @@ from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, SIZE_FLAGS, AutoValu
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.documents import read_yaml
 from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.config.experiment_config.script_source import find_script
-from dstrial.config.parsing.documents import read_yaml
 from dstrial.dsat.config_checks import (
     accepted,
     experiment_problems,

@@ -10,8 +10,8 @@ from typing import Any
 from dstrial.config import ExperimentConfig
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.diagnostics import render
+from dstrial.config.documents import read_yaml
 from dstrial.config.experiment_config.entrypoint import trial_spec
-from dstrial.config.parsing.documents import read_yaml
 from dstrial.dsat.core.candidate import HYPERPARAMETERS
 from dstrial.dsat.flags import SearchFlags
 from dstrial.dsat.methods import METHODS

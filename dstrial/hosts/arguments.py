@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.config.parsing.documents import read_yaml
+from dstrial.config.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.hosts.hostfile import Host, read_hosts
 

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.context_directory import OUTPUT_MARK, make_output_directory
 from dstrial.errors import DstrialError, LaunchError

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
+from dstrial.config.documents import DEFAULT_LIMITS, TextLimits, read_yaml
 from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
-from dstrial.config.parsing.documents import read_yaml
-from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
 from dstrial.errors import ConfigError
 from dstrial.slurm.script import sbatch_args

@@ -97,7 +97,7 @@ EXPANDING = (
     Hostile(
         "1000 aliases of 10000 items", "{a: &a [" + "1," * 10_000 + "],\n b: [" + "*a," * 1000 + "]}", _NODES
     ),
-    Hostile("4000 merged levels", merged(4000), _NODES),
+    Hostile("4000 merged levels", merged(4000), _DEEP),
     Hostile("a merge of 20000 aliases", merged_lists(20_000), _NODES),
     Hostile("a list that holds itself", "&a [1, *a]", "itself"),
     Hostile("a mapping that holds itself", "&a {b: *a}", "itself"),
@@ -113,7 +113,7 @@ DEEP = (
     Hostile("20000 braces", '{"a":' * 20_000 + "1" + "}" * 20_000, _DEEP, is_json=True),
     Hostile("101 brackets", "[" * 101 + "]" * 101, _DEEP, is_json=True),
     Hostile("20000 dashes", "- " * 20_000 + "1", _DEEP),
-    Hostile("20000 question marks", "? " * 20_000 + "1", "a mapping as key"),
+    Hostile("20000 question marks", "? " * 20_000 + "1", _DEEP),
     Hostile("300 levels of blocks", "\n".join(" " * level + f"k{level}:" for level in range(300)), _DEEP),
     Hostile("a thousand lines of lists", "\n".join(" " * level + "-" for level in range(1000)), _DEEP),
     Hostile("four anchors forty deep each", stacked(4), _DEEP),
@@ -173,7 +173,7 @@ KEYS = (
     Hostile("keys that are equal numbers", "{1: a, 1.0: b, 0x1: c}", "given twice"),
     Hostile("a number and a flag as keys", "{1: a, true: b}", "given twice"),
     Hostile("a key of 500000 letters", "? " + "k" * 500_000 + "\n: 1", "a key"),
-    Hostile("a JSON key of 500000 letters", '{"' + "k" * 500_000 + '": 1}', "a key", is_json=True),
+    Hostile("a JSON key of 500000 letters", '{"' + "k" * 500_000 + '": 1}', "a key|not YAML", is_json=True),
     Hostile("merging a number", "{<<: 1}", "merge"),
     Hostile("merging a list of numbers", "{<<: [1, 2]}", "merge"),
 )
@@ -190,7 +190,7 @@ CHARACTERS = (
     Hostile("an open quote", '{a: "' + 'x\\"' * 100_000, "not YAML"),
     Hostile("100000 documents", "--- 1\n" * 100_000, "document", is_document=True),
     Hostile("a byte order mark first", "\ufeff" + SMALL_CONFIG, None, is_document=True),
-    Hostile("the same anchor 20000 times", "[" + "&a 1, " * 20_000 + "*a]", None),
+    Hostile("the same anchor 20000 times", "[" + "&a 1, " * 20_000 + "*a]", "duplicate anchor"),
 )
 
 TEXTS = (*EXPANDING, *DEEP, *LARGE, *SCALARS, *KEYS, *CHARACTERS)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hostile_configs import CONFIGS, SMALL_CONFIG, TEXTS, Hostile
 
-from dstrial.config.parsing.documents import read_json, read_yaml_text
+from dstrial.config.documents import read_json, read_yaml_text
 from dstrial.errors import ConfigError
 from dstrial.master.app import all_routes
 from dstrial.testing.master import MasterForTest, master_for_test

@@ -22,6 +22,7 @@ from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
+from dstrial.config.documents import Document, read_yaml
 from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
 from dstrial.config.elasticity import check_shared_batch
 from dstrial.config.experiment_config.check import (
@@ -46,7 +47,6 @@ from dstrial.config.experiment_config.trainer_flags import (
 )
 from dstrial.config.keys import check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
-from dstrial.config.parsing.documents import Document, read_yaml
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length, is_length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun

@@ -14,12 +14,11 @@ from typing import Any
 from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate
+from dstrial.config.documents import DEFAULT_LIMITS, Document, TextLimits, read_yaml_text
 from dstrial.config.dotted_keys import leaves, value_at
 from dstrial.config.experiment_config.config import ExperimentConfig, check_experiment
 from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
-from dstrial.config.parsing.documents import Document, read_yaml_text
-from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
 from dstrial.config.schema import DIALECT, EXPERIMENT
 from dstrial.config.secrets import MASK, SecretNames
 

@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, render
+from dstrial.config.documents import check_value
 from dstrial.config.keys import Dialect, Section, check_keys
-from dstrial.config.parsing.limits import check_value
 from dstrial.config.schema import EXPERIMENT, STORAGE_REQUIRES
 
 _SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}

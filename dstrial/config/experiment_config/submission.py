@@ -17,6 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.diagnostics import MAX_PROBLEMS, Diagnostics, KeyPath, dotted, render
+from dstrial.config.documents import (
+    DEFAULT_LIMITS,
+    Document,
+    TextLimits,
+    check_value,
+    read_yaml_text,
+    yaml_text,
+)
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.check import check_searcher
 from dstrial.config.experiment_config.config import check_experiment
@@ -34,8 +42,6 @@ from dstrial.config.experiment_config.sections import (
 from dstrial.config.experiment_config.storage import complete_storage, merged_storage
 from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
-from dstrial.config.parsing.documents import Document, read_yaml_text, yaml_text
-from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits, check_value
 from dstrial.config.schema import DIALECT, EXPERIMENT, SEARCHERS
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun

@@ -15,7 +15,7 @@ from determined.common.api import authentication, bindings, errors
 from determined.experimental import Determined
 from determined.experimental.client import Experiment, ExperimentState
 
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.context_directory import list_context
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.experiments import Submitted, outcome_of

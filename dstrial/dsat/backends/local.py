@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.pool import WorkerExit
 from dstrial.dsat.backends.processes import LauncherProcess, found, launch, log_lines

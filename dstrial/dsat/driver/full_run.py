@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends import BackendFactory
 from dstrial.dsat.backends.trial_spec import full_config, local_training_command

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.base import Backend
 from dstrial.dsat.backends.trial_spec import full_config

@@ -16,7 +16,7 @@ from determined import core
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, OVERWRITE_KEY, deepspeed_configs
-from dstrial.config.parsing.documents import read_json_text
+from dstrial.config.documents import read_json_text
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch_sizes import sizes_to_keep
 from dstrial.local.experiment_file import read_experiment

@@ -13,8 +13,8 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.documents import check_value
 from dstrial.config.experiment_config.command import NAMES, CommandConfig, CommandKind, check_command
-from dstrial.config.parsing.limits import check_value
 from dstrial.config.secrets import masked, unmasked
 from dstrial.context_directory import MAX_BYTES
 from dstrial.errors import RequestError

@@ -14,6 +14,7 @@ from determined.common.api import bindings
 
 from dstrial.config import SavedRun
 from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.documents import Document, read_yaml_text
 from dstrial.config.experiment_config.storage import merged_storage
 from dstrial.config.experiment_config.submission import (
     LABEL,
@@ -24,7 +25,6 @@ from dstrial.config.experiment_config.submission import (
     read_override,
 )
 from dstrial.config.merge import merge_template
-from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
 from dstrial.master.api.engine_refusals import refuse_what_never_starts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from determined.common.api import bindings
 
-from dstrial.config.parsing.documents import read_yaml_text
+from dstrial.config.documents import read_yaml_text
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.commands import MAX_BODY_BYTES, checked

@@ -8,7 +8,7 @@ from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.config.parsing.limits import check_value
+from dstrial.config.documents import check_value
 from dstrial.config.secrets import SecretNames, unmasked
 from dstrial.errors import RequestError
 from dstrial.master.http.fields import Fields, shown

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
+from dstrial.config.documents import Document, read_yaml_text
 from dstrial.config.experiment_config.origins import (
     LABEL,
     checked_again,
@@ -16,7 +17,6 @@ from dstrial.config.experiment_config.origins import (
     deepspeed_checks,
     explained_rows,
 )
-from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import masked, masked_json, masked_yaml
 from dstrial.errors import ConfigError, DstrialError, RequestError
 from dstrial.master.advice import text_of

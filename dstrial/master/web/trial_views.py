@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.config.secrets import masked_json, masked_yaml
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from dstrial.config.documents import read_yaml_text
 from dstrial.config.experiment_config.origins import (
     checked_again,
     config_values,
     deepspeed_checks,
     explained_rows,
 )
-from dstrial.config.parsing.documents import read_yaml_text
 from dstrial.config.secrets import MASK, SecretNames
 
 TEXT = """\

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dstrial.config.documents import TextLimits
 from dstrial.config.experiment_config.submission import (
     MasterDefaults,
     Submission,
@@ -17,7 +18,6 @@ from dstrial.config.experiment_config.submission import (
     read_override,
     search_section,
 )
-from dstrial.config.parsing.limits import TextLimits
 from dstrial.errors import ConfigError
 
 DEFAULTS = MasterDefaults({"type": "shared_fs", "host_path": "/checkpoints"}, ("A=1",))

@@ -14,7 +14,7 @@ import yaml
 from searching import events, settings_of, write_experiment
 from surfaces import BASE, surface
 
-from dstrial.config.parsing.documents import read_yaml
+from dstrial.config.documents import read_yaml
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel

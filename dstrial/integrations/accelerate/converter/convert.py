@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.batch import AUTO, BATCH_KEYS
-from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.documents import yaml_text
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.converter.keys import SECTION, take_key
 from dstrial.integrations.accelerate.converter.result import JSON_NAME, Choices, Conversion, ConversionDraft

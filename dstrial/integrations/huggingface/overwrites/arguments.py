@@ -21,7 +21,7 @@ from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, OVERWRITE_KEY, DeepSpeedSource, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics
-from dstrial.config.parsing.documents import read_json_text
+from dstrial.config.documents import read_json_text
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.overwrites.reconcile import CONFIG_FLAG, ReconciledArguments, reconcile
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE

@@ -13,7 +13,7 @@ import yaml
 
 from dstrial.cli.app import main
 from dstrial.config import load_experiment
-from dstrial.config.parsing.documents import read_yaml
+from dstrial.config.documents import read_yaml
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.converter.convert import convert, experiment_yaml
 from dstrial.integrations.accelerate.converter.result import Choices, Conversion

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.parsing.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text, yaml_text
+from dstrial.config.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text, yaml_text
 from dstrial.errors import ConfigError
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
@@ -103,7 +103,7 @@ def test_a_file_that_contains_itself_is_refused(tmp_path):
     path = tmp_path / "exp.yaml"
     path.write_text("a: &a\n  b: *a\n")
 
-    with pytest.raises(ConfigError, match=r"exp\.yaml:2: \*a is an alias of what it stands in"):
+    with pytest.raises(ConfigError, match=r"exp\.yaml:1: .* an alias of what it stands in"):
         read_yaml(path, "exp.yaml")
 
 

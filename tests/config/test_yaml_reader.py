@@ -1,44 +1,22 @@
 import math
-from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrial.config.diagnostics import MAX_PROBLEMS, Diagnostics, render
+from dstrial.config.documents import (
+    DEFAULT_LIMITS,
+    TextLimits,
+    check_value,
+    parse_yaml_value,
+    read_yaml_text,
+    yaml_text,
+)
 from dstrial.config.merge import merge_template
-from dstrial.config.parsing import yaml_reader
-from dstrial.config.parsing.documents import parse_yaml_value, read_yaml_text, yaml_text
-from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits, check_value
 from dstrial.errors import ConfigError
 
-ROOT = Path(__file__).parents[3]
-SHIPPED = sorted([*ROOT.glob("experiment_configs/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
-PIECES = [
-    *(
-        "a",
-        "b: ",
-        "- ",
-        "? ",
-        "&x ",
-        "*x",
-        "<<: *x",
-        "[",
-        "]",
-        "{",
-        "}",
-        ", ",
-        "\n",
-        "  ",
-        "'",
-        '"',
-        "!!str ",
-        "~",
-    ),
-    *("1e3", "|\n"),
-]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -46,40 +24,9 @@ VALUES = st.recursive(
 )
 
 
-def read_with(parser: type, text: str) -> object:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(yaml_reader, "_PARSER", parser)
-        try:
-            document = read_yaml_text(text, "exp.yaml")
-        except ConfigError as error:
-            # The two word what is wrong with a text differently.
-            return ["refused", "not YAML" in str(error) or str(error)]
-        return [document.value, document.lines]
-
-
 @given(value=VALUES)
 def test_what_is_written_reads_back_as_the_same_values(value: object) -> None:
     assert parse_yaml_value(yaml_text(value)) == value
-
-
-@given(
-    text=st.lists(
-        st.sampled_from(PIECES),
-        max_size=14,
-    ).map("".join)
-)
-def test_libyaml_and_pyyaml_read_the_same_or_both_refuse(text: str) -> None:
-    fast, slow = read_with(yaml.CSafeLoader, text), read_with(yaml.SafeLoader, text)
-    if "refused" not in (fast[0], slow[0]):
-        assert fast == slow
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=str)
-def test_a_shipped_config_reads_as_it_does_with_pyyaml_alone(path: Path) -> None:
-    text = path.read_text()
-    fast = read_with(yaml.CSafeLoader, text)
-    assert fast == read_with(yaml.SafeLoader, text)
-    assert set(fast[0]) == set(yaml.safe_load(text))
 
 
 def test_merged_mappings_give_what_the_mapping_itself_does_not_the_first_before_the_others() -> None:

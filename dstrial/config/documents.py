@@ -1,0 +1,477 @@
+"""The one way in for users' YAML and JSON: plain values with line numbers.
+
+YAML is read by version 1.2's core rules, as Determined's client does: ``1e-5`` is a number and ``yes`` is a word. JSON is
+strict, as ``overwrite_deepspeed_config`` has it. A key given twice is a problem in both. A text of 700 bytes can expand to
+19 GiB (nine levels of nine aliases), and 20,000 brackets exhaust the stack of what walks them, so size, number of values and
+depth are limited. Whatever the text is, nothing here raises another error than ConfigError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from dstrial.config.diagnostics import MAX_PROBLEMS, KeyPath, dotted
+from dstrial.errors import ConfigError, ConfigProblem
+
+MAX_DEPTH = 100
+"""Deepest nesting of lists and mappings in anything that users send; the code that walks configs recurses this far."""
+
+MAX_KEY_CHARS = 1024
+"""Longest key; YAML has the same limit for all that is not written behind ``?``."""
+
+_MAX_DIGITS = 1000
+"""More than any number has; Python itself refuses integers of more than 4300 digits, with an error of its own."""
+
+_MAX_TAG_DIRECTIVES = 100
+"""libyaml compares each ``%TAG`` with all before it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextLimits:
+    """The bounds of one config."""
+
+    text_bytes: int = 2**20  # of UTF-8
+    num_values: int = 100_000  # scalars, keys, lists and mappings, with every alias written out
+    raised_by: str = ""  # how to get more, a sentence; empty if impossible
+
+
+DEFAULT_LIMITS = TextLimits()
+"""What the command line uses, and a master whose settings say nothing else."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Document:
+    """A parsed file."""
+
+    label: str  # the file's name in messages
+    value: Any  # dictionaries, lists and scalars
+    lines: dict[KeyPath, str]  # `label:line` of every key and list item; the empty path is the file
+
+
+class _InvalidError(ValueError):
+    """A value that no config may have; the arguments are parts of a message."""
+
+    def at(self, where: str) -> ConfigError:
+        got, expected, fix = self.args
+        return ConfigError([ConfigProblem(where, got, expected, fix)])
+
+
+def _too_deep() -> _InvalidError:
+    expected = f"at most {MAX_DEPTH} levels of lists and mappings"
+    return _InvalidError(f"nested deeper than {MAX_DEPTH} levels", expected, "Send a flatter one.")
+
+
+def _too_many(limits: TextLimits) -> _InvalidError:
+    return _InvalidError(
+        f"more than {limits.num_values} values once its aliases are written out",
+        f"at most {limits.num_values} scalars, keys, lists and mappings",
+        limits.raised_by
+        or "Remove aliases of aliases, or move long lists into files of the model definition.",
+    )
+
+
+def _too_large(got: str, limits: TextLimits) -> _InvalidError:
+    fix = limits.raised_by or "Move what is large into files of the model definition."
+    return _InvalidError(got, f"at most {limits.text_bytes} bytes", fix)
+
+
+def _check_text(text: str, label: str, limits: TextLimits) -> None:
+    num_bytes = _num_bytes(text)
+    if num_bytes > limits.text_bytes:
+        raise _too_large(f"{num_bytes} bytes", limits).at(f"{label}: the text")
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
+    """Refuse plain values beyond the limits, which were read without them.
+
+    None of the dictionaries, lists and scalars in ``value`` holds itself.
+
+    Raises:
+        ConfigError: there are more than ``num_values``, or they are nested deeper than ``MAX_DEPTH``, or the strings among
+            them are together longer than ``text_bytes``, or one of them has a character that no text can have.
+    """
+    level: list[Any] = [value]
+    num_values = num_bytes = depth = 0
+    try:
+        while level:
+            num_values += len(level)
+            if num_values > limits.num_values:
+                raise _too_many(limits)
+            for one in level:
+                num_bytes += _num_bytes(one) if isinstance(one, str) else 0
+            if num_bytes > limits.text_bytes:
+                raise _too_large(f"at least {num_bytes} bytes", limits)
+            groups = [one for one in level if isinstance(one, (Mapping, list, tuple))]
+            depth += 1
+            if groups and depth > MAX_DEPTH:
+                raise _too_deep()
+            for text in (one for one in level if isinstance(one, str)):
+                _string(text)
+            level = []
+            for group in groups:
+                if isinstance(group, Mapping):
+                    for key in group:
+                        _check_key(str(key))
+                    level += group.keys()
+                level += group.values() if isinstance(group, Mapping) else group
+    except _InvalidError as error:
+        raise error.at(f"{label}: the text") from error
+
+
+def _check_key(text: str) -> None:
+    if len(text) > MAX_KEY_CHARS:
+        got, expected = f"a key of {len(text)} characters", f"a key of at most {MAX_KEY_CHARS} characters"
+        raise _InvalidError(got, expected, "Write a shorter one.")
+
+
+def _int(text: str) -> int:
+    digits = _short(text.replace("_", "").lstrip("+-"))
+    value = int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+    return -value if text[0] == "-" else value
+
+
+def _float(text: str) -> float:
+    return float(_short(text.replace("_", "").lower()).replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _bool(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+def _short(digits: str) -> str:
+    if len(digits) > _MAX_DIGITS:
+        got = f"a number of {len(digits)} digits"
+        raise _InvalidError(
+            got, f"at most {_MAX_DIGITS} digits", "Write a shorter number, or put it into quotes."
+        )
+    return digits
+
+
+def _string(text: str) -> str:
+    """Return a string that files, environment variables and UTF-8 can hold."""
+    if "\0" in text:
+        raise _InvalidError("a text with a NUL character", "text without NUL", "Remove the character.")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise _InvalidError(
+            "a text with half a surrogate pair", "Unicode characters", "Write the whole character."
+        )
+    return text
+
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
+_READERS: dict[str, Callable[[str], Any]] = {
+    "null": lambda _text: None,
+    "bool": _bool,
+    "int": _int,
+    "float": _float,
+    "str": _string,
+}
+_PLAIN = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F_]+|0o[0-7_]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    "null": (r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    "merge": ("<<", "<"),
+}
+"""Tag -> plain scalars of it in YAML 1.2's core schema, and the characters with which they begin."""
+
+
+class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml is ten times as fast
+    """Composes nodes whose scalars have the tags of YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what YAML 1.1 or 1.2 would read as another type."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Write line breaks that YAML 1.2 has not as escapes; other quotes fold them."""
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+for _kind, (_pattern, _first) in _PLAIN.items():
+    for _class in (YamlLoader, _Dumper):
+        _class.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"(?:{_pattern})\Z"), [*_first])
+
+
+def parse_yaml_value(text: str, label: str = "the value") -> Any:
+    """Read a value as a config does: ``4`` an int, ``1e-5`` a float, ``[1]`` a list.
+
+    Raises:
+        ConfigError: it is not YAML, gives a key twice, or is beyond the limits of a config; ``label`` names it.
+    """
+    return read_yaml_text(text, label).value
+
+
+def yaml_text(value: Any) -> str:
+    """Write plain values as YAML that 1.2 and 1.1 both read as the same values.
+
+    PyYAML alone would write the word ``"2e-3"`` without quotes, which version 1.2 reads as a number.
+    """
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)  # a SafeDumper
+    return text
+
+
+def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
+    """Read a YAML file without repeated keys, within the limits."""
+    return read_yaml_text(_read_text(path, label, limits), label, limits)
+
+
+def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
+    _check_text(text, label, limits)
+    try:
+        if text.count("%TAG") > _MAX_TAG_DIRECTIVES:
+            raise yaml.YAMLError(f"more than {_MAX_TAG_DIRECTIVES} %TAG directives")
+        _check_events(text, label, limits)
+        root = yaml.compose(text, Loader=YamlLoader)
+    except (yaml.YAMLError, UnicodeEncodeError) as error:
+        raise _not_yaml(error, text, label) from error
+    reader = _YamlReader(label, limits)
+    value = None if root is None else reader.value(root, ())
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return Document(label, value, reader.lines)
+
+
+def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
+    where, got, fix = label, " ".join(str(error).split()), "Remove this character."
+    if isinstance(error, UnicodeEncodeError):
+        got = "half a surrogate pair, no character"
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if isinstance(error, yaml.MarkedYAMLError):
+        where = f"{label}:{mark.line + 1 if mark else 1}"
+        got = " ".join(part for part in (error.context, error.problem) if part)
+        fix = "Correct this line."
+        if "nesting depth" in got:  # libyaml's own limit
+            return _too_deep().at(f"{where}: the text")
+        if "a tab " in got or (mark and text[mark.index : mark.index + 1] == "\t"):
+            got, fix = "indented with a tab", "Indent with spaces."
+    return _InvalidError(f"not YAML ({got})", "valid YAML", fix).at(f"{where}: the text")
+
+
+def _check_events(text: str, label: str, limits: TextLimits) -> None:
+    """Refuse a text before its nodes are composed, which recurses and takes memory."""
+    num_values = depth = 0
+    for event in yaml.parse(text, Loader=YamlLoader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.NodeEvent):
+            num_values += 1
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            if depth > MAX_DEPTH or num_values > limits.num_values:
+                error = _too_deep() if depth > MAX_DEPTH else _too_many(limits)
+                raise error.at(f"{label}:{event.start_mark.line + 1}: the text")
+
+
+class _YamlReader:
+    """Makes values of composed nodes: an alias becomes a copy, and counts as one."""
+
+    def __init__(self, label: str, limits: TextLimits) -> None:
+        self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
+        self.problems: list[ConfigProblem] = []
+        self._label = label
+        self._limits = limits
+        self._num_values = 0
+        self._open: list[yaml.Node] = []  # from the root down
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Return the value of a node, and record the lines of everything below it."""
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        self._begin(node)
+        value: Any
+        if isinstance(node, yaml.SequenceNode):
+            value = [self._inner(item, item, (*path, index)) for index, item in enumerate(node.value)]
+        else:
+            pairs = self._pairs(node, path)
+            value = {name: self._inner(key, one, (*path, text)) for text, (name, key, one) in pairs.items()}
+        self._open.pop()
+        return value
+
+    def _inner(self, key: yaml.Node, node: yaml.Node, path: KeyPath) -> Any:
+        self.lines[path] = self._place(key)
+        return self.value(node, path)
+
+    def _begin(self, node: yaml.Node) -> None:
+        """Open a list or mapping; its caller closes it."""
+        self._count(node)
+        kind, tag = ("list", "seq") if isinstance(node, yaml.SequenceNode) else ("mapping", "map")
+        if node.tag != f"{_TAG}{tag}":
+            raise self._tagged(node, f"a {kind}")
+        if any(one is node for one in self._open):
+            raise self._invalid(
+                node,
+                "an alias of what it stands in, which so holds itself",
+                "an alias of something that ends before it",
+                "Write the values out.",
+            )
+        if len(self._open) >= MAX_DEPTH:
+            raise _too_deep().at(f"{self._place(node)}: the text")
+        self._open.append(node)
+
+    def _pairs(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[Any, yaml.Node, yaml.Node]]:
+        """Return a mapping's keys and values by the key's text, its own over merged ones."""
+        own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
+        texts: dict[Any, str] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
+                raise self._invalid(key, f"a {kind} as key", "a text as key", "Write a text instead.")
+            if key.tag == _MERGE:
+                for source in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
+                    if not isinstance(source, yaml.MappingNode):
+                        expected = "a mapping or a list of mappings"
+                        raise self._invalid(
+                            source, "merged with << and no mapping", expected, "Name an anchor of one."
+                        )
+                    self._begin(source)
+                    merged.update(self._pairs(source, path))
+                    self._open.pop()
+                continue
+            name = self._scalar(key, _check_key)
+            text = texts.setdefault(name, str(name))  # 1, 1.0 and true are one key
+            if text in own:
+                self._given_twice(key, own[text][1], (*path, text))
+            own[text] = (name, key, value)
+        return {**merged, **own}
+
+    def _given_twice(self, key: yaml.Node, first: yaml.Node, path: KeyPath) -> None:
+        self.problems.append(_given_twice(self._place(key), path, first.start_mark.line + 1))
+        if len(self.problems) >= MAX_PROBLEMS:
+            raise ConfigError(self.problems)
+
+    def _scalar(self, node: yaml.ScalarNode, check: Callable[[str], object] = _string) -> Any:
+        self._count(node)
+        # `<<` is a merge as a key alone.
+        kind = "str" if node.tag == _MERGE else node.tag.removeprefix(_TAG)
+        if kind not in _READERS:
+            raise self._tagged(node, "a scalar")
+        try:
+            check(node.value)
+            return _READERS[kind](node.value)
+        except _InvalidError as error:
+            raise error.at(f"{self._place(node)}: the text") from error
+        except (ValueError, KeyError) as error:
+            text = node.value if len(node.value) <= 60 else node.value[:60] + "…"
+            expected = "an int" if kind == "int" else f"a {kind}"
+            raise self._invalid(
+                node, f"{text!r}, not {expected}", expected, "Remove the tag, or quote it."
+            ) from error
+
+    def _count(self, node: yaml.Node) -> None:
+        self._num_values += 1
+        if self._num_values > self._limits.num_values:
+            raise _too_many(self._limits).at(f"{self._place(node)}: the text")
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._label}:{node.start_mark.line + 1}"
+
+    def _invalid(self, node: yaml.Node, *message: str) -> ConfigError:
+        return _InvalidError(*message).at(f"{self._place(node)}: the text")
+
+    def _tagged(self, node: yaml.Node, what: str) -> ConfigError:
+        expected = "no tag, or one of null, bool, int, float, str, seq and map where it fits"
+        return self._invalid(node, f"{what} with the tag {node.tag[:60]!r}", expected, "Remove the tag.")
+
+
+def _given_twice(place: str, path: KeyPath, first_line: int) -> ConfigProblem:
+    got = f"given twice (first on line {first_line})"
+    return ConfigProblem(f"{place}: {dotted(path)}", got, "every key once", "Remove one of the two.")
+
+
+def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
+    """Read a JSON file: no comments, trailing commas, NaN or repeated keys."""
+    return read_json_text(_read_text(path, label, limits), label, limits)
+
+
+def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
+    _check_text(text, label, limits)
+    try:
+        # The parser recurses in C and raises RecursionError long before the stack ends; what it survives is counted.
+        value = json.loads(text, parse_constant=_finite, parse_int=_int, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise _InvalidError(
+            f"not JSON ({error.msg})",
+            "strict JSON, without comments and without a comma after the last element",
+            "Correct this line.",
+        ).at(f"{label}:{error.lineno}: the text from column {error.colno}") from error
+    except _InvalidError as error:
+        raise error.at(f"{label}: a value") from error
+    except RecursionError as error:
+        raise _too_deep().at(f"{label}: the text") from error
+    check_value(value, label, limits)
+    lines: dict[KeyPath, int] = {(): 1}
+    problems: list[ConfigProblem] = []
+    for path, line in _json_lines(text):
+        if path in lines and len(problems) < MAX_PROBLEMS:
+            problems.append(_given_twice(f"{label}:{line}", path, lines[path]))
+        lines.setdefault(path, line)
+    if problems:
+        raise ConfigError(problems)
+    return Document(label, value, {path: f"{label}:{line}" for path, line in lines.items()})
+
+
+def _json_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the path and line of each key and list item of valid JSON."""
+    path: list[Any] = []  # ends with None where a key comes next
+    line, end = 1, 0
+    for match in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]|[^\s{}\[\],:"]+', text):
+        line += text.count("\n", end, match.start())
+        end = match.start()
+        lexeme = match.group()
+        if lexeme == ",":
+            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else None
+        elif lexeme in "}]":
+            path.pop()
+        elif path and path[-1] is None:
+            path[-1] = json.loads(lexeme)
+            yield (*path,), line
+        else:
+            if path and isinstance(path[-1], int):
+                yield (*path,), line
+            if lexeme in "{[":
+                path.append(None if lexeme == "{" else 0)
+
+
+def _finite(text: str) -> float:
+    value = math.inf if text.endswith(("NaN", "Infinity")) else _float(text)
+    if not math.isfinite(value):
+        raise _InvalidError(text, "a finite number", "Write a number.")
+    return value
+
+
+def _read_text(path: Path, label: str, limits: TextLimits) -> str:
+    try:
+        with path.open("rb") as file:
+            # Not the file's size, which says nothing of devices and pipes.
+            content = file.read(limits.text_bytes + 1)
+        if len(content) > limits.text_bytes:
+            raise _too_large(f"more than {limits.text_bytes} bytes", limits).at(f"{label}: the text")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        got, fix = "not UTF-8 text", "Correct the file."
+        if isinstance(error, FileNotFoundError):
+            got, fix = "missing", "Correct the path."
+        elif isinstance(error, OSError):
+            got, fix = f"unreadable ({error.strerror})", "Correct the path or the file's permissions."
+        raise _InvalidError(got, "a text file", fix).at(f"{label}: the file") from error

@@ -1,1 +1,0 @@
-"""Read YAML and JSON: places of keys, scalars as Determined has them, limits."""
