@@ -21,7 +21,7 @@ from determined import core, pytorch
 
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
-from dstrial.config.experiment_config.training_checks import TrainingChecks
+from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperparameters

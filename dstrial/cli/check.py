@@ -11,8 +11,9 @@ from dstrial.cli.run_resume import add_experiment_arguments, chosen_point
 from dstrial.cli.streams import context_text
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
+from dstrial.config.experiment_config.dstrial_section import explained
 from dstrial.config.experiment_config.origins import deepspeed_checks, explained_rows
-from dstrial.config.experiment_config.training_checks import explained
+from dstrial.config.json_schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
@@ -52,6 +53,20 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
     )
+    parser.add_argument(
+        "--schema",
+        action=_PrintSchema,
+        nargs=0,
+        help="print the JSON Schema of experiment configs, for editors, and exit",
+    )
+
+
+class _PrintSchema(argparse.Action):
+    """Prints the schema while arguments are parsed, so that no config need be named."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_unused: object, **__unused: object) -> None:
+        _print_json(experiment_schema())
+        parser.exit()
 
 
 def main(args: argparse.Namespace) -> int:

@@ -39,9 +39,9 @@ from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.check import unused_by_run
+from dstrial.config.experiment_config.dstrial_section import HOOK_NAME, requirements_of
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
-from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.hosts.arguments import add_host_arguments, require_hostfile

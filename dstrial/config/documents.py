@@ -117,8 +117,11 @@ def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> 
             depth += 1
             if groups and depth > MAX_DEPTH:
                 raise _too_deep()
-            for text in (one for one in level if isinstance(one, str)):
-                _string(text)
+            for one in level:
+                if isinstance(one, str):
+                    _string(one)
+                elif isinstance(one, (int, float)):
+                    _number(one)
             level = []
             for group in groups:
                 if isinstance(group, Mapping):
@@ -139,11 +142,18 @@ def _check_key(text: str) -> None:
 def _int(text: str) -> int:
     digits = _short(text.replace("_", "").lstrip("+-"))
     value = int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
-    return -value if text[0] == "-" else value
+    return int(_number(-value if text[0] == "-" else value))
 
 
 def _float(text: str) -> float:
-    return float(_short(text.replace("_", "").lower()).replace(".inf", "inf").replace(".nan", "nan"))
+    return _number(float(_short(text.replace("_", "").lower()).replace(".inf", "inf").replace(".nan", "nan")))
+
+
+def _number(value: float) -> float:
+    """Return a number that JSON has and that databases can hold."""
+    if not (-(2**63) <= value < 2**64 if isinstance(value, int) else math.isfinite(value)):
+        raise _InvalidError(str(value)[:40], "a finite number of 64 bits", "Put it into quotes.")
+    return value
 
 
 def _bool(text: str) -> bool:
@@ -274,7 +284,7 @@ def _check_events(text: str, label: str, limits: TextLimits) -> None:
     for event in yaml.parse(text, Loader=YamlLoader):
         if isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
-        elif isinstance(event, yaml.NodeEvent):
+        elif isinstance(event, yaml.NodeEvent) and event.start_mark is not None:
             num_values += 1
             depth += isinstance(event, yaml.CollectionStartEvent)
             if depth > MAX_DEPTH or num_values > limits.num_values:
@@ -408,7 +418,7 @@ def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
     _check_text(text, label, limits)
     try:
         # The parser recurses in C and raises RecursionError long before the stack ends; what it survives is counted.
-        value = json.loads(text, parse_constant=_finite, parse_int=_int, parse_float=_finite)
+        value = json.loads(text, parse_constant=_float, parse_int=_int, parse_float=_float)
     except json.JSONDecodeError as error:
         raise _InvalidError(
             f"not JSON ({error.msg})",
@@ -451,13 +461,6 @@ def _json_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
                 yield (*path,), line
             if lexeme in "{[":
                 path.append(None if lexeme == "{" else 0)
-
-
-def _finite(text: str) -> float:
-    value = math.inf if text.endswith(("NaN", "Infinity")) else _float(text)
-    if not math.isfinite(value):
-        raise _InvalidError(text, "a finite number", "Write a number.")
-    return value
 
 
 def _read_text(path: Path, label: str, limits: TextLimits) -> str:

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.config.auto_values import AutoValues
@@ -41,6 +41,14 @@ class Rule:
     maximum: float | None = None  # inclusive
     exclusive_maximum: float | None = None
     section: Section | None = None  # keys inside, for a mapping that is checked
+    items: Rule | None = None  # of each item of a list
+    max_items: int | None = None
+    # Returns what is expected instead of a value; None if the value is right. It sees values of any type.
+    check: Callable[[Any], str | None] | None = None
+    parse: Callable[[Any], Any] | None = None  # writes a text that stands for a mapping as the mapping
+    expected: str = ""  # for messages, in place of what follows from the fields above
+    fix: str = ""  # for messages, a sentence with an example
+    about: str = ""  # one clause for the reference page and for editors
     also: tuple[str, ...] = ()  # other legal spellings of the key
     replaced_by: str | None = None  # set if the key is deprecated; empty if nothing replaces it
 
@@ -52,6 +60,10 @@ class Section:
     keys: Mapping[str, Rule]
     # Whether the reader rejects unknown keys and converts quoted numbers (DeepSpeed's pydantic).
     strict: bool = False
+    required: tuple[str, ...] = ()
+    is_open: bool = False  # whether unknown keys are legal
+    # Whether the result has defaults for what is not given; otherwise it is a copy of what is given.
+    fills_in: bool = True
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Section:
@@ -98,7 +110,8 @@ def check_keys(
         key = spelled.get(str(given_key))
         if key is None:
             effective[str(given_key)] = copy.deepcopy(given)
-            _unknown_key(section, str(given_key), given, dialect, findings, path)
+            if not section.is_open:
+                _unknown_key(section, str(given_key), given, dialect, findings, path)
             continue
         if given is None and dialect.null_is_absent:
             continue
@@ -110,10 +123,16 @@ def check_keys(
         accepted, checked = _check_value(rule, given, section, dialect, findings, inner)
         if accepted:
             effective[key] = checked
+    for key in section.required:
+        if value.get(key) is None and not (key in value and "any" in section.keys[key].types):
+            rule = section.keys[key]
+            findings.problem((*path, key), "not given", _expectation(rule), rule.fix or f"Add {key}.")
+    if not section.fills_in:
+        return copy.deepcopy(dict(value))
     for key, rule in section.keys.items():
         if key in effective or rule.replaced_by is not None:
             continue
-        if rule.section is not None and "null" not in rule.types:
+        if rule.section is not None and rule.section.fills_in and "null" not in rule.types:
             effective[key] = check_keys(rule.section, {}, dialect, findings, (*path, key))
         else:
             effective[key] = copy.deepcopy(rule.default)
@@ -161,6 +180,12 @@ def _check_value(
         and not (rule.enum and AUTO in rule.enum)
     ):
         return _check_auto(rule, section, dialect, findings, path)
+    if rule.parse is not None and isinstance(value, str):
+        value = rule.parse(value)
+    expected = rule.check(value) if rule.check is not None else None
+    if expected is not None:
+        findings.problem(path, render(value), expected, rule.fix or "Correct the value.")
+        return False, None
     if isinstance(value, Mapping) and "mapping" in rule.types:
         if rule.section is not None:
             return True, check_keys(rule.section, value, dialect, findings, path)
@@ -180,11 +205,33 @@ def _check_value(
         findings.problem(path, render(value), _expectation(rule), fix)
         return False, None
     if not _in_bounds(value, rule):
-        findings.problem(path, render(value), _expectation(rule), "Set it to a value in that range.")
+        fix = rule.fix or "Set it to a value in that range."
+        findings.problem(path, render(value), _expectation(rule), fix)
         return False, None
+    if isinstance(value, list) and rule.items is not None:
+        return _check_items(rule.items, value, rule.max_items, section, dialect, findings, path)
     if "integer" in rule.types and isinstance(value, float) and value.is_integer():
         value = int(value)
     return True, copy.deepcopy(value)
+
+
+def _check_items(
+    rule: Rule,
+    value: list[Any],
+    max_items: int | None,
+    section: Section,
+    dialect: Dialect,
+    findings: Diagnostics,
+    path: KeyPath,
+) -> tuple[bool, Any]:
+    if max_items is not None and len(value) > max_items:
+        findings.problem(path, f"a list of {len(value)}", f"at most {max_items} items", "Remove some.")
+        return False, None
+    checked = [
+        _check_value(rule, item, section, dialect, findings, (*path, index))
+        for index, item in enumerate(value)
+    ]
+    return all(accepted for accepted, _ in checked), [item for _, item in checked]
 
 
 def _check_auto(
@@ -271,9 +318,11 @@ def _in_bounds(value: object, rule: Rule) -> bool:
 
 
 def _expectation(rule: Rule) -> str:
+    if rule.expected:
+        return rule.expected
     if rule.enum is not None:
         return f"one of {', '.join(render(item) for item in rule.enum)}"
-    text = " or ".join(_WORDS[name] for name in rule.types if name in _WORDS)
+    text = " or ".join(_WORDS[name] for name in rule.types if name in _WORDS) or "a value"
     bounds = [
         f"{word} {render(bound)}"
         for word, bound in (
@@ -292,4 +341,4 @@ def _type_fix(value: object, rule: Rule) -> str:
         converted = _converted(value, rule.types)
         if converted is not None:
             return f"Write {render(converted)} without quotes."
-    return "Write a value of that type."
+    return rule.fix or "Write a value of that type."

@@ -15,8 +15,8 @@ from typing import Any
 from dstrial.config.diagnostics import KeyPath
 from dstrial.config.documents import read_json
 from dstrial.config.dotted_keys import nested
+from dstrial.config.experiment_config.environment import DEVICES, of_device, with_new_names
 from dstrial.config.experiment_config.hyperparameters import is_specification
-from dstrial.config.experiment_config.sections import DEVICES, of_device, with_new_names
 from dstrial.errors import ConfigError, ConfigProblem
 
 

@@ -1,13 +1,18 @@
-"""Determined's experiment config v0: types, bounds, defaults, lengths.
+"""The table of the experiment config: Determined's version 0 and ``data.dstrial``.
 
-Source: Determined 0.38.1 schemas/expconf/v0. Fields that mean nothing without Determined's containers are passed through.
+Types, bounds, defaults and a clause on each key. The check, the completed config, the reference page and the JSON Schema
+(``dstrial check --schema``) all follow from it. Source: Determined 0.38.1 schemas/expconf/v0. Fields that mean nothing without
+Determined's containers are passed through.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, cast
+
+import re2
 
 from dstrial.config.keys import Dialect, Rule, Section
 
@@ -15,9 +20,170 @@ DEFAULT_PREEMPTION_TIMEOUT_S = 600
 """How long ranks may take to save and end after a request to stop, seconds. Determined gives an hour, in which a hung rank
 holds its slots."""
 
+_MAX_PATTERN_CHARS = 2000
+_MAX_PATTERN_BYTES = 2**23
+"""What one compiled pattern may take; RE2's own default."""
 
-def _rule(*types: str, default: Any = None, **bounds: Any) -> Rule:
-    return Rule(types=types, default=default, **bounds)
+Unit = Literal["batches", "epochs", "records"]
+
+UNITS: tuple[Unit, ...] = ("batches", "epochs", "records")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Length:
+    """A number of batches (optimizer steps), epochs or records."""
+
+    value: int  # 0 means "never" where a period is asked for
+    unit: Unit
+
+    @classmethod
+    def from_config(cls, value: int | Mapping[str, Any]) -> Length:
+        """Read a checked value: ``100`` (batches) or ``{epochs: 2}``."""
+        if isinstance(value, Mapping):
+            ((unit, number),) = value.items()
+            return cls(int(number), cast(Unit, unit))
+        return cls(int(value), "batches")
+
+
+_UNITS = "{batches: n}, {epochs: n}, {records: n}"
+
+
+def _check_length(value: object) -> str | None:
+    given = value if isinstance(value, Mapping) else {"batches": value}
+    if len(given) == 1 and all(key in UNITS and _is_count(one) and one for key, one in given.items()):
+        return None
+    return f"a number of batches, or one of {_UNITS}, with n of at least 1"
+
+
+def _check_period(value: object) -> str | None:
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((unit, number),) = value.items()
+        if unit in UNITS and _is_count(number):
+            return None
+    return f"one of {_UNITS} with n of at least 0"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def compile_pattern(text: str) -> Any:
+    """Compile a RE2 pattern whose ``^`` and ``$`` match at the lines of a text.
+
+    Python's own search backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours.
+    The result has ``search(str)``; ValueError says why a pattern is none.
+    Syntax: https://github.com/google/re2/wiki/Syntax.
+    """
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = _MAX_PATTERN_BYTES
+    try:
+        return re2.compile(f"(?m){text}", options)
+    except re2.error as error:
+        reason = error.args[0] if error.args else error
+        raise ValueError(
+            reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        ) from None
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate") from None
+
+
+def _check_pattern(value: Any) -> str | None:
+    if isinstance(value, str) and len(value) > _MAX_PATTERN_CHARS:
+        return f"at most {_MAX_PATTERN_CHARS} characters"
+    try:
+        if not isinstance(value, str):
+            raise ValueError("not a string")
+        compile_pattern(value)
+    except ValueError as error:
+        return f"a regular expression of RE2 ({error})"
+    return None
+
+
+def _check_action(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    return None if kind in _POLICY_ACTIONS else " or ".join(_POLICY_ACTIONS)
+
+
+def _check_policy(value: Any) -> str | None:
+    has_name = isinstance(value, Mapping) and bool({"pattern", "name"} & value.keys())
+    return None if has_name else "a mapping with pattern or name"
+
+
+def _check_memory_size(value: Any) -> str | None:
+    # Source: Determined 0.38.1 schemas/expconf/v0/resources.json.
+    size = r"([0-9]*\.)?[0-9]+ ?([kmgtp](i?b)?|b)?"
+    is_size = not isinstance(value, str) or re.fullmatch(size, value, re.ASCII | re.IGNORECASE)
+    return None if is_size else "a memory size"
+
+
+def _check_absolute(value: Any) -> str | None:
+    return "an absolute path" if isinstance(value, str) and not value.startswith("/") else None
+
+
+def _check_mount_point(value: Any) -> str | None:
+    return "a path other than the working directory itself" if value == "." else None
+
+
+def _check_digest(value: Any) -> str | None:
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):
+        return None
+    return "the SHA-256 of a checkpoint's manifest, 64 hexadecimal digits, as the refusal of the checkpoint names it"
+
+
+def _parse_device(text: str) -> Any:
+    """Return ``host:container[:mode]`` as its fields; anything else as it is."""
+    parts = text.split(":")
+    return (
+        dict(zip(("host_path", "container_path", "mode"), parts, strict=False))
+        if len(parts) in (2, 3)
+        else text
+    )
+
+
+def _rule(about: str, *types: str, **fields: Any) -> Rule:
+    return Rule(types=types, about=about, **fields)
+
+
+def _text(about: str, **fields: Any) -> Rule:
+    return _rule(about, "string", **fields)
+
+
+def _count(about: str, **fields: Any) -> Rule:
+    return _rule(about, "integer", **{"minimum": 0, **fields})
+
+
+def _flag(about: str, *, default: bool | None = False) -> Rule:
+    return _rule(about, "boolean", default=default)
+
+
+def _switch(about: str, *, default: bool) -> Rule:
+    return _rule(about, "boolean", default=default, fix="Write true, or leave it out.")
+
+
+def _section(about: str, **keys: Rule) -> Rule:
+    return _rule(about, "mapping", section=Section(keys))
+
+
+def _list_of(about: str, item: Rule, **fields: Any) -> Rule:
+    return _rule(about, "list", default=[], items=item, **fields)
+
+
+def _item(required: tuple[str, ...], **keys: Rule) -> Rule:
+    expected = f"a mapping with {' and '.join(required)}"
+    return Rule(
+        types=("mapping",),
+        section=Section(keys, required=required),
+        expected=expected,
+        fix=f"Write {{{required[0]}: …}}.",
+    )
+
+
+_ANY = "any"
+_LENGTH = Section({unit: Rule(types=("integer",), minimum=0) for unit in UNITS}, fills_in=False)
+_UNREAD = "without effect: dstrial starts no containers"
+_KEPT = "without effect; kept for a Determined cluster"
+_WORD = Rule(types=("string",), fix="Put it into quotes.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,8 +194,6 @@ class SearcherKeys:
     requires: tuple[str, ...] = ()  # must be given
     is_timed: bool = False  # whether `max_time` and `time_metric` must be given
     is_independent: bool = False  # no trial depends on another: the rest can go on after the search
-    # Of keys that no searcher before it had.
-    rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
 
 
 _ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
@@ -51,146 +215,360 @@ STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "gcs": ("bucket",),
     "azure": ("container",),
 }
+_POLICY_ACTIONS = ("cancel_retries", "exclude_node")
 
-
-def _section(**keys: Rule) -> Rule:
-    return Rule(types=("mapping",), section=Section(keys))
-
-
-_STRING = _rule("string")
-_ANY = _rule("any")
-_FALSE = _rule("boolean", default=False)
-_TRUE = _rule("boolean", default=True)
-_COUNT = _rule("integer", minimum=0)
-_LENGTH = _rule("integer", "mapping")
-_PERIOD = _rule("any", default={"batches": 0})
+SEARCHER_COMMON: dict[str, Rule] = {
+    "name": _text(f"`{'`, `'.join(SEARCHERS)}`"),
+    "metric": _text("validation metric that decides which checkpoint and which trial is best"),
+    "smaller_is_better": _flag("whether the lowest value of the metric is the best", default=True),
+    "source_trial_id": _rule("trial whose latest checkpoint the trials start from", "integer"),
+    "source_checkpoint_uuid": _text("checkpoint that the trials start from"),
+    "max_length": _rule(
+        "how long a trial trains: a number of batches, or `{batches: n}`, `{epochs: n}`, `{records: n}`",
+        "integer",
+        "mapping",
+        section=_LENGTH,
+        check=_check_length,
+        fix="Write {batches: 1000}, for example.",
+    ),
+    "max_time": _count("maximum training time of a trial, in `time_metric`", minimum=1, maximum=10**15),
+    "time_metric": _text("unit of `max_time`: `batches`, `epochs`, or a metric that the trial reports"),
+}
+"""The keys that every searcher may have."""
 
 _SEARCHER = _section(
-    name=_STRING,
-    metric=_STRING,
-    smaller_is_better=_TRUE,
-    source_trial_id=_rule("integer"),
-    source_checkpoint_uuid=_STRING,
-    max_length=_LENGTH,
-    max_time=_rule("integer", minimum=1, maximum=10**15),
-    time_metric=_STRING,
-    max_trials=_rule("integer", minimum=1, maximum=10**6),
-    max_concurrent_trials=_rule("integer", default=16, minimum=0, maximum=10**6),
-    max_rungs=_rule("integer", default=5, minimum=1, maximum=1000),
-    num_rungs=_rule("integer", minimum=1, maximum=1000),
-    bracket_rungs=_rule("list", default=[]),
-    divisor=_rule("number", default=4, exclusive_minimum=1, maximum=10**6),
-    mode=_rule("string", default="standard", enum=("aggressive", "standard", "conservative")),
-    stop_once=_FALSE,
-    train_stragglers=_ANY,
-    **{key: rule for searcher in SEARCHERS.values() for key, rule in searcher.rules.items()},
+    "number of trials and length of each",
+    **SEARCHER_COMMON,
+    max_trials=_count("number of trials", minimum=1, maximum=10**6),
+    max_concurrent_trials=_count(
+        "maximum number of trials at a time; 0 for no limit", default=16, maximum=10**6
+    ),
+    max_rungs=_count("maximum number of rungs of a bracket", default=5, minimum=1, maximum=1000),
+    num_rungs=_count("number of rungs", minimum=1, maximum=1000),
+    bracket_rungs=_list_of(
+        "rungs of each bracket",
+        _count(
+            "",
+            minimum=1,
+            maximum=1000,
+            fix="List the number of rungs of each bracket, or leave bracket_rungs out.",
+        ),
+    ),
+    divisor=_rule(
+        "reduction factor: one in so many trials passes a rung",
+        "number",
+        default=4,
+        exclusive_minimum=1,
+        maximum=10**6,
+    ),
+    mode=_text(
+        "how aggressively trials are stopped early",
+        default="standard",
+        enum=("aggressive", "standard", "conservative"),
+    ),
+    stop_once=_flag(_KEPT),
+    train_stragglers=_rule(_KEPT, _ANY),
 )
 
 _RESOURCES = _section(
-    # Of commands, with which experiments share templates.
-    slots=_rule("integer"),
-    slots_per_trial=_rule("integer", default=1, minimum=0),
-    max_slots=_COUNT,
-    priority=_rule("integer", minimum=1, maximum=99),
-    weight=_rule("number", default=1, minimum=0),
-    resource_pool=_rule("string", default=""),
-    devices=_rule("list", default=[]),
-    shm_size=_rule("integer", "string"),
-    native_parallel=_FALSE,
-    is_single_node=_rule("boolean"),
-    agent_label=_STRING,
+    "resources of a trial",
+    slots=_rule("slots of a command; without effect in an experiment", "integer"),
+    slots_per_trial=_count("ranks of a trial, one per device; 0 for one rank on the CPU", default=1),
+    max_slots=_count("maximum number of slots of all trials together"),
+    priority=_count("priority; a lower number is scheduled first", minimum=1, maximum=99),
+    weight=_rule("without effect", "number", default=1, minimum=0),
+    resource_pool=_text("pool, partition or queue", default=""),
+    devices=_list_of(
+        _UNREAD,
+        dataclasses.replace(
+            _item(
+                ("host_path", "container_path"),
+                host_path=_text("on the host"),
+                container_path=_text("in the container"),
+                mode=_text("permissions", default="mrw"),
+            ),
+            parse=_parse_device,
+        ),
+    ),
+    shm_size=_rule(_UNREAD, "integer", "string", check=_check_memory_size, fix="Write 1.5 gb, for example."),
+    native_parallel=_flag(_UNREAD),
+    is_single_node=_flag("whether all ranks of a trial run on one host", default=None),
+    agent_label=_text(_UNREAD),
 )
 
 _ENVIRONMENT = _section(
-    environment_variables=_rule("list", "mapping", default=[]),
-    image=_rule("string", "mapping"),
-    # Ours; Determined's master refuses it, and takes data.dstrial.requirements.
-    requirements=_STRING,
-    pod_spec=_ANY,
-    ports=_rule("mapping", default={}),
-    registry_auth=_ANY,
-    force_pull_image=_FALSE,
-    add_capabilities=_rule("list", default=[]),
-    drop_capabilities=_rule("list", default=[]),
-    proxy_ports=_rule("list", default=[]),
+    "environment of the trial's processes",
+    environment_variables=_rule(
+        "`NAME=value` each, in one list, or one list per device (`cpu`, `cuda`, `rocm`)",
+        "list",
+        "mapping",
+        default=[],
+    ),
+    image=_rule(_UNREAD, "string", "mapping"),
+    # Determined's master refuses it, and takes data.dstrial.requirements.
+    requirements=_text("file of the model definition that pip installs first; Determined does not know it"),
+    pod_spec=_rule(_UNREAD, _ANY),
+    ports=_rule(_UNREAD, "mapping", default={}),
+    registry_auth=_rule(_UNREAD, _ANY),
+    force_pull_image=_flag(_UNREAD),
+    add_capabilities=_rule(_UNREAD, "list", default=[]),
+    drop_capabilities=_rule(_UNREAD, "list", default=[]),
+    proxy_ports=_list_of(
+        "ports of the trial that the master proxies",
+        _item(
+            ("proxy_port",),
+            proxy_port=_count("port that the trial listens on", minimum=1, maximum=65535),
+            proxy_tcp=_flag("whether the port speaks anything but HTTP"),
+            unauthenticated=_flag("whether anybody may connect"),
+            default_service_id=_flag("whether the port is the task's own service"),
+        ),
+    ),
 )
 
+_SAVED = "checkpoints of {} to keep; without a master all are kept unless given"
 _STORAGE = _section(
-    type=_rule("string", enum=tuple(STORAGE_REQUIRES)),
+    "storage of checkpoints",
+    type=_text("kind of storage; the master's own unless given", enum=tuple(STORAGE_REQUIRES)),
     # Without Determined's defaults (0, 1, 1): off a cluster no checkpoint is deleted unless the file says so.
-    save_experiment_best=_COUNT,
-    save_trial_best=_COUNT,
-    save_trial_latest=_COUNT,
-    host_path=_STRING,
-    storage_path=_STRING,
-    propagation=_STRING,
-    container_path=_STRING,
-    checkpoint_path=_STRING,
-    tensorboard_path=_STRING,
-    bucket=_STRING,
-    prefix=_STRING,
-    access_key=_STRING,
-    secret_key=_STRING,
-    endpoint_url=_STRING,
-    container=_STRING,
-    connection_string=_STRING,
-    account_url=_STRING,
-    credential=_STRING,
+    save_experiment_best=_count(_SAVED.format("the experiment's best")),
+    save_trial_best=_count(_SAVED.format("each trial's best")),
+    save_trial_latest=_count(_SAVED.format("each trial's latest")),
+    host_path=_text("directory, for `shared_fs`", check=_check_absolute, fix="Write the full path."),
+    storage_path=_text("directory below `host_path`"),
+    propagation=_text(_UNREAD),
+    container_path=_text("directory, for `directory`"),
+    checkpoint_path=_text("directory of checkpoints below `host_path`"),
+    tensorboard_path=_text("directory of TensorBoard's files below `host_path`"),
+    bucket=_text("for `s3` and `gcs`"),
+    prefix=_text("prefix of object names"),
+    access_key=_text("for `s3`"),
+    secret_key=_text("for `s3`"),
+    endpoint_url=_text("for `s3` elsewhere than at AWS"),
+    container=_text("for `azure`"),
+    connection_string=_text("for `azure`"),
+    account_url=_text("for `azure`, in place of `connection_string`"),
+    credential=_text("for `azure`, with `account_url`"),
 )
+
+_EXTENT: dict[str, Any] = {"minimum": 1, "fix": "Set it to 1 or more."}
+DSTRIAL = Section(
+    {
+        "pipeline_stages": _count("stages of the `PipelineModule`, for `dstrial check`", **_EXTENT),
+        "model_parallel_size": _count("ranks that share each layer, for `dstrial check`", **_EXTENT),
+        "min_slots": _count("minimum number of slots when a trial resumes or shrinks", **_EXTENT),
+        "max_slots": _count("maximum number of slots to which a trial grows", **_EXTENT),
+        "resize_period": _rule(
+            "seconds that a trial keeps its slots before it grows",
+            "number",
+            default=600.0,
+            exclusive_minimum=0,
+            expected="a number of seconds above 0",
+            fix="Write 600 for ten minutes.",
+        ),
+        "background_saving": _switch("whether checkpoints are written while training goes on", default=True),
+        "override_optimizer": _switch(
+            "whether the optimizer settings of this run count where a checkpoint is loaded", default=False
+        ),
+        "trust_checkpoint_code": _text(
+            "SHA-256 of the manifest of a checkpoint that may load its own classes",
+            check=_check_digest,
+            fix="Copy it from there: only these very files are trusted then.",
+        ),
+        "non_finite": _text(
+            "action after reports in a row without a finite loss",
+            default="fail",
+            enum=("fail", "warn", "ignore"),
+        ),
+        "non_finite_patience": _count("number of such reports before the action", default=3, minimum=1),
+        "stall_timeout": _rule(
+            "seconds beyond the longest batch, validation or checkpoint so far after which a trial is stalled",
+            "number",
+            default=120.0,
+            exclusive_minimum=0,
+            expected="a number of seconds above 0",
+        ),
+        "stall_action": _text("action when a trial is stalled", default="report", enum=("report", "restart")),
+        "determined_imports": _switch(
+            "whether imports of `determined.pytorch` resolve to dstrial's classes", default=True
+        ),
+        "warm": _switch(
+            "whether trials may start as forks of a process that has imported torch", default=True
+        ),
+        "telemetry": _switch("whether throughput and memory are reported", default=True),
+        "requirements": _text(
+            "file of the model definition that pip installs first",
+            fix="Write requirements.txt, for example.",
+            expected="a path in the model definition",
+        ),
+        "loggers": _rule("`wandb`, `mlflow`, `trackio`, or one of them with its options", _ANY),
+    },
+    fills_in=False,
+)
+"""Our own settings, which Determined's master passes through."""
+
+_WEBHOOKS = Section(
+    {
+        "webhook_id": _list_of(
+            "IDs of webhooks to trigger", Rule(types=("integer",), fix="Write [1], for example.")
+        ),
+        "webhook_name": _list_of(
+            "names of webhooks to trigger", Rule(types=("string",), fix="Write [NAME].")
+        ),
+        "exclude": _flag("whether all webhooks except these are triggered"),
+    },
+    fills_in=False,
+)
+
+_POLICY = Rule(
+    types=("mapping",),
+    check=_check_policy,
+    fix="Write {pattern: '.*error.*'}.",
+    section=Section(
+        {
+            "name": _text("one of the master's policies to change, or a name of your own"),
+            "pattern": _text(
+                "RE2",
+                check=_check_pattern,
+                fix="Correct the pattern; RE2 has no look-around and no back-references.",
+            ),
+            "action": _rule(
+                " or ".join(_POLICY_ACTIONS), _ANY, check=_check_action, fix="Write {type: cancel_retries}."
+            ),
+        },
+        fills_in=False,
+    ),
+)
+
+_PERIOD: dict[str, Any] = {
+    "section": _LENGTH,
+    "default": {"batches": 0},
+    "check": _check_period,
+    "fix": "Write {batches: 100}, for example.",
+}
 
 EXPERIMENT = Section(
     {
-        "name": _STRING,
-        "description": _STRING,
-        "entrypoint": _rule("string", "list"),
-        "hyperparameters": _rule("mapping", default={}),
+        "name": _text("the file's name unless given"),
+        "description": _text("for people"),
+        "entrypoint": _rule(
+            "`module:Class` of a trial, or a command",
+            "string",
+            "list",
+            items=Rule(types=("string",), expected="a string", fix="Quote every word."),
+        ),
+        "hyperparameters": _rule(
+            "hyperparameters of the trials: constants and search spaces", "mapping", default={}
+        ),
         "searcher": _SEARCHER,
         "resources": _RESOURCES,
-        "max_restarts": _rule("integer", default=5, minimum=0),
-        "min_validation_period": _PERIOD,
-        "min_checkpoint_period": _PERIOD,
-        "scheduling_unit": _rule("integer", default=100, minimum=1),
-        "records_per_epoch": _rule("integer", default=0, minimum=0),
-        "perform_initial_validation": _FALSE,
-        "checkpoint_policy": _rule("string", default="best", enum=("best", "all", "none")),
+        "max_restarts": _count("restarts of a trial after failures", default=5),
+        "min_validation_period": _rule("how often to validate; 0 for at the end only", "mapping", **_PERIOD),
+        "min_checkpoint_period": _rule(
+            "how often to save a checkpoint; 0 for at the end only", "mapping", **_PERIOD
+        ),
+        "scheduling_unit": _count("batches between two training reports", default=100, minimum=1),
+        "records_per_epoch": _count("records in an epoch, for the axes of the page", default=0),
+        "perform_initial_validation": _flag("whether to validate before the first batch"),
+        "checkpoint_policy": _text(
+            "which validations save a checkpoint", default="best", enum=("best", "all", "none")
+        ),
         "checkpoint_storage": _STORAGE,
         "environment": _ENVIRONMENT,
-        "bind_mounts": _rule("list", default=[]),
-        "data": _rule("mapping", default={}),
+        "bind_mounts": _list_of(
+            _UNREAD,
+            _item(
+                ("host_path", "container_path"),
+                host_path=_text("on the host", check=_check_absolute, fix="Write the full path."),
+                container_path=_text(
+                    "in the container", check=_check_mount_point, fix="Name a directory in it."
+                ),
+                read_only=_flag("whether writing fails"),
+                propagation=_text("mount propagation", default="rprivate"),
+            ),
+        ),
+        "data": _rule(
+            "data settings that the trial reads; `dstrial` holds the settings of dstrial",
+            "mapping",
+            default={},
+            section=Section(
+                {
+                    "dstrial": _rule(
+                        "settings of dstrial",
+                        "mapping",
+                        section=DSTRIAL,
+                        fix="Write {pipeline_stages: 2}, for example.",
+                    )
+                },
+                is_open=True,
+                fills_in=False,
+            ),
+        ),
         "profiling": _section(
-            enabled=_FALSE,
-            begin_on_batch=_rule("integer", default=0, minimum=0),
-            end_after_batch=_COUNT,
-            sync_timings=_TRUE,
+            "system metrics",
+            enabled=_flag("whether they are collected"),
+            begin_on_batch=_count("without effect", default=0),
+            end_after_batch=_count("without effect"),
+            sync_timings=_flag("without effect", default=True),
         ),
         "reproducibility": _section(
-            experiment_seed=_rule("integer", default=0, minimum=0, maximum=2**32 - 1)
+            "random numbers",
+            experiment_seed=_count("seed of the search and of the trials", default=0, maximum=2**32 - 1),
         ),
-        "labels": _rule("list", default=[]),
-        "log_policies": _rule("list", default=[]),
-        "retention_policy": _section(log_retention_days=_rule("integer", minimum=-1, maximum=32767)),
-        "preemption_timeout": _rule("integer", minimum=1),
-        "workspace": _rule("string", default=""),
-        "project": _rule("string", default=""),
+        "labels": _list_of("labels of the experiment", _WORD),
+        "log_policies": _list_of(
+            "actions on lines of a trial's log that match a pattern", _POLICY, max_items=100
+        ),
+        "retention_policy": _section(
+            "how long logs are kept",
+            log_retention_days=_rule(
+                "days; -1 for ever; the master's setting unless given",
+                "integer",
+                minimum=-1,
+                maximum=32767,
+            ),
+        ),
+        "preemption_timeout": _count(
+            f"seconds in which ranks may save and end after a request to stop; {DEFAULT_PREEMPTION_TIMEOUT_S} unless given",
+            minimum=1,
+        ),
+        "workspace": _text("given with `project`", default=""),
+        "project": _text("given with `workspace`", default=""),
         "optimizations": _section(
-            aggregation_frequency=_rule("integer", default=1, minimum=1),
-            average_aggregated_gradients=_TRUE,
-            average_training_metrics=_TRUE,
-            gradient_compression=_FALSE,
-            mixed_precision=_rule("string", default="O0"),
-            tensor_fusion_threshold=_rule("integer", default=64),
-            tensor_fusion_cycle_time=_rule("integer", default=1),
-            auto_tune_tensor_fusion=_FALSE,
-            grad_updates_size_file=_STRING,
+            "without effect: Horovod's settings",
+            aggregation_frequency=_count("", default=1, minimum=1),
+            average_aggregated_gradients=_flag("", default=True),
+            average_training_metrics=_flag("", default=True),
+            gradient_compression=_flag(""),
+            mixed_precision=_text("", default="O0"),
+            tensor_fusion_threshold=_rule("", "integer", default=64),
+            tensor_fusion_cycle_time=_rule("", "integer", default=1),
+            auto_tune_tensor_fusion=_flag(""),
+            grad_updates_size_file=_text(""),
         ),
-        "integrations": _ANY,
-        "security": _ANY,
-        "slurm": _rule("mapping", default={}),
-        "pbs": _rule("mapping", default={}),
-        "tensorboard_storage": _ANY,
-        "data_layer": _ANY,
-        "debug": _FALSE,
-        "internal": _ANY,
+        "integrations": _rule(
+            "`webhooks` of the experiment; settings of other systems are kept",
+            "mapping",
+            section=Section(
+                {
+                    "webhooks": _rule(
+                        "webhooks of the master that the experiment triggers",
+                        "mapping",
+                        section=_WEBHOOKS,
+                        fix="Write {webhook_name: [NAME]}.",
+                    )
+                },
+                is_open=True,
+                fills_in=False,
+            ),
+            fix="Write {webhooks: {webhook_name: [NAME]}}.",
+        ),
+        "security": _rule("without effect", _ANY),
+        "slurm": _rule("`sbatch_args`, with a master on Slurm", "mapping", default={}),
+        "pbs": _rule("without effect", "mapping", default={}),
+        "tensorboard_storage": _rule("without effect", _ANY),
+        "data_layer": _rule("without effect", _ANY),
+        "debug": _flag("passed on to the trials"),
+        "internal": _rule("without effect", _ANY),
     }
 )
 
@@ -203,40 +581,3 @@ def section_of(key: str) -> Section:
     section = EXPERIMENT.keys[key].section
     assert section is not None, key
     return section
-
-
-Unit = Literal["batches", "epochs", "records"]
-
-UNITS: tuple[Unit, ...] = ("batches", "epochs", "records")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Length:
-    """A number of batches (optimizer steps), epochs or records."""
-
-    value: int  # 0 means "never" where a period is asked for
-    unit: Unit
-
-    @classmethod
-    def from_config(cls, value: int | Mapping[str, Any]) -> Length:
-        """Read ``100`` (batches) or ``{epochs: 2}``, which :func:`is_length` accepts."""
-        if isinstance(value, Mapping):
-            ((unit, number),) = value.items()
-            return cls(int(number), cast(Unit, unit))
-        return cls(int(value), "batches")
-
-
-def is_length(value: object, *, allow_integer: bool) -> bool:
-    """Say whether a value is ``{batches|epochs|records: n}`` with n of at least 0."""
-    # A bare integer, where it is allowed, means batches.
-    if isinstance(value, Mapping):
-        if len(value) != 1:
-            return False
-        ((unit, number),) = value.items()
-        return unit in UNITS and is_count(number)
-    return allow_integer and is_count(value)
-
-
-def is_count(value: object) -> bool:
-    """Say whether a value is an integer of at least 0 (a bool is not)."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -8,7 +8,7 @@ from typing import Literal
 
 from determined import pytorch
 
-from dstrial.config.experiment_config.training_checks import TrainingChecks
+from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.loop.sync_point import StopReason
 
 

@@ -12,7 +12,8 @@ from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_rules.check import CheckResult
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics
-from dstrial.config.experiment_config.check import parallel_extent
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.experiment_config.dstrial_section import count_in
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.batch import engine_of, in_words, keep_batch
@@ -286,11 +287,11 @@ def check_resumption(
 
     ``slots`` 0 means one rank on the CPU; ``checks`` are the experiment's DeepSpeed configs, the main one first.
     """
-    ignored = Diagnostics({}, "")
+    section = dstrial_section(raw)
     found = resume_problems(
         resumed,
         num_slots=max(slots, 1),
-        extents={key: parallel_extent(raw, key, ignored) for key in DIM_KEYS},
+        extents={key: count_in(section, key) for key in DIM_KEYS},
         configs=[source.merged for source, _ in checks],
         slots_key=slots_key if slots_key == "--slots" else findings.place(slots_key),
         where=[_places(source) for source, _ in checks],

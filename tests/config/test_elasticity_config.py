@@ -9,7 +9,11 @@ import pytest
 import yaml
 
 from dstrial.config import load_experiment
-from dstrial.config.elasticity import DEFAULT_RESIZE_PERIOD_S, Elasticity, elasticity_of, shares
+from dstrial.config.experiment_config.dstrial_section import (
+    Elasticity,
+    elasticity_of,
+    shares,
+)
 from dstrial.errors import ConfigError
 
 DEEPSPEED = {"train_batch_size": 12, "optimizer": {"type": "AdamW"}}
@@ -37,7 +41,7 @@ def problems(tmp_path: Path, slots: int, section: dict[str, Any], **deepspeed: A
 
 
 def test_what_is_said_and_what_follows_where_nothing_is() -> None:
-    assert elasticity_of({}, 4) == Elasticity(4, None, 4, DEFAULT_RESIZE_PERIOD_S)
+    assert elasticity_of({}, 4) == Elasticity(4, None, 4, 600.0)
     assert elasticity_of({"min_slots": 2, "max_slots": 8, "resize_period": 60}, 4) == Elasticity(
         4, 2, 8, 60.0
     )

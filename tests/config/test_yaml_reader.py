@@ -18,7 +18,11 @@ from dstrial.errors import ConfigError
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=12,
 )
@@ -104,7 +108,19 @@ def test_lists_of_a_template_are_united_whatever_their_items_are() -> None:
     assert merged["log_policies"] == [{"name": "n", "pattern": "a", "action": "x"}, {"pattern": "b"}]
 
 
-def test_infinity_is_read_and_a_number_of_the_most_digits_too() -> None:
-    value = read_yaml_text("{a: .inf, b: -.INF, c: .nan, d: " + "9" * 1000 + "}", "exp.yaml").value
-    assert (value["a"], value["b"], math.isnan(value["c"])) == (math.inf, -math.inf, True)
-    assert len(str(value["d"])) == 1000
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+        (".nan", math.nan),
+        ("1e999", math.inf),
+        (str(2**64), 2**64),
+        (str(-(2**63) - 1), -(2**63) - 1),
+    ],
+)
+def test_number_that_json_or_sqlite_lacks_is_refused(text: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"exp\.yaml:2: .*; expected a finite number of 64 bits"):
+        read_yaml_text(f"a: {2**64 - 1}\nb: {text}", "exp.yaml")
+    with pytest.raises(ConfigError, match="expected a finite number of 64 bits"):
+        check_value({"b": [value]}, "template")

@@ -38,7 +38,7 @@ def test_check_names_what_to_install_with_every_other_problem(
     assert "exp.yaml:" in problems
     assert "data.dstrial.loggers is wandb, which is not installed" in problems
     assert "Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'" in problems
-    assert "data.dstrial.loggers[1].mlflow.uri is not an option of mlflow" in problems
+    assert "data.dstrial.loggers[1].mlflow.uri is not a key of data.dstrial.loggers[1].mlflow" in problems
     assert {"wandb", "mlflow", "trackio"} & sys.modules.keys() == imported
 
 

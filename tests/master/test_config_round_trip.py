@@ -136,7 +136,7 @@ def _as_shown(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _paths(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, rule in section.keys.items():
-        if rule.section is not None:
+        if rule.section is not None and rule.section.fills_in:
             yield from _paths(rule.section, (*path, key))
         else:
             yield (*path, key)

@@ -7,7 +7,7 @@ import time
 import pytest
 import yaml
 
-from dstrial.config.experiment_config.sections import compile_pattern
+from dstrial.config.schema import compile_pattern
 from dstrial.testing.master import MasterForTest
 
 PATTERN = "(a+)+$"

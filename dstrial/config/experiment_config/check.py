@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.diagnostics import Diagnostics, KeyPath, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import value_at
-from dstrial.config.elasticity import KEYS as ELASTICITY_KEYS
-from dstrial.config.elasticity import check_elasticity
-from dstrial.config.experiment_config.sections import DEVICES, check_devices, of_device
-from dstrial.config.experiment_config.training_checks import KEYS as TRAINING_CHECK_KEYS
-from dstrial.config.experiment_config.training_checks import check_training_checks
 from dstrial.config.keys import Dialect, check_keys
-from dstrial.config.parallel_dims import DIM_KEYS
-from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHERS, Length, is_length
+from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHER_COMMON, SEARCHERS, Length
 
 # By section; what needs containers, or what the DeepSpeed trials of Determined 0.38.1 do not read either.
 _UNUSED = {
@@ -26,22 +19,11 @@ _UNUSED = {
 }
 _OF_A_MASTER = {
     "": "debug description integrations labels log_policies project records_per_epoch retention_policy workspace",
-    "data.dstrial": f"{' '.join(ELASTICITY_KEYS)} requirements",
+    "data.dstrial": "min_slots max_slots resize_period requirements",
     "environment": "proxy_ports requirements",
     "resources": "is_single_node max_slots priority resource_pool",
     "searcher": "source_checkpoint_uuid source_trial_id",
 }
-_PERIODS = ("min_validation_period", "min_checkpoint_period")
-_SEARCHER_COMMON = (
-    "name",
-    "metric",
-    "smaller_is_better",
-    "source_trial_id",
-    "source_checkpoint_uuid",
-    "max_length",
-    "max_time",
-    "time_metric",
-)
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -70,21 +52,11 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diag
         )
     else:
         _check_searcher_fields(name, searcher, given, findings)
-        allowed = (*_SEARCHER_COMMON, *SEARCHERS[name].keys)
+        allowed = (*SEARCHER_COMMON, *SEARCHERS[name].keys)
         raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
     if searcher["metric"] is None and given.get("metric") is None:
         fix = "Name the validation metric that says which checkpoint is best."
         findings.problem("searcher.metric", "not given", "the name of a validation metric", fix)
-    max_length = searcher["max_length"]
-    if max_length is not None and not (
-        is_length(max_length, allow_integer=True) and Length.from_config(max_length).value
-    ):
-        findings.problem(
-            "searcher.max_length",
-            render(max_length),
-            "a number of batches, or one of {batches: n}, {epochs: n}, {records: n}, with n of at least 1",
-            "Write {batches: 1000}, for example.",
-        )
     if searcher["source_trial_id"] is not None and searcher["source_checkpoint_uuid"] is not None:
         fix = "Keep one of the two."
         findings.problem(
@@ -109,7 +81,7 @@ def _check_searcher_fields(
             fix = "Add time_metric: batches." if missing == "time_metric" else "Add max_time: 1000."
             findings.problem(f"searcher.{missing}", "not given", "max_time and time_metric together", fix)
     for field in given:
-        if field in searcher and field not in _SEARCHER_COMMON and field not in SEARCHERS[name].keys:
+        if field in searcher and field not in SEARCHER_COMMON and field not in SEARCHERS[name].keys:
             findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
 
 
@@ -124,17 +96,8 @@ def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) 
     return sorted(key for key in unused if value_at(raw, key) != value_at(defaults, key))
 
 
-def check_periods(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    for key in _PERIODS:
-        if not is_length(raw[key], allow_integer=False):
-            expected = "one of {batches: n}, {epochs: n}, {records: n} with n of at least 0"
-            findings.problem(key, render(raw[key]), expected, "Write {batches: 100}, for example.")
-
-
 def period(raw: Mapping[str, Any], key: str) -> Length | None:
-    """Return a valid period; None if it is 0 or wrong."""
-    if not is_length(raw[key], allow_integer=False):
-        return None
+    """Return a checked period; None if it is 0."""
     length = Length.from_config(raw[key])
     return length if length.value else None
 
@@ -155,101 +118,3 @@ def check_profiling(raw: Mapping[str, Any], findings: Diagnostics) -> None:
                 f"profiling.{key}",
                 "has no effect: system metrics are collected as long as training lasts, and no device is waited for",
             )
-
-
-def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
-    """Check the environment variables; complete ``raw`` in place as Determined does.
-
-    Returns:
-        Variables by device kind ("cpu", "cuda", "rocm").
-    """
-    image = raw["environment"]["image"]
-    if isinstance(image, Mapping):
-        check_devices(image, ("environment", "image"), findings)
-    given = raw["environment"]["environment_variables"]
-    if isinstance(given, Mapping):
-        check_devices(given, ("environment", "environment_variables"), findings)
-        by_device = {device: of_device(given, device) or [] for device in DEVICES}
-    else:
-        by_device = dict.fromkeys(DEVICES, given)
-    variables: dict[str, dict[str, str]] = {}
-    for device, entries in by_device.items():
-        variables[device] = {}
-        for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
-            name, separator, text = str(entry).partition("=")
-            if not isinstance(entry, str) or not separator or not name:
-                inner = (device, index) if isinstance(given, Mapping) else (index,)
-                path: KeyPath = ("environment", "environment_variables", *inner)
-                findings.problem(path, render(entry), "NAME=value", "Write OMP_NUM_THREADS=4, for example.")
-            else:
-                variables[device][name] = text
-    raw["environment"]["environment_variables"] = {
-        device: [f"{name}={text}" for name, text in entries.items()] for device, entries in variables.items()
-    }
-    return variables
-
-
-def parallel_extent(raw: Mapping[str, Any], key: str, findings: Diagnostics) -> int | None:
-    """Return a parallel size of ``data.dstrial``; None if absent."""
-    section = raw["data"].get("dstrial")
-    if section is None:
-        return None
-    if not isinstance(section, Mapping):
-        return None
-    value = section.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        findings.problem(
-            f"data.dstrial.{key}", render(value), "an integer of at least 1", "Set it to 1 or more."
-        )
-        return None
-    return value
-
-
-def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    section = raw["data"].get("dstrial")
-    if section is None:
-        return
-    if not isinstance(section, Mapping):
-        expected = f"a mapping with {', '.join(DIM_KEYS)}, min_slots, background_saving, non_finite or others"
-        findings.problem(
-            "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
-        )
-        return
-    known = (
-        *DIM_KEYS,
-        *ELASTICITY_KEYS,
-        "background_saving",
-        "override_optimizer",
-        "trust_checkpoint_code",
-        *TRAINING_CHECK_KEYS,
-        "determined_imports",
-        "warm",
-        "telemetry",
-        "requirements",
-        "loggers",
-    )
-    check_training_checks(section, findings)
-    check_elasticity(section, raw["resources"]["slots_per_trial"], findings)
-    for key in ("background_saving", "override_optimizer", "determined_imports", "warm", "telemetry"):
-        value = section.get(key)
-        if value is not None and not isinstance(value, bool):
-            findings.problem(
-                f"data.dstrial.{key}", render(value), "true or false", "Write true, or leave it out."
-            )
-    trusted = section.get("trust_checkpoint_code")
-    if trusted is not None and (
-        not isinstance(trusted, str) or re.fullmatch("[0-9a-f]{64}", trusted) is None
-    ):
-        findings.problem(
-            "data.dstrial.trust_checkpoint_code",
-            render(trusted),
-            "the SHA-256 of a checkpoint's manifest, 64 hexadecimal digits, as the refusal of the checkpoint names it",
-            "Copy it from there: only these very files are trusted then.",
-        )
-    for key in section:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            fix = f"Write {close[0]} instead." if close else "Remove it."
-            findings.problem(f"data.dstrial.{key}", "not a key of data.dstrial", f"{' or '.join(known)}", fix)

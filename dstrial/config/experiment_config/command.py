@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.experiment_config.sections import (
+from dstrial.config.experiment_config.environment import (
     DEVICES,
+    INTERPRETER_VARIABLE,
     add_variables,
     check_devices,
-    complete_mounts,
+    check_variables,
     images,
     of_device,
 )
-from dstrial.config.experiment_config.submission import (
-    INTERPRETER_VARIABLE,
-    NO_IMAGE,
-    check_variables,
-    random_name,
-)
+from dstrial.config.experiment_config.submission import NO_IMAGE, random_name
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.merge import merge_template
 from dstrial.config.schema import EXPERIMENT, section_of
@@ -39,6 +35,33 @@ NAMES: Mapping[str, str] = {"COMMAND": "Command", "TENSORBOARD": "TensorBoard", 
 """Kind -> what a person calls it."""
 
 DEFAULT_PRIORITY = 42
+
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)(h|ms|m|s)")
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+
+def seconds_of(span: Any) -> float | None:
+    """Return ``1h30m`` or a number as seconds; None if it is neither."""
+    if isinstance(span, bool):
+        return None
+    if isinstance(span, (int, float)):
+        return float(span) if span >= 0 else None
+    text = str(span)
+    parts = _SPAN.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+
+
+def _check_timeout(value: Any) -> str | None:
+    return "a time such as 30m or 1h30m" if seconds_of(value) is None else None
+
+
+def _check_work_dir(value: Any) -> str | None:
+    if not Path(str(value)).is_dir():
+        return "a directory of this machine"
+    return None if Path(str(value)).is_absolute() else "an absolute path"
+
 
 _STRING = Rule(types=("string",))
 _FALSE = Rule(types=("boolean",), default=False)
@@ -52,12 +75,16 @@ _COMMAND = Section(
         "description": _STRING,
         "entrypoint": Rule(types=("string", "list")),
         "environment": EXPERIMENT.keys["environment"],
-        "bind_mounts": Rule(types=("list",), default=[]),
+        "bind_mounts": EXPERIMENT.keys["bind_mounts"],
         "resources": Rule(types=("mapping",), section=_RESOURCES),
-        "work_dir": _STRING,
-        "idle_timeout": Rule(types=("string", "number")),
+        "work_dir": Rule(
+            types=("string",),
+            check=_check_work_dir,
+            fix="Write a full path, or remove it to run in the files that are sent along.",
+        ),
+        "idle_timeout": Rule(types=("string", "number"), check=_check_timeout, fix="Write 30m, for example."),
         "notebook_idle_type": Rule(types=("string",), default="kernels_or_terminals"),
-        "tensorboard_args": Rule(types=("list",), default=[]),
+        "tensorboard_args": Rule(types=("list",), default=[], items=_STRING),
         "debug": _FALSE,
         "log_policies": Rule(types=("list",), default=[]),
         "slurm": Rule(types=("mapping",), default={}),
@@ -65,8 +92,6 @@ _COMMAND = Section(
     }
 )
 _DIALECT = Dialect(name="the config of a command", null_is_absent=True)
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)(h|ms|m|s)")
-_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +135,6 @@ def check_command(
     _check_devices(raw["environment"], findings)
     if environment_variables:
         add_variables(raw["environment"], environment_variables)
-    complete_mounts(raw, findings)
     check_variables(raw, findings)
     if raw["environment"]["requirements"] is None:
         del raw["environment"]["requirements"]
@@ -134,7 +158,6 @@ def check_command(
         # As Determined 0.38.1, whose script then has nothing to execute and ends well.
         raw["entrypoint"] = ["true"]
     words = () if kind == "TENSORBOARD" else _words(raw["entrypoint"], findings)
-    _check_details(raw, findings)
     findings.raise_if_any()
     raw["description"] = raw["description"] or random_name(NAMES[kind])
     raw["environment"]["image"] = images(raw["environment"].get("image"), NO_IMAGE)
@@ -163,42 +186,6 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
         "Write entrypoint: python3 job.py, for example, or give it behind `det command run`.",
     )
     return ()
-
-
-def _check_details(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    work_dir = raw["work_dir"]
-    if work_dir is not None and not Path(str(work_dir)).is_dir():
-        findings.problem(
-            "work_dir",
-            render(work_dir),
-            "a directory of this machine",
-            "Correct it, or remove it to run in the files that are sent along.",
-        )
-    elif work_dir is not None and not Path(work_dir).is_absolute():
-        findings.problem("work_dir", render(work_dir), "an absolute path", f"Write /{work_dir}.")
-    if raw["idle_timeout"] is not None and seconds_of(raw["idle_timeout"]) is None:
-        findings.problem(
-            "idle_timeout",
-            render(raw["idle_timeout"]),
-            "a time such as 30m or 1h30m",
-            "Write 30m, for example.",
-        )
-    for index, word in enumerate(raw["tensorboard_args"] or []):
-        if not isinstance(word, str):
-            findings.problem(("tensorboard_args", index), render(word), "a string", "Put it into quotes.")
-
-
-def seconds_of(span: Any) -> float | None:
-    """Return ``1h30m`` or a number as seconds; None if it is neither."""
-    if isinstance(span, bool):
-        return None
-    if isinstance(span, (int, float)):
-        return float(span) if span >= 0 else None
-    text = str(span)
-    parts = _SPAN.findall(text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        return None
-    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:

@@ -24,21 +24,19 @@ from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_con
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import Document, read_yaml
 from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
-from dstrial.config.elasticity import check_shared_batch
-from dstrial.config.experiment_config.check import (
-    check_dstrial_section,
-    check_environment,
-    check_periods,
-    check_profiling,
-    check_searcher,
-    parallel_extent,
-    period,
+from dstrial.config.experiment_config.check import check_profiling, check_searcher, period
+from dstrial.config.experiment_config.dstrial_section import (
+    HOOK_NAME,
+    check_requirements,
+    check_shared_batch,
+    check_slots,
+    count_in,
+    requirements_of,
 )
 from dstrial.config.experiment_config.entrypoint import TrialSource, check_entrypoint
+from dstrial.config.experiment_config.environment import check_environment
 from dstrial.config.experiment_config.hyperparameters import concrete_values, normalised_specs
 from dstrial.config.experiment_config.loggers import check_loggers
-from dstrial.config.experiment_config.sections import check_integrations
-from dstrial.config.experiment_config.startup_hook import HOOK_NAME, check_startup, requirements_of
 from dstrial.config.experiment_config.storage import check_storage
 from dstrial.config.experiment_config.trainer_flags import (
     TrainerLength,
@@ -47,7 +45,7 @@ from dstrial.config.experiment_config.trainer_flags import (
 )
 from dstrial.config.keys import check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
-from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length, is_length
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.rules import check_resumption, with_kept_batch
@@ -172,7 +170,7 @@ def check_experiment(
     if more_checks is not None:
         more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
-    check_startup(raw, context_dir, findings)
+    check_requirements(raw, context_dir, findings)
     # A master checks what its trials may install, or run with another interpreter.
     installs_itself = requirements_of(raw) is not None or (context_dir / HOOK_NAME).is_file()
     check_loggers(raw, findings, installs_itself=installs_itself or more_checks is not None)
@@ -350,15 +348,13 @@ def _check_trainer_length(
 def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
-    check_periods(raw, findings)
     check_storage(raw, given.get("checkpoint_storage"), findings)
     check_profiling(raw, findings)
-    check_integrations(raw, findings)
-    check_dstrial_section(raw, findings)
-    _check_slots(raw, given, findings)
+    check_slots(dstrial_section(raw), raw["resources"]["slots_per_trial"], findings)
+    _check_command_slots(raw, given, findings)
 
 
-def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
+def _check_command_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
     """Accept a command's ``slots``; warn if it may have been meant for trials."""
     resources = raw["resources"]
     if resources["slots"] is None:
@@ -393,9 +389,6 @@ def _check_entrypoint(
             "entrypoint", f"{num_chars} characters long", f"at most {_MAX_ENTRYPOINT_CHARS} characters", fix
         )
         return TrialSource(None)
-    if isinstance(entrypoint, list) and not all(isinstance(word, str) for word in entrypoint):
-        findings.problem("entrypoint", render(entrypoint), "a list of strings", "Quote every word.")
-        return TrialSource(None)
     if not "".join(entrypoint[:1] if isinstance(entrypoint, list) else entrypoint).strip():
         fix = "Name what is to run, for example model_def:MyTrial."
         findings.problem("entrypoint", render(entrypoint), "module:Class, or a command", fix)
@@ -415,7 +408,7 @@ def _sizes(
     notes: list[str],
 ) -> ParallelDims:
     """Return the config's, checkpoint's or source's layout, or replicas of one rank."""
-    told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
+    told = {field: count_in(dstrial_section(raw), key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
     if resumed is not None and is_resumed:
@@ -480,7 +473,7 @@ def _stages_of_source(
 
 def _max_length(searcher: Mapping[str, Any]) -> Length | None:
     max_length = searcher["max_length"]
-    if max_length is not None and is_length(max_length, allow_integer=True):
+    if max_length is not None:
         return Length.from_config(max_length)
     if searcher["max_time"] is not None and searcher["time_metric"] in ("batches", "epochs"):
         return Length(searcher["max_time"], searcher["time_metric"])

@@ -6,24 +6,46 @@ search space (``int``, ``double``, ``log``, ``categorical``).
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, render
+from dstrial.config.keys import Rule, Section, check_keys
+from dstrial.config.schema import DIALECT
 
 DEEPSPEED_KEYS = ("deepspeed_config", "overwrite_deepspeed_args")
 """Hyperparameters that hold DeepSpeed settings, where a ``type`` may be an optimizer's."""
 
-_FIELDS: dict[str, tuple[set[str], set[str]]] = {
-    "const": ({"val"}, set()),
-    "int": ({"minval", "maxval"}, {"count"}),
-    "double": ({"minval", "maxval"}, {"count"}),
-    "log": ({"minval", "maxval", "base"}, {"count"}),
-    "categorical": ({"vals"}, set()),
+
+def _check_int(value: Any) -> str | None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return None if is_int and -(2**63) <= value < 2**63 else "an integer of 64 bits"
+
+
+def _check_values(value: Any) -> str | None:
+    return None if isinstance(value, list) and value else "a list with at least one value"
+
+
+def _range(bound: Rule, **more: Rule) -> Section:
+    count = Rule(("integer",), minimum=1, fix="Add count, the number of grid points on this axis.")
+    return Section({"minval": bound, "maxval": bound, **more, "count": count}, required=("minval", "maxval"))
+
+
+_NUMBER = Rule(("number",))
+_BASE = Rule(("number",), exclusive_minimum=0, expected="a number above 0", fix="Set it to 10.")
+_KINDS: dict[str, Section] = {
+    "const": Section({"val": Rule(("any",))}, required=("val",)),
+    "int": _range(Rule(("integer",), check=_check_int)),
+    "double": _range(_NUMBER),
+    "log": dataclasses.replace(_range(_NUMBER, base=_BASE), required=("minval", "maxval", "base")),
+    "categorical": Section(
+        {"vals": Rule(("list",), check=_check_values, fix="List the values.")}, required=("vals",)
+    ),
 }
-"""Required and optional fields of each type, besides ``type``."""
+"""The fields of each type, besides ``type``."""
 
 
 def concrete_values(
@@ -115,93 +137,39 @@ def searched_values(
 def _is_known(kind: object) -> bool:
     """Say whether ``type`` is a hyperparameter's and not, say, an optimizer's."""
     # Normalised, an optimizer's `type` is a mapping itself.
-    return isinstance(kind, str) and kind in _FIELDS
+    return isinstance(kind, str) and kind in _KINDS
 
 
 def _check_spec(spec: Mapping[str, Any], findings: Diagnostics, path: KeyPath, *, needs_counts: bool) -> bool:
     kind = spec["type"]
     if not _is_known(kind):
-        close = difflib.get_close_matches(str(kind), _FIELDS, n=1)
+        close = difflib.get_close_matches(str(kind), _KINDS, n=1)
         fix = f"Set it to {close[0]}." if close else "Rename the key if this is a group of hyperparameters."
-        findings.problem((*path, "type"), render(kind), f"one of {', '.join(_FIELDS)}", fix)
+        findings.problem((*path, "type"), render(kind), f"one of {', '.join(_KINDS)}", fix)
         return False
-    required, optional = _FIELDS[kind]
     before = len(findings.problems)
-    for field in sorted(required - set(spec)):
-        findings.problem((*path, field), "not given", f"a value, because type is {kind}", f"Add {field}.")
-    for field in sorted(set(spec) - required - optional - {"type"}):
-        known = sorted(required | optional)
-        close = difflib.get_close_matches(str(field), known, n=1)
-        fix = f"Write {close[0]} instead." if close else "Remove it."
-        findings.problem((*path, field), f"not a field of {kind}", f"one of {', '.join(known)}", fix)
-    if len(findings.problems) > before:
-        return False
-    if kind == "categorical":
-        if not isinstance(spec["vals"], list) or not spec["vals"]:
-            findings.problem(
-                (*path, "vals"), render(spec["vals"]), "a list with at least one value", "List the values."
-            )
-            return False
-    elif kind != "const":
-        _check_range(spec, findings, path, needs_counts=needs_counts)
+    section = _KINDS[kind]
+    if needs_counts and "count" in section.keys:
+        section = dataclasses.replace(section, required=(*section.required, "count"))
+    fields = {field: value for field, value in spec.items() if field != "type"}
+    check_keys(section, fields, DIALECT, findings, path)
+    if len(findings.problems) == before and "minval" in section.keys:
+        _check_range(spec, findings, path)
     return len(findings.problems) == before
 
 
-def _check_range(
-    spec: Mapping[str, Any], findings: Diagnostics, path: KeyPath, *, needs_counts: bool
-) -> None:
-    kind = spec["type"]
-    word = "an integer" if kind == "int" else "a number"
-    accepted: tuple[type, ...] = (int,) if kind == "int" else (int, float)
-    bounds_are_numbers = True
-    for field in ("minval", "maxval", *(["base"] if kind == "log" else [])):
-        if isinstance(spec[field], bool) or not isinstance(spec[field], accepted):
-            findings.problem((*path, field), render(spec[field]), word, "Write a number.")
-            bounds_are_numbers = False
-        elif not _is_in_range(spec[field], kind):
+def _check_range(spec: Mapping[str, Any], findings: Diagnostics, path: KeyPath) -> None:
+    low, high = spec["minval"], spec["maxval"]
+    if low >= high:
+        findings.problem((*path, "minval"), render(low), f"less than maxval ({high})", "Exchange the two.")
+    for field in ("minval", "maxval") if spec["type"] == "log" else ():
+        if not _is_finite_power(spec["base"], spec[field]):
             findings.problem(
                 (*path, field),
-                render(spec[field]),
-                "an integer of 64 bits" if kind == "int" else "a finite number",
-                "Write another one.",
+                f"{render(spec[field])}, and {render(spec['base'])} to the power of it is too large for a float",
+                "an exponent of the base",
+                "Write the exponent, -4 for a base of 10 and a lowest value of 0.0001 for example.",
             )
-            bounds_are_numbers = False
-    if bounds_are_numbers and spec["minval"] >= spec["maxval"]:
-        findings.problem(
-            (*path, "minval"),
-            render(spec["minval"]),
-            f"less than maxval ({spec['maxval']})",
-            "Exchange the two.",
-        )
-    if bounds_are_numbers and kind == "log" and spec["base"] <= 0:
-        findings.problem((*path, "base"), render(spec["base"]), "a number above 0", "Set it to 10.")
-    elif bounds_are_numbers and kind == "log":
-        for field in ("minval", "maxval"):
-            if not _is_finite_power(spec["base"], spec[field]):
-                findings.problem(
-                    (*path, field),
-                    f"{render(spec[field])}, and {render(spec['base'])} to the power of it is too large for a float",
-                    "an exponent of the base",
-                    "Write the exponent, -4 for a base of 10 and a lowest value of 0.0001 for example.",
-                )
-    count = spec.get("count")
-    if count is None:
-        if needs_counts:
-            fix = "Add count, the number of grid points on this axis."
-            findings.problem(
-                (*path, "count"), "not given", "an integer of at least 1 for the grid searcher", fix
-            )
-    elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        findings.problem((*path, "count"), render(count), "an integer of at least 1", "Set it to 1 or more.")
-
-
-def _is_in_range(bound: float, kind: str) -> bool:
-    if kind == "int":
-        return -(2**63) <= bound < 2**63
-    try:
-        return math.isfinite(bound)
-    except OverflowError:
-        return False
 
 
 def _is_finite_power(base: float, exponent: float) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.keys import Rule, Section, check_keys
+from dstrial.config.schema import DIALECT
 from dstrial.config.secrets import SecretNames
 from dstrial.errors import install_command
 
@@ -19,33 +21,52 @@ _SECRET_HINTS = ("key", "token", "secret", "passw")
 _PATH: KeyPath = ("data", "dstrial", "loggers")
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _rule(expected: str, fix: str, is_right: Callable[[Any], bool], **fields: Any) -> Rule:
+    return Rule(("any",), check=lambda value: None if is_right(value) else expected, fix=fix, **fields)
+
+
+_TEXT = _rule("a text", "Write one, or leave the option out.", _is_text)
+_TEXTS = _rule(
+    "a list of texts",
+    "Write [baseline], for example.",
+    lambda value: isinstance(value, list) and all(map(_is_text, value)),
+)
+_NAMED_TEXTS = _rule(
+    "a mapping of texts",
+    "Write {team: vision}, for example.",
+    lambda value: isinstance(value, Mapping) and all(map(_is_text, value.values())),
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggerKind:
     """The options of a logger."""
 
-    # Option -> text, list (of texts), mapping (to texts), or words to choose from.
-    keys: Mapping[str, str | tuple[str, ...]]
+    options: Section
     secret: str  # how its secret is given, for messages
 
 
+def _kind(secret: str, **options: Rule) -> LoggerKind:
+    return LoggerKind(Section(options, fills_in=False), secret)
+
+
 LOGGERS: Mapping[str, LoggerKind] = {
-    "wandb": LoggerKind(
-        {
-            "project": "text",
-            "entity": "text",
-            "group": "text",
-            "name": "text",
-            "tags": "list",
-            "mode": ("online", "offline"),
-            "dir": "text",
-        },
+    "wandb": _kind(
         "WANDB_API_KEY",
+        **dict.fromkeys(("project", "entity", "group", "name", "dir"), _TEXT),
+        tags=_TEXTS,
+        mode=Rule(("string",), enum=("online", "offline")),
     ),
-    "mlflow": LoggerKind(
-        {"experiment_name": "text", "tracking_uri": "text", "run_name": "text", "tags": "mapping"},
+    "mlflow": _kind(
         "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        **dict.fromkeys(("experiment_name", "tracking_uri", "run_name"), _TEXT),
+        tags=_NAMED_TEXTS,
     ),
-    "trackio": LoggerKind({"project": "text", "group": "text", "space_id": "text"}, "HF_TOKEN"),
+    "trackio": _kind("HF_TOKEN", **dict.fromkeys(("project", "group", "space_id"), _TEXT)),
 }
 """Every logger by its name, which is that of its package and of dstrial's extra as well."""
 
@@ -146,43 +167,23 @@ def _entry(entry: Any, path: KeyPath, findings: Diagnostics) -> LoggerSpec | Non
         findings.problem(path, render(name), f"one of {', '.join(LOGGERS)}", fix)
         return None
     if not isinstance(options, Mapping):
-        fix = f"Write {name}, or {{{name}: {{{next(iter(LOGGERS[name].keys))}: …}}}}."
+        fix = f"Write {name}, or {{{name}: {{{next(iter(LOGGERS[name].options.keys))}: …}}}}."
         findings.problem((*path, name), render(options), "a mapping of options", fix)
         return None
-    for key, value in options.items():
-        _check_option(name, str(key), value, (*path, name, str(key)), findings)
-    return LoggerSpec(name, {str(key): value for key, value in options.items() if value is not None})
+    where = (*path, name)
+    secret_keys = {key for key, value in options.items() if _has_secret(name, str(key), value)}
+    for key in secret_keys:
+        fix = f"Take it out, and set {LOGGERS[name].secret} in the environment."
+        findings.problem(
+            (*where, str(key)), "a secret in the config", "secrets from the environment only", fix
+        )
+    rest = {key: value for key, value in options.items() if key not in secret_keys}
+    check_keys(LOGGERS[name].options, rest, DIALECT, findings, where)
+    return LoggerSpec(name, {str(key): value for key, value in rest.items() if value is not None})
 
 
-def _check_option(name: str, key: str, value: Any, path: KeyPath, findings: Diagnostics) -> None:
-    kind, secrets = LOGGERS[name], SecretNames()
-    if key not in kind.keys:
-        if secrets.has_field(key, value) or any(hint in key.lower() for hint in _SECRET_HINTS):
-            fix = f"Remove it, and set {kind.secret} in the environment."
-            findings.problem(path, "a secret in the config", "secrets from the environment only", fix)
-            return
-        close = difflib.get_close_matches(key, kind.keys, n=1)
-        fix = f"Write {close[0]} instead." if close else "Remove it."
-        findings.problem(path, f"not an option of {name}", " or ".join(kind.keys), fix)
-        return
-    if value is None:
-        return
-    expected = kind.keys[key]
-    if isinstance(expected, tuple):
-        if value not in expected:
-            findings.problem(path, render(value), " or ".join(expected), "Write one of them.")
-    elif expected == "list":
-        if not isinstance(value, Sequence) or isinstance(value, str) or not all(map(_is_text, value)):
-            findings.problem(path, render(value), "a list of texts", "Write [baseline], for example.")
-    elif expected == "mapping":
-        if not isinstance(value, Mapping) or not all(map(_is_text, value.values())):
-            findings.problem(path, render(value), "a mapping of texts", "Write {team: vision}, for example.")
-    elif not _is_text(value):
-        findings.problem(path, render(value), "a text", "Write one, or leave the option out.")
-    elif secrets.has_variable("", value):
-        fix = f"Take it out of the address, and set {kind.secret} in the environment."
-        findings.problem(path, "an address with a password", "secrets from the environment only", fix)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _has_secret(name: str, key: str, value: Any) -> bool:
+    names = SecretNames()
+    if key in LOGGERS[name].options.keys:
+        return isinstance(value, str) and names.has_variable("", value)
+    return names.has_field(key, value) or any(hint in key.lower() for hint in _SECRET_HINTS)

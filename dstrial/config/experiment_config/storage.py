@@ -39,10 +39,6 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) 
             findings.problem(
                 f"checkpoint_storage.{field}", "not given", f"a value for {kind}", f"Add {field}."
             )
-    host_path = storage["host_path"]
-    if host_path is not None and not host_path.startswith("/"):
-        fix = f"Write /{host_path}, or the full path."
-        findings.problem("checkpoint_storage.host_path", render(host_path), "an absolute path", fix)
     _check_kept_within(storage, findings)
     if kind == "azure":
         _check_azure(storage, findings)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import random
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import MAX_PROBLEMS, Diagnostics, KeyPath, dotted, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import (
     DEFAULT_LIMITS,
     Document,
@@ -28,16 +26,16 @@ from dstrial.config.documents import (
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.check import check_searcher
 from dstrial.config.experiment_config.config import check_experiment
+from dstrial.config.experiment_config.environment import (
+    INTERPRETER_VARIABLE,
+    add_variables,
+    check_variables,
+    images,
+)
 from dstrial.config.experiment_config.hyperparameters import (
     concrete_values,
     is_specification,
     normalised_specs,
-)
-from dstrial.config.experiment_config.sections import (
-    add_variables,
-    compile_pattern,
-    complete_mounts,
-    images,
 )
 from dstrial.config.experiment_config.storage import complete_storage, merged_storage
 from dstrial.config.keys import check_keys
@@ -48,25 +46,17 @@ from dstrial.resume.metadata import SavedRun
 from dstrial.resume.rules import fitting_slots
 
 LABEL = "experiment config"
-_POLICY_ACTIONS = ("cancel_retries", "exclude_node")
-INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 
 _LOG_POLICIES = (
     {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
     {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
 )
 NO_IMAGE = "none: the embedded master runs trials without containers"
-# Names of Determined's that users set for their own trials.
-_FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
-_MAX_RUNGS = 1000
 _MAX_AT_ONCE = 10_000
 _MAX_BYTES_AT_ONCE = 64 * 2**20
 _MAX_GRID_POINTS = 10**9
 _MANY = 10**18
-_MAX_POLICIES = 100
-_MAX_PATTERN_CHARS = 2000
-_LONG_NUMBER = re.compile(r"[0-9]{19}")
-_ADJECTIVES = (
+_ADJECTIVES = [
     "agile",
     "bold",
     "calm",
@@ -79,8 +69,8 @@ _ADJECTIVES = (
     "steady",
     "vivid",
     "warm",
-)
-_NOUNS = (
+]
+_NOUNS = [
     "badger",
     "comet",
     "falcon",
@@ -93,7 +83,7 @@ _NOUNS = (
     "river",
     "sparrow",
     "tulip",
-)
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +159,7 @@ def check_submission(
     )
     config = _completed(experiment.raw, document.value, searcher)
     return Submission(
-        config=_json_values(config),
+        config=json.loads(json.dumps(config, default=str)),
         original=config_text,
         warnings=tuple(warning for warning in experiment.warnings if "is a search space" not in warning),
         interpreter=experiment.environment_variables.get(INTERPRETER_VARIABLE) or None,
@@ -180,12 +170,10 @@ def check_submission(
 
 def _check_fields(raw: dict[str, Any], findings: Diagnostics) -> None:
     _check_time(raw["searcher"], findings)
-    _check_rungs(raw["searcher"], findings)
     _check_grid(raw, findings)
     _check_concurrency(raw, findings)
     check_variables(raw, findings)
-    _check_lists(raw, findings)
-    complete_mounts(raw, findings)
+    _check_project(raw, findings)
 
 
 def _check_slots(
@@ -276,7 +264,6 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
     _check_time(raw["searcher"], findings)
-    _check_rungs(raw["searcher"], findings)
     hyperparameters = raw["hyperparameters"]
     needs_counts = raw["searcher"]["name"] == "grid"
     concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
@@ -313,18 +300,6 @@ def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
             f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set",
             "Add max_time: 1000 and time_metric: batches, for example.",
         )
-
-
-def _check_rungs(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
-    for index, num_rungs in enumerate(searcher.get("bracket_rungs") or []):
-        is_integer = isinstance(num_rungs, int) and not isinstance(num_rungs, bool)
-        if not is_integer or not 1 <= num_rungs <= _MAX_RUNGS:
-            findings.problem(
-                ("searcher", "bracket_rungs", index),
-                render(num_rungs),
-                f"an integer of 1 to {_MAX_RUNGS}",
-                "List the number of rungs of each bracket, or leave bracket_rungs out.",
-            )
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -392,80 +367,12 @@ def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] =
     return num_points
 
 
-def check_variables(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    given = raw["environment"]["environment_variables"]
-    entries = (
-        [entry for values in given.values() for entry in values or []]
-        if isinstance(given, Mapping)
-        else given
-    )
-    for name in sorted({str(entry).partition("=")[0] for entry in entries or []}):
-        if name.startswith("DET_") and name not in _FREE_DET_VARIABLES:
-            findings.problem(
-                "environment.environment_variables",
-                f"{name}, a name that the master sets itself",
-                f"names that do not begin with DET_, or one of {', '.join(_FREE_DET_VARIABLES)}",
-                "Choose another name.",
-            )
-
-
-def _check_lists(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    for index, label in enumerate(raw["labels"] or []):
-        if not isinstance(label, str):
-            findings.problem(("labels", index), render(label), "a string", "Put it into quotes.")
-    policies = raw["log_policies"] or []
-    if len(policies) > _MAX_POLICIES:
-        findings.problem(
-            "log_policies", f"a list of {len(policies)}", f"at most {_MAX_POLICIES} policies", "Remove some."
-        )
-        policies = []
-    for index, policy in enumerate(policies):
-        if not isinstance(policy, Mapping) or not ({"pattern", "name"} & policy.keys()):
-            findings.problem(
-                ("log_policies", index),
-                render(policy),
-                "a mapping with pattern",
-                "Write {pattern: '.*error.*'}.",
-            )
-        else:
-            _check_policy(index, policy, findings)
+def _check_project(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     missing = [key for key in ("workspace", "project") if not raw[key]]
     if len(missing) == 1:
         other = "project" if missing == ["workspace"] else "workspace"
         findings.problem(
             missing[0], "not given", f"a name, as there is a {other}", f"Add {missing[0]}, or remove {other}."
-        )
-
-
-def _check_policy(index: int, policy: Mapping[str, Any], findings: Diagnostics) -> None:
-    where = ("log_policies", index)
-    for key in sorted(set(map(str, policy)) - {"name", "pattern", "action"}):
-        findings.problem((*where, key), "not a key of a log policy", "name, pattern or action", "Remove it.")
-    action = policy.get("action")
-    kind = action.get("type") if isinstance(action, Mapping) else action
-    if action is not None and kind not in _POLICY_ACTIONS:
-        findings.problem(
-            (*where, "action"), render(action), " or ".join(_POLICY_ACTIONS), "Write {type: cancel_retries}."
-        )
-    pattern = policy.get("pattern")
-    if pattern is None:
-        return
-    if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN_CHARS:
-        expected = f"at most {_MAX_PATTERN_CHARS} characters"
-        findings.problem(
-            (*where, "pattern"), f"{len(pattern)} characters long", expected, "Write a shorter pattern."
-        )
-        return
-    try:
-        if not isinstance(pattern, str):
-            raise ValueError("not a string")
-        compile_pattern(pattern)
-    except ValueError as error:
-        findings.problem(
-            (*where, "pattern"),
-            render(pattern),
-            f"a regular expression of RE2 ({error})",
-            "Correct the pattern; RE2 has no look-around and no back-references.",
         )
 
 
@@ -493,39 +400,6 @@ def random_name(what: str) -> str:
     """Return a name for an unnamed object, ``Experiment (calm-otter)`` for example."""
     chosen = random.SystemRandom()
     return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
-
-
-def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config as JSON reads it back; refuse NaN and more than 64 bits."""
-    text = json.dumps(config, default=str)
-    plain: dict[str, Any] = json.loads(text)
-    if "NaN" in text or "Infinity" in text or _LONG_NUMBER.search(text):
-        problems = [
-            ConfigProblem(
-                f"{LABEL}: {dotted(path)}",
-                str(number)[:40],
-                "a finite number of 64 bits",
-                "Put it into quotes.",
-            )
-            for path, number in _odd_numbers(plain, ())
-        ]
-        if problems:
-            raise ConfigError(problems[:MAX_PROBLEMS])
-    return plain
-
-
-def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
-    """Yield numbers that JSON does not have, and integers of more than 64 bits."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _odd_numbers(inner, (*path, key))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _odd_numbers(inner, (*path, index))
-    elif (isinstance(value, float) and not math.isfinite(value)) or (
-        isinstance(value, int) and not -(2**63) <= value < 2**64
-    ):
-        yield path, value
 
 
 def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:

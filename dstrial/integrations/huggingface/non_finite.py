@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dstrial.config.experiment_config.training_checks import TrainingChecks
+from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.loop.metrics import TrailingNonFinite
 from dstrial.loop.non_finite import NonFiniteGuard
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
-from dstrial.config.experiment_config.training_checks import TrainingChecks
+from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.ranks.heartbeat import Beat, Phase
 
 STOPPED_AFTER_S = 10.0

@@ -27,7 +27,7 @@ from typing import Any
 
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.dotted_keys import dstrial_section
-from dstrial.config.experiment_config.startup_hook import may_install, requirements_of
+from dstrial.config.experiment_config.dstrial_section import may_install, requirements_of
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
 from dstrial.harness_paths import WARM_VARIABLE

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial.config.experiment_config.entrypoint import trial_spec
-from dstrial.config.experiment_config.submission import INTERPRETER_VARIABLE
+from dstrial.config.experiment_config.environment import INTERPRETER_VARIABLE
 from dstrial.errors import ConfigError, ConfigProblem
 
 _TIMEOUT_S = 30.0

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from dstrial.config.experiment_config.sections import compile_pattern
+from dstrial.config.schema import compile_pattern
 from dstrial.master.store import nodes
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation

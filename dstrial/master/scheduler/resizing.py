@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from dstrial.config.elasticity import Elasticity, elasticity_of
+from dstrial.config.experiment_config.dstrial_section import Elasticity, elasticity_of
 from dstrial.master.backends.backend import Key, Lent
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import endings, resume

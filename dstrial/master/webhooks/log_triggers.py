@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dstrial.config.experiment_config.sections import compile_pattern
+from dstrial.config.schema import compile_pattern
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store import webhooks
 from dstrial.master.store.database import Database

@@ -60,11 +60,11 @@ def test_every_problem_is_told_at_once_with_its_place_and_its_fix() -> None:
     expected = [
         'data.dstrial.loggers[0] is "wand"; expected one of wandb, mlflow, trackio. Write wandb instead.',
         "TensorBoard's files are written by every run.",
-        "data.dstrial.loggers[2].mlflow.experiment is not an option of mlflow",
+        "data.dstrial.loggers[2].mlflow.experiment is not a key of data.dstrial.loggers[2].mlflow",
         "Write experiment_name instead.",
         "data.dstrial.loggers[2].mlflow.tracking_uri is 3; expected a text.",
         'data.dstrial.loggers[2].mlflow.tags is ["a"]; expected a mapping of texts.',
-        'data.dstrial.loggers[3].wandb.mode is "on"; expected online or offline.',
+        'data.dstrial.loggers[3].wandb.mode is "on"; expected one of "online", "offline".',
         'data.dstrial.loggers[3].wandb.tags is "a"; expected a list of texts.',
         'data.dstrial.loggers[3].wandb.project is ""; expected a text.',
         "data.dstrial.loggers[4] is wandb again; expected each logger once.",

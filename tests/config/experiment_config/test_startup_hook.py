@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dstrial.config import load_experiment
-from dstrial.config.experiment_config.startup_hook import may_install, requirements_of
+from dstrial.config.experiment_config.dstrial_section import may_install, requirements_of
 from dstrial.errors import ConfigError
 
 

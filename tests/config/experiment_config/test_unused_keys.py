@@ -48,7 +48,7 @@ BY_A_MASTER = {
 KEYS = [
     (name, key)
     for name, rule in EXPERIMENT.keys.items()
-    for key in (rule.section.keys if rule.section is not None else [None])
+    for key in (rule.section.keys if rule.section is not None and rule.section.fills_in else [None])
 ]
 
 

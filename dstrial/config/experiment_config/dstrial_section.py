@@ -1,0 +1,172 @@
+"""``data.dstrial``: checks of training, numbers of slots, requirements. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from dstrial.config.diagnostics import Diagnostics, render
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.keys import Section, check_keys
+from dstrial.config.schema import DIALECT, DSTRIAL
+
+HOOK_NAME = "startup-hook.sh"
+
+_TRAINING_CHECKS = ("non_finite", "non_finite_patience", "stall_timeout", "stall_action")
+_DEFAULTS = {key: rule.default for key, rule in DSTRIAL.keys.items()}
+_INSTALLERS = re.compile(r"\b(?:pip3?(?:\.\d+)?|uv|poetry|easy_install|setup\.py)\b")
+_INSTALLING = re.compile(r"\b(?:install|develop|sync|easy_install)\b")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingChecks:
+    """Checks of running training, and their consequences; see docs/trials.md."""
+
+    # For reports in a row without a finite loss or an optimizer step; `fail` saves no such weights.
+    non_finite: Literal["fail", "warn", "ignore"] = _DEFAULTS["non_finite"]
+    non_finite_patience: int = _DEFAULTS["non_finite_patience"]  # reports in a row
+    stall_timeout: float = _DEFAULTS["stall_timeout"]  # seconds beyond the longest of its kind so far
+    stall_action: Literal["report", "restart"] = _DEFAULTS["stall_action"]
+
+    @classmethod
+    def from_config(cls, exp_conf: Mapping[str, Any] | None) -> TrainingChecks:
+        """Read an experiment config; ConfigError for impossible values."""
+        section = dstrial_section(exp_conf)
+        findings = Diagnostics({}, "experiment config")
+        known = Section({key: DSTRIAL.keys[key] for key in _TRAINING_CHECKS}, is_open=True)
+        check_keys(known, section, DIALECT, findings, ("data", "dstrial"))
+        findings.raise_if_any()
+        return cls(**{key: section[key] for key in _TRAINING_CHECKS if section.get(key) is not None})
+
+
+def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return dotted key, value and whether it is given, of each check of training."""
+    section = dstrial_section(exp_conf)
+    checks = TrainingChecks.from_config(exp_conf)
+    return [
+        (f"data.dstrial.{key}", getattr(checks, key), section.get(key) is not None)
+        for key in _TRAINING_CHECKS
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Elasticity:
+    """The numbers of slots on which a trial may go on once it has a checkpoint."""
+
+    wish: int  # `resources.slots_per_trial`, with which it begins
+    at_least: int | None  # `min_slots`; None for any number that works, where more slots do not exist
+    at_most: int  # `max_slots`, or the wish
+    period_s: float  # how long it keeps a number of slots before it grows
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.at_least is not None or self.at_most > self.wish
+
+
+def count_in(section: Any, key: str) -> int | None:
+    """Return a number of at least 1 of ``data.dstrial``; None for anything else."""
+    value = section.get(key) if isinstance(section, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+
+
+def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
+    """Read ``data.dstrial``; a value that is no number counts as not given."""
+    at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
+    given = section.get("resize_period")
+    period_s = given if isinstance(given, (int, float)) and given else _DEFAULTS["resize_period"]
+    return Elasticity(wish, at_least, max(at_most or wish, wish), float(period_s))
+
+
+def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
+    """Compare ``min_slots`` and ``max_slots`` with ``slots_per_trial``, the ``wish``."""
+    if not isinstance(wish, int):
+        return
+    at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
+    if at_least is not None and at_least > max(wish, 1):
+        expected = f"at most {max(wish, 1)}, the slots_per_trial"
+        findings.problem("data.dstrial.min_slots", str(at_least), expected, "Lower it.")
+    if at_most is not None and at_most < wish:
+        findings.problem(
+            "data.dstrial.max_slots",
+            str(at_most),
+            f"at least {wish}, the slots_per_trial",
+            "Raise it, or lower resources.slots_per_trial to what the trial is to begin with.",
+        )
+
+
+def check_shared_batch(
+    section: Mapping[str, Any],
+    wish: int,
+    train_batch_size: int,
+    ranks_per_replica: int,
+    findings: Diagnostics,
+) -> None:
+    """Report that a batch leaves no choice of slots although the user asked for one."""
+    elasticity = elasticity_of(section, wish)
+    most = elasticity.at_most
+    least = elasticity.at_least if elasticity.at_least is not None else wish
+    if least >= most:
+        return
+    if any(n != wish and shares(n, train_batch_size, ranks_per_replica) for n in range(least, most + 1)):
+        return
+    key = "min_slots" if elasticity.at_least is not None else "max_slots"
+    sizes = [
+        n
+        for n in range(1, train_batch_size * ranks_per_replica + 1)
+        if n != wish and shares(n, train_batch_size, ranks_per_replica)
+    ]
+    below, above = [n for n in sizes if n < wish][-2:], [n for n in sizes if n > wish][:2]
+    findings.problem(
+        f"data.dstrial.{key}",
+        f"{least} to {most} slots, none of which but {wish} can share a batch of {train_batch_size} records",
+        f"a range with one of {', '.join(map(str, below + above)) or 'them'}",
+        "Widen the range, or choose a train_batch_size with more divisors.",
+    )
+
+
+def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
+    """Say whether the replicas of so many slots can share a batch evenly."""
+    replicas, rest = divmod(num_slots, ranks_per_replica)
+    return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
+
+
+def requirements_of(config: Mapping[str, Any]) -> str | None:
+    """Return a config's requirements file, relative to the model definition."""
+    name = _named(config)[1]
+    return name if isinstance(name, str) else None
+
+
+def _named(config: Mapping[str, Any]) -> tuple[str, Any]:
+    environment = config.get("environment")
+    if isinstance(environment, Mapping) and environment.get("requirements"):
+        return "environment.requirements", environment["requirements"]
+    return "data.dstrial.requirements", dstrial_section(config).get("requirements")
+
+
+def may_install(text: str) -> bool:
+    """Say whether shell lines look as if they installed packages."""
+    return _INSTALLERS.search(text) is not None and _INSTALLING.search(text) is not None
+
+
+def check_requirements(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
+    """Check a config's requirements; delete the key from ``raw`` if it is empty."""
+    if raw["environment"].get("requirements") is None:
+        # Clients compare configs with what Determined's master fills in.
+        raw["environment"].pop("requirements", None)
+    key, name = _named(raw)
+    other = dstrial_section(raw).get("requirements")
+    if key.startswith("environment") and other is not None and other != name:
+        findings.problem(
+            "data.dstrial.requirements", render(other), f"{render(name)}, as in {key}", "Keep one of the two."
+        )
+    if not isinstance(name, str):
+        return
+    if name.startswith("/") or ".." in PurePosixPath(name).parts:
+        expected, fix = "a path in the model definition", "Write requirements.txt, for example."
+        findings.problem(key, render(name), expected, fix)
+    elif context_dir.is_dir() and not (context_dir / name).is_file():
+        got, expected = f"{render(name)}, which is not there", "a file of the model definition"
+        findings.problem(key, got, expected, "Add it, or correct the name.")
