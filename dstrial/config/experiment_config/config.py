@@ -14,10 +14,6 @@ from typing import Any, Literal
 
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, solve_batch
-from dstrial.config.deepspeed_rules.calls import (
-    check_overruled_sections,
-    check_two_configs,
-)
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
@@ -193,9 +189,8 @@ def check_experiment(
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
-    _check_calls(source, hyperparameters, checked, findings)
     if source.filler is not None and source.filler.is_trainer:
-        check_trainer_flags(source.filler, source.called, deepspeed, context_dir, findings)
+        check_trainer_flags(source.filler, source.trees, deepspeed, context_dir, findings)
         _check_trainer_length(raw["searcher"], source.filler, checked, findings)
     if checked is not None and checked.batch is not None:
         batch = checked.batch.train_batch_size
@@ -319,19 +314,6 @@ def _check_on_cpu(checks: Sequence[tuple[DeepSpeedSource, CheckResult]], finding
         own = Diagnostics(found.lines, found.label)
         check_on_cpu(checked.effective, own)
         findings.warnings.extend(own.warnings)
-
-
-def _check_calls(
-    source: TrialSource,
-    hyperparameters: Mapping[str, Any],
-    checked: CheckResult | None,
-    findings: Diagnostics,
-) -> None:
-    """Check how the trial's source calls DeepSpeed, against the main engine's config."""
-    for called in source.called:
-        check_two_configs(called, hyperparameters, findings)
-        if checked is not None:
-            check_overruled_sections(called, checked.effective, findings)
 
 
 def _check_trainer_length(

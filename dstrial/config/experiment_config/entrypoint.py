@@ -6,14 +6,12 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dstrial.config.auto_values import AutoValues
-from dstrial.config.deepspeed_rules.calls import CalledSource
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.script_source import (
     ScriptSource,
@@ -35,7 +33,7 @@ class TrialSource:
     # Values passed as `num_stages`: numbers, and names that may be hyperparameters.
     num_stages: tuple[int | str, ...] = ()
     filler: AutoValues | None = None  # fills in `"auto"` for a script; None for a trial, and if unknown
-    called: tuple[CalledSource, ...] = ()  # sources that may call DeepSpeed and are not too large to be read
+    trees: tuple[ast.Module, ...] = ()  # of a script and the own modules that it imports, unless too large
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -59,7 +57,7 @@ def check_entrypoint(
     if trial is None:
         _check_script(entrypoint, context_dir, findings)
         script = find_script(_words(entrypoint), context_dir)
-        return TrialSource(None, filler=AutoValues.of(script), called=_called_by(script, context_dir))
+        return TrialSource(None, filler=AutoValues.of(script), trees=_trees(script, context_dir))
     if not _TRIAL_FORM.fullmatch(trial):
         fix = "Write model_def:MyTrial for class MyTrial in model_def.py."
         findings.problem("entrypoint", render(trial), "module:Class", fix)
@@ -80,11 +78,10 @@ def check_entrypoint(
         findings.problem(
             "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
         )
-    called = CalledSource(_label(path), tree)
     used = _definitions_used(tree, class_name)
     is_pipeline = any("PipelineModule" in _names(node) for node in used)
     num_stages = tuple(_num_stages(used)) if is_pipeline else ()
-    return TrialSource(trial, is_pipeline, num_stages, called=(called,))
+    return TrialSource(trial, is_pipeline, num_stages)
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
@@ -116,19 +113,11 @@ def _tree_of(trial: str, path: Path, findings: Diagnostics) -> ast.Module | None
     return None
 
 
-def _called_by(script: ScriptSource | None, context_dir: Path) -> tuple[CalledSource, ...]:
-    """Return a script and the modules of the model definition that it imports."""
+def _trees(script: ScriptSource | None, context_dir: Path) -> tuple[ast.Module, ...]:
     if script is None:
         return ()
-    has_flag = script.arguments.value("deepspeed_config") is not None
     files = [script.path, *own_modules(script.path, context_dir)]
-    return tuple(
-        CalledSource(_label(file), tree, has_flag) for file in files if (tree := tree_of(file)) is not None
-    )
-
-
-def _label(path: Path) -> str:
-    return os.path.normpath(path)
+    return tuple(tree for file in files if (tree := tree_of(file)) is not None)
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:

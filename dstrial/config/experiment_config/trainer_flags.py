@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.auto_values import AutoValues
-from dstrial.config.deepspeed_rules.calls import CalledSource
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, locate, render
 from dstrial.config.dotted_keys import value_at
@@ -24,14 +23,14 @@ _RECONCILES = "get_hf_args_with_overwrites"
 
 def check_trainer_flags(
     filler: AutoValues,
-    called: Sequence[CalledSource],
+    trees: Sequence[ast.Module],
     source: DeepSpeedSource | None,
     context_dir: Path,
     findings: Diagnostics,
 ) -> None:
     """Warn of arguments that the Trainer refuses or ignores.
 
-    ``source`` is the DeepSpeed config of the experiment, and ``called`` are the script and the modules that it imports.
+    ``source`` is the DeepSpeed config of the experiment, and ``trees`` are those of the script and the modules that it imports.
     """
     words = filler.arguments
     if source is None:
@@ -43,7 +42,7 @@ def check_trainer_flags(
                 "entrypoint",
                 f"has --{name}, which has no effect beside {section} ({place}). Remove one of the two",
             )
-    nodes = (node for one in called for node in ast.walk(one.tree))
+    nodes = (node for tree in trees for node in ast.walk(tree))
     if any(getattr(node, "id", getattr(node, "attr", None)) == _RECONCILES for node in nodes):
         return
     for name in ("fp16", "bf16"):

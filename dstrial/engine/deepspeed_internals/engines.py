@@ -411,10 +411,7 @@ REMEDIES: Mapping[str, str] = {
         "engine.module.requires_grad_(False) and engine.module.requires_grad_(True); or set zero_optimization.stage to 1."
     ),
 }
-"""Messages of what DeepSpeed 0.19 refuses and earlier releases took, in part, and what to do.
-
-``dstrial.config.deepspeed_rules.calls`` says the same where the source shows it.
-"""
+"""Messages of what DeepSpeed 0.19 refuses and earlier releases took, in part, and what to do."""
 
 _MISSING_ATTRIBUTE = "deepscale_config"
 
