@@ -260,7 +260,7 @@ CONFIGS: dict[str, tuple[Callable[[], str], str | None]] = {
     ),
     "20000 log policies": (
         _with("log_policies: [" + ", ".join(f"{{pattern: a{n}}}" for n in range(20_000)) + "]"),
-        "at most 100 policies",
+        "at most 100 items",
     ),
     "45000 environment variables": (
         _with(
