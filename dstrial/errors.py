@@ -20,7 +20,6 @@ The tree, drawn once::
     │   └── RankIdentityError         the environment does not say consistently who this process is
     ├── LaunchError                   ranks could not be started
     │   ├── NodesUnknownError         Slurm refuses a job while it does not know all its nodes; it is asked again
-    │   ├── NodesDownError            Slurm has the nodes that a job needs, and some of them are down or drained
     │   ├── HostError                 hosts cannot train together; carries every problem of every host
     │   └── RankFailedError           a started rank exited with a failure; names the first one
     ├── MissingExtraError             an optional library is missing that an integration needs (also an ImportError)
@@ -162,10 +161,6 @@ class NodesUnknownError(LaunchError):
 
     It may take it soon.
     """
-
-
-class NodesDownError(LaunchError):
-    """A job needs nodes of Slurm's that are down or drained; it may have them later."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -94,8 +94,8 @@ class Bridge:
         """Make a placement group that outlives this process; return its id."""
         from ray.util.placement_group import placement_group
 
-        bundles, kept_off = request["bundles"], request["kept_off"]
-        selectors = [{_NODE_ID_LABEL: f"!in({','.join(kept_off)})"}] * len(bundles) if kept_off else None
+        bundles, excluded = request["bundles"], request["excluded_nodes"]
+        selectors = [{_NODE_ID_LABEL: f"!in({','.join(excluded)})"}] * len(bundles) if excluded else None
         group = placement_group(
             bundles,
             strategy="STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import shutil
 import subprocess
@@ -12,11 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dstrial.errors import LaunchError, NodesDownError, NodesUnknownError
-from dstrial.slurm import limits
+from dstrial.errors import LaunchError, NodesUnknownError
 from dstrial.slurm.job import Job, parse_job
-from dstrial.slurm.node_resources import NODES, missing_nodes, parse_node_resources
-from dstrial.slurm.script import options_of, value_of
 
 _TIMEOUT_S = 30.0
 _PARTITION = "Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
@@ -86,13 +82,10 @@ _FOR_NOW = (
 _POLICY = "violates accounting/qos policy"
 # The limit that sbatch names before: of jobs in the queue, as QOSMaxSubmitJobPerUserLimit, or of the job itself.
 _NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
-_LOOK_S = 10.0
-"""For so long Slurm may look at a job before it is submitted, and then at its nodes, seconds."""
+_CHECK_S = 10.0  # timeout of the check of a job that somebody waits for
 PATIENCE_S = 60.0
 """For so long Slurm is asked again where it does not answer, and as long once more until it knows its nodes, seconds."""
 _AGAIN_S = 2.0
-_MOST_LOOKS = 4
-"""So often at most nodes are looked at which change between two looks."""
 _NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
 T = TypeVar("T")
 
@@ -130,29 +123,17 @@ def run_slurm(
     return done.returncode, done.stdout, done.stderr
 
 
-def submit(script: Path, *, may_wait: bool = False) -> int:
+def submit(script: Path) -> int:
     """Queue a batch script; return the job's number.
-
-    ``may_wait`` queues it even if nodes that it needs are down or drained.
 
     Raises:
         NodesUnknownError: Slurm refuses it, and does not know all its nodes yet.
-        NodesDownError: nodes that it needs are down or drained.
-        LaunchError: Slurm refuses it, would never start it, or has given it to another cluster.
+        LaunchError: Slurm refuses it, or has given it to another cluster.
     """
-    # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
-    _, output, errors, down = _ask_for_test(script)
+    # Without this a job that no partition could hold waits for ever, where Slurm does not enforce limits.
+    _, output, errors = _ask_sbatch("--test-only", script)
     if _IMPOSSIBLE in f"{output}{errors}".lower():
-        if not down:
-            raise LaunchError(refused(errors or output, str(script)))
-        if not may_wait:
-            raise NodesDownError(
-                f"the job needs nodes that are down or drained ({', '.join(down)}); expected enough that are up. Wait until they "
-                "are back (`sinfo -R` says why they are not), or ask for fewer slots."
-            )
-    over = _over_limits(script, f"{output}{errors}")
-    if over is not None:
-        raise LaunchError(f"Slurm would never start the job; {over}. {_LIMITS}")
+        raise LaunchError(refused(errors or output, str(script)))
     code, output, errors = _ask_sbatch("--parsable", script)
     number, _, cluster = output.strip().partition(";")
     if code or not number.isdecimal():
@@ -185,7 +166,7 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
         if before is None:  # of the run that goes on, most likely ended
             before = there
         # An answer to an earlier question may have been lost.
-        return max(there - before) if there - before else submit(script, may_wait=True)
+        return max(there - before) if there - before else submit(script)
 
     return patiently(ask, tell)
 
@@ -266,100 +247,28 @@ def test(script: Path) -> None:
         NodesUnknownError: it would not, and does not know all its nodes yet.
         LaunchError: it would not.
     """
-    code, output, errors, down = _ask_for_test(script)
-    if code and not down:
+    code, output, errors = _ask_sbatch("--test-only", script)
+    if is_refusal(code, f"{output}{errors}"):
         raise LaunchError(refused(errors or output, str(script)))
 
 
-def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str, list[str]]:
-    """Have sbatch check a job; return its messages, and missing nodes.
-
-    Missing nodes are the down or drained ones of a job that sbatch calls impossible. If a node changes during the check, the
-    check is repeated.
-
-    Raises:
-        NodesUnknownError: they have not all registered.
-    """
-    nodes: str | None = None
-    code, output, errors = _ask_sbatch("--test-only", script, timeout_s)
-    for _ in range(_MOST_LOOKS):
-        if _IMPOSSIBLE not in f"{output}{errors}".lower():
-            return code, output, errors, []
-        before = nodes
-        failed, nodes, _ = run_slurm(list(NODES), timeout_s=_LOOK_S)
-        if failed or nodes == before:
-            break
-        code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=timeout_s)
-    options = _options_in(script)
-    # sbatch takes the environment before the script.
-    partitions = os.environ.get("SBATCH_PARTITION") or value_of(options, "--partition", "-p")
-    return code, output, errors, missing_nodes(options, parse_node_resources(nodes or "", partitions))
-
-
-def _options_in(script: Path) -> list[str]:
-    """Return the options of a script; empty if it is unreadable."""
-    try:
-        return options_of(script.read_text(encoding="utf-8"))
-    except OSError:
-        return []
-
-
-def _over_limits(script: Path, said: str) -> str | None:
-    """Return which limit keeps a job from ever starting; None if unknown.
-
-    Slurm reports it only when the job waits, unless the QOS has ``DenyOnLimit``. ``said`` are messages of ``sbatch
-    --test-only``.
-    """
-    size = limits.size_of(said)
-    if size is None or shutil.which("sacctmgr") is None:
-        return None
-
-    def ask(words: Sequence[str]) -> str:
-        code, output, _ = run_slurm(words, timeout_s=_LOOK_S)
-        return "" if code else output  # There is no accounting, it is away, or keeps it from us.
-
-    options = _options_in(script)
-    user = pwd.getpwuid(os.getuid()).pw_name
-    # sbatch takes the environment before the script.
-    account = os.environ.get("SBATCH_ACCOUNT") or value_of(options, "--account", "-A")
-    account = account or ask(limits.default_account_of(user)).strip()
-    if not account:
-        return None
-    found = limits.parse_associations(ask(limits.associations_of(account)))
-    given = os.environ.get("SBATCH_QOS") or value_of(options, "--qos", "-q")
-    over: list[str | None] = []
-    for own in limits.own_associations(found, user, size.partition):
-        qos = given or own.qos
-        allowed = limits.parse_limits(ask(limits.limits_of(qos))) if qos else {}
-        there = [one for one in found if one.cluster == own.cluster]
-        over.append(
-            limits.over_qos(size, qos, allowed) or limits.over_account(size, account, user, there, allowed)
-        )
-    # The accounts of several clusters may be kept in one place: which one this is is not asked.
-    return f"sacctmgr says: {over[0]}" if over and all(over) else None
-
-
-def why_never(script: Path) -> tuple[str, str] | None:
-    """Return Slurm's reason why a script never starts, and a fix; None if it may.
+def rejection_of(script: Path) -> tuple[str, str] | None:
+    """Return Slurm's reason to reject a batch script, and a fix; None if it may run.
 
     Raises:
         ConnectionError: Slurm does not answer, or does not know its nodes yet.
     """
     try:
-        code, output, errors, down = _ask_for_test(script, _LOOK_S)
+        code, output, errors = _ask_sbatch("--test-only", script, _CHECK_S)
     except NodesUnknownError as error:
         raise ConnectionError("its nodes are not known yet") from error
     text = errors or output
     said = text.lower()
     if code < 0 or code == 127 or (code and is_away(said)):
         raise ConnectionError(why_away(text, "sbatch", code))
-    if down:
+    if not is_refusal(code, said):
         return None
-    if is_refusal(code, said):
-        fix = fix_for(said) or "Correct it, or ask who runs the cluster."
-        return f"sbatch says: {words_of(text)}", fix
-    over = _over_limits(script, f"{output}{errors}")
-    return None if over is None else (over, _LIMITS)
+    return f"sbatch says: {words_of(text)}", fix_for(said) or "Correct it, or ask who runs the cluster."
 
 
 def is_refusal(code: int, said: str) -> bool:
@@ -369,11 +278,6 @@ def is_refusal(code: int, said: str) -> bool:
         _POLICY in words and _NAMED_LIMIT.search(words) is None
     )
     return (code != 0 or _IMPOSSIBLE in words) and not is_for_now
-
-
-def is_full(said: str) -> bool:
-    """Return whether sbatch refuses because the user has too many jobs queued. Pure."""
-    return _POLICY in said.lower() and not is_refusal(1, said)
 
 
 def is_away(said: str) -> bool:

@@ -86,14 +86,6 @@ def value_of(options: Sequence[str], *names: str) -> str | None:
     return value
 
 
-def options_of(script: str) -> list[str]:
-    """Return a batch script's options. Pure."""
-    lines = (
-        line.removeprefix("#SBATCH ").strip() for line in script.splitlines() if line.startswith("#SBATCH ")
-    )
-    return list(lines)
-
-
 def asks_for_devices(options: Sequence[str]) -> bool:
     return value_of(options, *_DEVICES) is not None
 
@@ -221,13 +213,12 @@ def holding_script(
         f"--output={_quoted(str(directory).replace('%', '%%') + '/%j.log')}",
         "--open-mode=append",
         "--no-requeue",
-        "--no-kill",  # a trial that goes on with fewer slots keeps the other nodes
     ]
     lines = [
         "#!/bin/bash",
         f"# For {' '.join(title.splitlines())}; written by the master of {state_dir}.",
-        "# It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and gives the job back",
-        "# when the trial is over or has saved a checkpoint because the job has to leave.",
+        "# It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and cancels the job",
+        "# when the trial has ended, paused, or saved a checkpoint because the job has to leave.",
         *(f"#SBATCH {option}" for option in ours),
         *(f"#SBATCH {option}" for option in options),
         "set -u",

@@ -14,10 +14,6 @@ SQUEUE = ("squeue", "--noheader", "--me", "--states=all", "-O", ",".join(f"{name
 """The command that ``parse_queue`` reads; a name, which may have any letter, is the last field."""
 SINFO = ("sinfo", "--noheader", "--Node", "--exact", "-o", "%N|%T|%c|%G")
 """The command that ``parse_nodes`` reads."""
-WAITING = ("squeue", "--noheader", "--states=PENDING", "-O", "Reason:|,Name:|")
-"""The command that ``others_wait`` reads."""
-SPARE = ("sinfo", "--noheader", "--Node", "-O", "NodeHost:|,StateLong:|,CPUsState:|,Gres:|,GresUsed:|")
-"""The command that ``parse_spare`` reads."""
 _RUNNING = ("RUNNING", "RESIZING", "SUSPENDED", "STOPPED")
 _ENDING = ("COMPLETING", "SIGNALING", "STAGE_OUT")
 _ENDED = {
@@ -138,51 +134,21 @@ def num_gpus(gres: str) -> int:
     return sum(map(int, _GPUS.findall(gres)))
 
 
-def parse_nodes(
-    text: str, *, wants_devices: bool, cpus_per_task: int = 1, wants_up: bool = True
-) -> dict[str, int]:
-    """Return slots by node from the output of ``SINFO``, a line a node and partition.
+def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, tuple[int, str]]:
+    """Return slots and state by node from the output of ``SINFO``.
 
-    Slots are GPUs, or tasks of ``cpus_per_task``. ``wants_up=False`` returns the nodes that are down or drained.
+    It has a line for each node and partition. Slots are GPUs, or tasks of ``cpus_per_task``.
     """
-    found: dict[str, int] = {}
+    found: dict[str, tuple[int, str]] = {}
     for line in text.splitlines():
         words = line.split("|")
-        if len(words) != 4 or is_up(words[1]) != wants_up:
+        cpus = re.match(r"\d+", words[2]) if len(words) == 4 else None
+        if cpus is None:
             continue
-        cpus = re.match(r"\d+", words[2])
-        num_cpus = int(cpus[0]) if cpus is not None else 0
-        count = num_gpus(words[3]) if wants_devices else num_cpus // max(cpus_per_task, 1)
+        count = num_gpus(words[3]) if wants_devices else int(cpus[0]) // max(cpus_per_task, 1)
         if count:
-            found[words[0]] = count
+            found[words[0]] = (count, words[1])
     return found
-
-
-def parse_spare(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, int]:
-    """Return idle slots by node from the output of ``SPARE``."""
-    found: dict[str, int] = {}
-    for line in text.splitlines():
-        name, state, cpus, gres, used, *_ = (word.strip() for word in f"{line}|||||".split("|"))
-        counts = cpus.split("/")  # allocated, idle, other, total
-        if _state(state) not in ("idle", "mixed") or len(counts) != 4:
-            continue
-        num_cpus = int(counts[1]) if counts[1].isdecimal() else 0
-        count = num_gpus(gres) - num_gpus(used) if wants_devices else num_cpus // max(cpus_per_task, 1)
-        if count > 0:
-            found[name] = count
-    return found
-
-
-def others_wait(text: str, mark: str) -> bool:
-    """Return whether another's job waits for nodes, by the output of ``WAITING``.
-
-    ``mark`` ends the names of the master's jobs.
-    """
-    for line in text.splitlines():
-        reason, _, name = line.strip().removesuffix("|").partition("|")
-        if reason.strip() in ("Resources", "Priority") and not name.strip().endswith(mark):
-            return True
-    return False
 
 
 def refused_options(options: Sequence[str]) -> list[str]:

@@ -14,19 +14,15 @@ from dstrial.master.backends.queued.ray import RayEngine
 def _answer(engine: RayEngine, request: dict[str, Any]) -> Any:
     what = request.pop("do")
     if what == "submit":
-        kept_off = frozenset(request.pop("kept_off", ()))
-        return engine.submit(JobRequest(**request, kept_off=kept_off))
+        excluded = frozenset(request.pop("excluded_nodes", ()))
+        return engine.submit(JobRequest(**request, excluded_nodes=excluded))
     if what == "jobs":
-        jobs = engine.jobs()
-        for job in jobs:
-            if job.has_rest:
-                engine.cancel(job.id)
-        return [dataclasses.asdict(job) for job in jobs]
+        return [dataclasses.asdict(job) for job in engine.jobs()]
     if what == "cancel":
         return engine.cancel(request["id"])
     if what == "words":
         return engine.transport(request["id"]).words(request["host"], sys.executable)
-    return dict(engine.spare() if what == "spare" else engine.capacity())
+    return {name: node.num_slots for name, node in engine.nodes().items()}
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def _await_nothing(machine: Machine) -> None:
 
 
 def test_slots_are_the_cores_of_nodes_that_live(engine: Engine) -> None:
-    assert engine.ask("capacity") == {HOST1: 2, HOST2: 2, HOST3: 2}
+    assert engine.ask("nodes") == {HOST1: 2, HOST2: 2, HOST3: 2}
 
 
 def test_what_can_never_fit_is_refused_which_ray_would_keep_waiting(engine: Engine) -> None:
@@ -158,7 +158,7 @@ def test_a_line_is_answered_while_the_program_goes_on(engine: Engine) -> None:
 
 
 def test_a_program_that_is_killed_or_not_there_says_so(engine: Engine, cluster: RayCluster) -> None:
-    job_id, (host,) = engine.running(2, kept_off=[HOST1, HOST3])
+    job_id, (host,) = engine.running(2, excluded_nodes=[HOST1, HOST3])
     assert host == HOST2
     program = engine.program(job_id, host, "sh", "-c", "echo here; exec sleep 5401")
     assert program.stdout is not None
@@ -198,10 +198,10 @@ def test_what_waits_says_for_what_and_begins_when_it_is_there(engine: Engine) ->
 
 def test_nodes_that_are_kept_off_are_not_used(engine: Engine) -> None:
     for host in (HOST1, HOST2, HOST3):
-        job_id, hosts = engine.running(4, kept_off=[host])
+        job_id, hosts = engine.running(4, excluded_nodes=[host])
         assert host not in hosts
         engine.ask("cancel", id=job_id)
-    job_id, hosts = engine.running(1, kept_off=[HOST1, HOST3])
+    job_id, hosts = engine.running(1, excluded_nodes=[HOST1, HOST3])
     assert hosts == [HOST2]
 
 
@@ -219,25 +219,8 @@ def test_a_program_has_the_devices_of_its_bundle(engine: Engine) -> None:
     assert seen == {b"devices 0\n", b"devices 1\n"}, "two jobs on a node share no device"
 
 
-def test_what_nobody_has_reserved_is_there_for_who_grows(engine: Engine, cluster: RayCluster) -> None:
-    wait_until(lambda: sum(engine.ask("spare").values()) == 6, lambda: engine.ask("spare"))
-    engine.running(3)
-    wait_until(lambda: sum(engine.ask("spare").values()) == 3, lambda: engine.ask("spare"))
-    other = Engine(cluster, "c2")
-    try:
-        other.running(2)
-        wait_until(lambda: sum(engine.ask("spare").values()) == 1, lambda: engine.ask("spare"))
-        waits = other.submit(4, "trial-9")
-        wait_until(lambda: engine.ask("spare") == {}, lambda: engine.ask("spare"))
-        assert sum(other.ask("spare").values()) == 1, "who waits is its own"
-        other.ask("cancel", id=waits)
-        wait_until(lambda: sum(engine.ask("spare").values()) == 1, lambda: engine.ask("spare"))
-    finally:
-        other.close()
-
-
 def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: RayCluster) -> None:
-    job_id, hosts = engine.running(4, kept_off=[HOST1])
+    job_id, hosts = engine.running(4, excluded_nodes=[HOST1])
     programs = []
     for host in hosts:
         # In a session of its own and nobody's child, as supervisors of trials are.
@@ -262,7 +245,7 @@ def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: R
 
 
 def test_a_killed_master_leaves_its_jobs_to_the_next(engine: Engine, cluster: RayCluster) -> None:
-    job_id, (host,) = engine.running(1, key="trial-9", kept_off=[HOST1, HOST3])
+    job_id, (host,) = engine.running(1, key="trial-9", excluded_nodes=[HOST1, HOST3])
     # The program ends with its input, as an agent does; what it has started goes on, as trials do.
     left = "(setsid sleep 5404 < /dev/null > /dev/null 2>&1 &)"
     program = engine.program(job_id, host, "sh", "-c", f"{left}; echo here; cat; exec true")
@@ -306,7 +289,7 @@ def test_a_bridge_that_is_killed_is_begun_again(engine: Engine, cluster: RayClus
 
 def test_where_no_cluster_is_that_is_the_answer(cluster: RayCluster) -> None:
     process = cluster.popen([sys.executable, str(_THERE), f"{HOST1}:1", "c1"])
-    out, _ = process.communicate('{"do": "capacity"}\n', timeout=120)
+    out, _ = process.communicate('{"do": "nodes"}\n', timeout=120)
     said = json.loads(out.splitlines()[-1])
     assert said["error"] == "ConnectionError"
     assert said["text"] == f"Ray at {HOST1}:1: ConnectionRefusedError: [Errno 111] Connection refused"
@@ -314,7 +297,7 @@ def test_where_no_cluster_is_that_is_the_answer(cluster: RayCluster) -> None:
 
 def test_a_node_that_is_cut_ends_its_job_though_ray_moves_it(engine: Engine, cluster: RayCluster) -> None:
     """The last but one: the node is lost for this cluster."""
-    job_id, hosts = engine.running(4, key="trial-3", kept_off=[HOST3])
+    job_id, hosts = engine.running(4, key="trial-3", excluded_nodes=[HOST3])
     assert sorted(hosts) == [HOST1, HOST2]
     programs = [engine.program(job_id, host, "sh", "-c", "echo here; exec sleep 5405") for host in hosts]
     for program in programs:
@@ -326,7 +309,7 @@ def test_a_node_that_is_cut_ends_its_job_though_ray_moves_it(engine: Engine, clu
     cluster.machines[2].cut()
     following = Engine(cluster, "c1")
     try:
-        wait_until(lambda: HOST2 not in following.ask("capacity"), timeout=120)
+        wait_until(lambda: HOST2 not in following.ask("nodes"), timeout=120)
         job = following.job(job_id)
         assert (job["state"], job["parts"]) == ("ended", [])
         assert f"ended ({HOST2} is dead: " in job["text"]
@@ -345,9 +328,9 @@ def test_a_node_that_is_cut_ends_its_job_though_ray_moves_it(engine: Engine, clu
 
 def test_a_node_that_ray_drains_is_told(engine: Engine, cluster: RayCluster) -> None:
     """The last: the node takes nothing more."""
-    job_id, (host,) = engine.running(2, kept_off=[HOST1])
+    job_id, (host,) = engine.running(2, excluded_nodes=[HOST1])
     assert host == HOST3
     cluster.drain(HOST3)
     wait_until(lambda: engine.job(job_id)["state"] == "leaving", lambda: engine.job(job_id))
     assert engine.job(job_id)["text"].endswith(f"leaving (Ray drains {HOST3})")
-    assert engine.ask("capacity") == {HOST1: 2}
+    assert engine.ask("nodes") == {HOST1: 2}

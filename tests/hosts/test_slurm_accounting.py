@@ -1,6 +1,6 @@
 """Accounts and QOS of Slurm, of a real cluster.
 
-What they never allow is said before anything is queued, what they allow later waits.
+What sbatch refuses is said before anything is queued; the rest waits with Slurm's reason.
 """
 
 from __future__ import annotations
@@ -29,17 +29,6 @@ _NEVER = (
         "--qos=strict",
         3,
         f"Job violates accounting/QOS policy (job submit limit, user's size and/or time limits). {_LIMITS}",
-    ),
-    # Slurm itself takes these, and never starts them.
-    (
-        "--qos=tiny",
-        3,
-        f"sacctmgr says: QOS tiny has MaxTRESPU cpu=2 for a user, and the job needs 3 processors. {_LIMITS}",
-    ),
-    (
-        "--account=two",
-        3,
-        f"sacctmgr says: account two has GrpTRES cpu=2 for all its jobs, and the job needs 3 processors. {_LIMITS}",
     ),
 )
 

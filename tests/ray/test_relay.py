@@ -24,7 +24,7 @@ def test_why_nothing_answers_is_told_by_what_ray_says() -> None:
     assert "another kind of machine" in _refusal(127, "/venv/bin/python: Exec format error\n")[0]
     assert _refusal(255, "placement group 4a99 is over\n") == (
         "not the job's any more (placement group 4a99 is over)",
-        "Nothing is to be done: it is asked for again.",
+        "Nothing is to be done: another job is submitted.",
     )
     got, fix = _refusal(255, "the actor on 10.0.0.2 is gone: its node has died\n")
     assert got == ("not starting a program (exit code 255): the actor on 10.0.0.2 is gone: its node has died")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.errors import LaunchError, NodesDownError, NodesUnknownError
+from dstrial.errors import LaunchError, NodesUnknownError
 from dstrial.slurm import client
 
 pytestmark = pytest.mark.process
@@ -63,14 +63,13 @@ def test_a_refusal_counts_where_all_nodes_had_registered_before_it_was_asked(
     (tmp_path / "known").unlink()
     client.test(Path("/x.sh"))
     (tmp_path / "known").unlink()
-    assert client.why_never(Path("/x.sh")) is None
+    assert client.rejection_of(Path("/x.sh")) is None
 
     command("sbatch", f"echo asked >> asked; echo '{_NOT_AVAILABLE}' >&2; exit 1")
     with pytest.raises(LaunchError, match="Ask for fewer slots") as raised:
         client.submit(Path("/x.sh"))
     assert not client.is_transient(raised.value)
-    # Once more after the look at who has registered, and once after that at who is down.
-    assert (tmp_path / "asked").read_text().count("asked") == 3
+    assert (tmp_path / "asked").read_text().count("asked") == 2, "once more after the look at nodes"
 
 
 @pytest.mark.parametrize("nodes", ["echo idle; echo 'unknown*'", "echo 'Unable to contact' >&2; exit 1"])
@@ -83,37 +82,4 @@ def test_a_refusal_does_not_count_while_nodes_are_not_known(
         client.submit(Path("/x.sh"))
     assert client.is_transient(raised.value)
     with pytest.raises(ConnectionError, match="its nodes are not known yet"):
-        client.why_never(Path("/x.sh"))
-
-
-_NODES = "echo 'host1|low*|idle|4|4000|(null)'; echo 'host2|low*|{}|4|4000|(null)'"
-
-
-def test_a_job_that_needs_a_drained_node_is_queued_and_one_that_none_could_hold_is_not(
-    command: Callable[[str, str], None], tmp_path: Path
-) -> None:
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n#SBATCH --ntasks=8\n")
-    command("sbatch", f"[ $1 = --parsable ] && echo 7 || {{ echo '{_NOT_AVAILABLE}' >&2; exit 1; }}")
-    command("sinfo", _NODES.format("drained"))
-    with pytest.raises(NodesDownError, match=r"needs nodes that are down or drained \(host2\)"):
-        client.submit(script)
-    assert client.submit(script, may_wait=True) == 7
-    assert client.why_never(script) is None
-    client.test(script)
-    script.write_text("#!/bin/bash\n#SBATCH --ntasks=9\n")
-    with pytest.raises(LaunchError, match="Ask for fewer slots") as raised:
-        client.submit(script, may_wait=True)
-    assert not isinstance(raised.value, NodesDownError)
-
-
-def test_nodes_that_come_and_go_between_two_questions_make_no_refusal(
-    command: Callable[[str, str], None], tmp_path: Path
-) -> None:
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n#SBATCH --ntasks=8\n")
-    # It is drained whenever sbatch looks, and seems well at the first looks at nodes.
-    command("sbatch", f"echo '{_NOT_AVAILABLE}' >&2; exit 1")
-    well, drained = _NODES.format("idle"), _NODES.format("drained")
-    command("sinfo", f"echo look >> looks; [ $(wc -l < looks) -lt 3 ] && {{ {well}; }} || {{ {drained}; }}")
-    assert client.why_never(script) is None
+        client.rejection_of(Path("/x.sh"))

@@ -7,10 +7,9 @@ import pytest
 from dstrial.slurm.client import is_away, is_not_yet, queued_as, why_away
 from dstrial.slurm.squeue import (
     QueuedJob,
-    others_wait,
+    is_up,
     parse_nodes,
     parse_queue,
-    parse_spare,
     refused_options,
     seconds,
 )
@@ -80,10 +79,23 @@ gpu2|idle~|64+|gpu:8
 """
 
 
-def test_nodes_that_are_up_with_their_slots() -> None:
-    assert parse_nodes(_NODES, wants_devices=False) == {"host1": 2, "gpu1": 64, "gpu2": 64}
-    assert parse_nodes(_NODES, wants_devices=True) == {"gpu1": 6, "gpu2": 8}
-    assert parse_nodes(_NODES, wants_devices=False, cpus_per_task=16) == {"gpu1": 4, "gpu2": 4}
+def test_parse_nodes_returns_slots_and_states() -> None:
+    assert parse_nodes(_NODES, wants_devices=False) == {
+        "host1": (2, "allocated"),
+        "host2": (2, "down*"),
+        "host3": (2, "drained"),
+        "gpu1": (64, "mixed"),
+        "gpu2": (64, "idle~"),
+    }
+    assert parse_nodes(_NODES, wants_devices=True) == {"gpu1": (6, "mixed"), "gpu2": (8, "idle~")}
+    by_16 = parse_nodes(_NODES, wants_devices=False, cpus_per_task=16)
+    assert by_16 == {"gpu1": (4, "mixed"), "gpu2": (4, "idle~")}
+    assert [is_up(state) for state in ("allocated", "idle~", "down*", "drained")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_options_that_would_make_another_job_of_it() -> None:
@@ -106,36 +118,8 @@ def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
     assert why_away("", "squeue", 1) == "squeue ended with 1"
 
 
-_SPARE = """\
-host1 |idle |0/4/0/4 |gpu:a100:2 |gpu:a100:0(IDX:N/A) |
-host1 |idle |0/4/0/4 |gpu:a100:2 |gpu:a100:0(IDX:N/A) |
-host2 |mixed |3/1/0/4 |gpu:a100:2,mps:4 |gpu:a100:1(IDX:0),mps:0 |
-host3 |allocated |4/0/0/4 |(null) |gpu:0 |
-host4 |mixed |1/3/0/4 |gpu:2(S:0) |gpu:2(IDX:0-1) |
-host5 |drained |0/0/4/4 |gpu:2 |gpu:0 |
-host6 |idle* |0/4/0/4 |(null) |gpu:0 |
-host7 |planned |0/4/0/4 |(null) |gpu:0 |
-"""
-
-
-def test_what_no_job_has_is_counted_in_tasks_or_devices() -> None:
-    assert parse_spare(_SPARE, wants_devices=False) == {"host1": 4, "host2": 1, "host4": 3}
-    assert parse_spare(_SPARE, wants_devices=False, cpus_per_task=3) == {"host1": 1, "host4": 1}
-    assert parse_spare(_SPARE, wants_devices=True) == {"host1": 2, "host2": 1}
-    assert parse_spare("slurm_load_node error\n\n", wants_devices=False) == {}
-
-
-def test_others_wait_where_a_job_of_theirs_could_begin_on_what_is_free() -> None:
-    own = "Resources|trial-7@1f2a3b4c|\n"
-    assert not others_wait(own, "@1f2a3b4c")
-    assert others_wait(own, "@00000000")
-    assert others_wait(f"{own}Priority |a|b |\n", "@1f2a3b4c")
-    assert not others_wait("JobHeldUser|a|\nDependency|b|\nBeginTime|c|\n", "@1f2a3b4c")
-    assert not others_wait("", "@1f2a3b4c")
-
-
 def test_nodes_of_which_a_fresh_controller_knows_nothing_yet_count() -> None:
-    assert parse_nodes("host1|unknown|2|(null)\nhost2|down|2|(null)\n", wants_devices=False) == {"host1": 2}
+    assert is_up("unknown")
 
 
 def test_refusals_of_a_controller_that_does_not_know_its_nodes_are_those_of_sizes() -> None:

@@ -18,7 +18,7 @@ from dstrial.config.experiment_config.command import NAMES, CommandConfig, Comma
 from dstrial.config.secrets import masked, unmasked
 from dstrial.context_directory import MAX_BYTES
 from dstrial.errors import RequestError
-from dstrial.master.api.engine_refusals import refuse_what_never_starts
+from dstrial.master.api.engine_refusals import refuse_unsatisfiable
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import Fields
@@ -27,7 +27,7 @@ from dstrial.master.http.router import USER, ApiRequest, Handler, Route, route
 from dstrial.master.http.serializers import as_data, shown_config
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle import tensorboards
-from dstrial.master.scheduler.wishes import wish_of_command
+from dstrial.master.scheduler.resource_requests import request_of_command
 from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
 
@@ -69,9 +69,9 @@ async def checked(
         )
 
     spec = await services.check(check)
-    await refuse_what_never_starts(
+    await refuse_unsatisfiable(
         services,
-        wish_of_command(spec.config),
+        request_of_command(spec.config),
         Diagnostics({}, f"{NAMES[kind]} config"),
         slots_key="resources.slots",
     )

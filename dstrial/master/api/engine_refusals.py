@@ -1,11 +1,11 @@
-"""Refuse what an engine would never start, before anything is stored."""
+"""Refuses what an engine rejects, before anything is stored."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
-from dstrial.master.backends.backend import Wish
+from dstrial.master.backends.backend import ResourceRequest
 
 if TYPE_CHECKING:
     from dstrial.config.diagnostics import Diagnostics
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 SLOTS_KEY = "resources.slots_per_trial"  # Where a back end's refusals say how many slots are asked for
 
 
-async def refuse_what_never_starts(
-    services: Services, wish: Wish | None, findings: Diagnostics, *, slots_key: str = SLOTS_KEY
+async def refuse_unsatisfiable(
+    services: Services, request: ResourceRequest | None, findings: Diagnostics, *, slots_key: str = SLOTS_KEY
 ) -> None:
-    """Refuse a config that the engine would never start.
+    """Refuse a config whose jobs the engine rejects.
 
-    ``wish`` None asks for nothing; ``slots_key`` is where the config says how many slots it asks for.
+    ``request`` is None without slots; ``slots_key`` is where the config says how many slots it asks for.
 
     Raises:
         ConfigError: with what the engine says.
     """
-    if services.engine is None or wish is None:
+    if services.engine is None or request is None:
         return
     # In a thread of its own kind: it may take seconds, and the others are for what takes none.
-    for one in await asyncio.to_thread(services.backend.why_never, wish):
+    for one in await asyncio.to_thread(services.backend.unsatisfiable_reasons, request):
         findings.problem(slots_key if one.key == SLOTS_KEY else one.key, one.got, one.expected, one.fix)
     findings.raise_if_any()

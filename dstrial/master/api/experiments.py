@@ -27,7 +27,7 @@ from dstrial.config.experiment_config.submission import (
 from dstrial.config.merge import merge_template
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
-from dstrial.master.api.engine_refusals import refuse_what_never_starts
+from dstrial.master.api.engine_refusals import refuse_unsatisfiable
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import Fields
@@ -37,7 +37,7 @@ from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
 from dstrial.master.lifecycle.interpreter import check_interpreter
-from dstrial.master.scheduler.wishes import wish_of_config
+from dstrial.master.scheduler.resource_requests import request_of_config
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, workspaces
@@ -209,8 +209,8 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
         lambda: prepare(services, config, files, project_id, parent_id=parent_id, template_name=template)
     )
     submission = prepared.submission
-    wish = wish_of_config(submission.config, services.backend.nodes(), may_wait=prepared.may_wait)
-    await refuse_what_never_starts(services, wish, prepared.findings)
+    wanted = request_of_config(submission.config, services.backend.nodes(), may_wait=prepared.may_wait)
+    await refuse_unsatisfiable(services, wanted, prepared.findings)
     if body.flag("validateOnly"):
         experiment = await services.check(lambda: _unsaved(request, prepared))
     else:
@@ -419,8 +419,8 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     )
     changed = submission if has_changes else None
     if changed is not None:
-        wish = wish_of_config(changed.config, services.backend.nodes(), may_wait=True)
-        await refuse_what_never_starts(services, wish, Diagnostics({}, LABEL))
+        wanted = request_of_config(changed.config, services.backend.nodes(), may_wait=True)
+        await refuse_unsatisfiable(services, wanted, Diagnostics({}, LABEL))
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, changed))
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission and submission.exceeds_slots else []
     return message(

@@ -7,7 +7,7 @@ to it by the same :class:`RunRef`, which follows from the allocation's row alone
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -144,36 +144,30 @@ Key: TypeAlias = int | str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wish:
+class ResourceRequest:
     """Slots that a waiting trial or command requests from an engine.
 
     Attributes:
         num_slots: at least 1.
         is_on_one_node: whether the slots must be on one node.
-        kept_off: excluded nodes.
+        excluded_nodes: ids of nodes that must not be used.
         describe: returns a title for people and the experiment's config.
         fewer: acceptable smaller numbers of slots, largest first.
-        has_run: whether it has run before: a refused size was possible once.
-        is_growth: whether it runs with fewer slots and would restart with so many.
-        is_move: whether it stopped for so many slots, and gives back a job that has fewer.
-        off: the excluded nodes that a person has disabled for now.
+        may_wait: whether it is accepted though it needs more nodes than there are now.
     """
 
     key: Key
     num_slots: int
     is_on_one_node: bool
-    kept_off: frozenset[int]
+    excluded_nodes: frozenset[int]
     describe: Callable[[], tuple[str, Mapping[str, Any]]]
     fewer: tuple[int, ...] = ()
-    has_run: bool = False
-    is_growth: bool = False
-    is_move: bool = False
-    off: frozenset[int] = frozenset()
+    may_wait: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a job could never run, as a problem of the experiment's config.
+    """Why a job cannot run, as a problem of the experiment's config.
 
     Attributes:
         key: dotted path in the config.
@@ -195,8 +189,8 @@ class Answer:
     """What a back end has for waiting requests.
 
     Attributes:
-        slots: requests that may begin or grow, with slot ids in rank order.
-        refused: requests that can never begin, with the reason.
+        slots: requests that may begin, with slot ids in rank order.
+        refused: requests whose jobs have failed too often, with the reason.
         told: new messages for waiting requests, each once.
     """
 
@@ -205,50 +199,30 @@ class Answer:
     told: Mapping[Key, str] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lent:
-    """What an engine with a queue has for one trial.
-
-    Attributes:
-        num_slots: of its largest running job that is not about to end, without lost nodes.
-        spare: idle slots by node, including those of its job in which nothing runs.
-    """
-
-    num_slots: int = 0
-    spare: Mapping[int, int] = dataclasses.field(default_factory=dict)
-
-
 class Backend(Protocol):
     """Runs allocations.
 
-    The scheduler's thread calls all methods; any thread may call ``nodes``, ``job_text`` and ``why_never``. Only ``why_never``
-    waits for another machine.
+    The scheduler's thread calls all methods; any thread may call ``nodes``, ``job_text`` and ``unsatisfiable_reasons``. Only
+    ``unsatisfiable_reasons`` waits for another machine.
     """
 
     def nodes(self) -> tuple[Node, ...]:
         """Return all nodes, including those that are down. A slot keeps its id for ever."""
 
-    def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
+    def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         """Return which requests have got slots; None if :meth:`nodes` are free for all.
 
-        Called at each look at the queue, also when nothing waits.
-
-        Args:
-            wishes: what waits, the most urgent first.
-            kept: what runs.
+        Called at each poll of the queue, also when nothing waits. ``requests`` has the most urgent first.
         """
 
-    def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        """Return why an engine would never start this; empty if it may, or if unknown.
+    def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
+        """Return why an engine rejects a request; empty if it does not, or if unknown.
 
         May wait some seconds for the engine.
         """
 
     def job_text(self, key: Key) -> str:
         """Return the state of the engine's job for a key; empty without one."""
-
-    def lent(self, key: Key) -> Lent | None:
-        """Return what an engine has for a key; None without an engine."""
 
     def why_leaving(self, run: RunRef) -> str | None:
         """Return why a run must give its slots back soon; None if it need not."""
@@ -313,21 +287,17 @@ class Backend(Protocol):
 class OwnNodes:
     """Answers of a back end whose nodes belong to the master: there is no engine."""
 
-    def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
-        del wishes, kept
+    def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
+        del requests
         return None
 
-    def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        del wish
+    def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
+        del request
         return ()
 
     def job_text(self, key: Key) -> str:
         del key
         return ""
-
-    def lent(self, key: Key) -> Lent | None:
-        del key
-        return None
 
     def why_leaving(self, run: RunRef) -> str | None:
         del run

@@ -1,8 +1,7 @@
 """The interface to engines with a queue of their own: Slurm and Ray.
 
-An engine chooses nodes after slots were requested. So each waiting trial becomes a *job* of the engine (a batch job, a placement
-group). A running job's nodes become nodes of the master for that trial alone. A job outlives an allocation while its trial
-wants to run again.
+An engine chooses nodes after slots were requested. So each allocation is a *job* of the engine (a batch job, a placement group):
+it is submitted when the trial waits, and cancelled when the allocation has ended.
 """
 
 from __future__ import annotations
@@ -16,18 +15,13 @@ from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import Refusal
 
 JobState = Literal["pending", "running", "leaving", "ended"]
-"""Of an engine's job: it waits; it has its nodes; it was asked to give them back soon; it has none any more."""
+"""Of an engine's job: it waits; it has its nodes; it loses them soon; it has none any more."""
+
+MAX_PENDING = 32  # jobs in an engine's queue; further requests wait with the master
 
 
 class EngineRefusedError(MasterError):
-    """An engine rejects a job, or could never start it; the message says what to do."""
-
-
-class EngineNotNowError(EngineRefusedError):
-    """An engine rejects a job for now; the request is repeated.
-
-    Too many jobs wait, or nodes that the job needs are down.
-    """
+    """An engine rejects a job; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,9 +33,8 @@ class JobRequest:
         title: of the job in the engine's own lists.
         num_slots: on all nodes together, at least 1.
         is_on_one_node: whether the slots must be on one node.
-        kept_off: names of excluded nodes.
+        excluded_nodes: names of nodes that must not be used.
         wants_devices: whether a slot is an accelerator; else a processor core.
-        may_wait: whether the job is queued although its nodes are down or drained.
         settings: the user's ``slurm`` section of the experiment's config.
     """
 
@@ -49,10 +42,17 @@ class JobRequest:
     title: str
     num_slots: int
     is_on_one_node: bool = False
-    kept_off: frozenset[str] = frozenset()
+    excluded_nodes: frozenset[str] = frozenset()
     wants_devices: bool = False
-    may_wait: bool = False
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """All slots of a node, used or not; a node that is not up may return."""
+
+    num_slots: int
+    is_up: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,8 +72,6 @@ class EngineJob:
         key: of its request.
         text: state for people, with the engine's reason: ``job 12: pending (Resources: …)``.
         parts: in rank order; empty unless it runs or leaves.
-        is_beginning: whether it has nodes and cannot be used yet.
-        has_rest: whether the engine keeps some of its nodes although it ended: cancel it.
     """
 
     id: str
@@ -81,14 +79,12 @@ class EngineJob:
     state: JobState
     text: str
     parts: tuple[Part, ...] = ()
-    is_beginning: bool = False
-    has_rest: bool = False
 
 
 class Engine(Protocol):
     """An engine with a queue; its methods raise ConnectionError if it does not answer.
 
-    One thread, never the scheduler's, calls it and may wait some seconds; any thread may call ``why_never``.
+    One thread, never the scheduler's, calls it and may wait some seconds; any thread may call ``unsatisfiable_reasons``.
 
     Attributes:
         name: as its users write it, ``Slurm``.
@@ -96,24 +92,16 @@ class Engine(Protocol):
 
     name: str
 
-    def capacity(self) -> Mapping[str, int]:
-        """Return all slots, used or not, of each node that is up, by node name."""
+    def nodes(self) -> Mapping[str, NodeCapacity]:
+        """Return the engine's nodes by name."""
         ...
 
-    def down(self) -> Mapping[str, int]:
-        """Return slots of nodes that are down and may return, by the last ``capacity``."""
-        ...
-
-    def spare(self) -> Mapping[str, int]:
-        """Return idle slots by node; none while other users wait for slots."""
-        ...
-
-    def called(self, job_id: str) -> str:
+    def job_name(self, job_id: str) -> str:
         """Return a job's name for people: ``job 12``."""
         ...
 
-    def why_never(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why such a job could never run; empty if it may.
+    def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
+        """Return why such a job could not run on the nodes that are up; empty if it may.
 
         Raises:
             OSError: the engine does not answer, or does not know now.
@@ -121,15 +109,14 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: JobRequest) -> str:
-        """Request nodes; return the job's id.
+        """Queue a job; return its id.
 
         Raises:
-            EngineRefusedError: it is rejected, or could never run.
-            EngineNotNowError: it is rejected for now.
+            EngineRefusedError: it is rejected.
         """
         ...
 
-    def most_pending(self, num_slots: int) -> int:
+    def max_pending(self, num_slots: int) -> int:
         """Return how many jobs, of at most ``num_slots``, may wait with the engine.
 
         The rest waits with the master, in its order.

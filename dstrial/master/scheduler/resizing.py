@@ -6,27 +6,17 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.experiment_config.dstrial_section import Elasticity, elasticity_of
-from dstrial.master.backends.backend import Key, Lent
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import endings, resume
-from dstrial.master.scheduler.elasticity import (
-    Growth,
-    Running,
-    grown,
-    has_to_move,
-    larger,
-    leaves_drained,
-    select_preemption_victims,
-)
+from dstrial.master.scheduler.elasticity import Running, grown, leaves_drained, select_preemption_victims
 from dstrial.master.scheduler.queue import Waiting
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import nodes
 from dstrial.master.store import resizing as rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
@@ -167,51 +157,6 @@ class Resizing:
                     row.trial_id, f"it grows from {num_slots} to {target} slots, which nobody else wants"
                 )
                 return
-
-    def growing(
-        self,
-        connection: Connection,
-        lent: Callable[[Key], Lent | None],
-        before: Mapping[int, Growth],
-        used_by: Mapping[int, int],
-        off: frozenset[int],
-    ) -> dict[int, Growth]:
-        """Return which trials request more slots of an engine; nobody waits.
-
-        :meth:`grow` follows when the engine has lent them. Beyond ``slots_per_trial`` one trial grows at a time, the most urgent
-        first.
-        """
-        found: dict[int, Growth] = {}
-        is_beyond = False
-        for row in rows.resizable_trials(connection):
-            elasticity = _elasticity(row.section, row.slots_per_trial)
-            num_slots = len(json.loads(row.slots))
-            if num_slots >= elasticity.at_most or not _is_due(row, elasticity):
-                continue
-            one = self._running(connection, row, at_most=elasticity.at_most)
-            there = lent(row.trial_id)
-            if one is None or there is None or one.choices[0] <= num_slots:
-                continue
-            kept_off = nodes.excluded_for(connection, row.trial_id) | off
-            asked = before.get(row.trial_id)
-            spare = {} if is_beyond else {node: n for node, n in there.spare.items() if node not in kept_off}
-            count = larger(
-                one,
-                wish=elasticity.wish,
-                spare=spare,
-                used=used_by.get(row.experiment_id, 0),
-                before=0 if asked is None else asked.num_slots,
-            )
-            if count > num_slots:
-                is_move = has_to_move(one, count, wish=elasticity.wish, spare=spare)
-                is_beyond = is_beyond or is_move or count > elasticity.wish
-                found[row.trial_id] = Growth(count, one.is_on_one_node, kept_off, is_move)
-        return found
-
-    def grow(self, trial_id: int, num_slots: int, *, is_move: bool = False) -> None:
-        """Stop a trial for which an engine has more slots; no-op if it stops already."""
-        how = ", for which it gives back those that it has" if is_move else ""
-        self._ask(trial_id, f"it grows to {num_slots} slots, which are there for it{how}")
 
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity

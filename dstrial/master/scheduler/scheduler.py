@@ -30,7 +30,6 @@ from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler import commands as command_start
-from dstrial.master.scheduler.elasticity import Growth
 from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.placement import by_node
@@ -42,9 +41,9 @@ from dstrial.master.scheduler.queue import (
 )
 from dstrial.master.scheduler.reconciler import Reconciler, release
 from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
+from dstrial.master.scheduler.resource_requests import begins_of, describe, requests_of, write_answer
 from dstrial.master.scheduler.retries import Retries
 from dstrial.master.scheduler.wait_reasons import WaitReasons
-from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, nodes, users
 from dstrial.master.store import experiments as experiment_rows
@@ -69,9 +68,6 @@ _REST_OF_OUTPUT_S = 15.0
 # For how long a node that is gone still counts.
 _MOMENT_US = 5_000_000
 
-# For so long who has stopped for a larger job, and given its own back, waits for nothing less, its checkpoint included.
-_MOVE_S = 120.0
-
 _THREAD = "scheduler"  # key of `_retries` for the thread's own failures
 
 # Of `trials.is_node_excluded`: it has failed, and a log policy keeps it from this machine.
@@ -94,7 +90,6 @@ class _Queue:
     """Who waits for slots at one poll, and the slots there are."""
 
     live: list[Allocation]
-    kept: list[Key]  # keys of ``live``
     capacity: Capacity
     excluded: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)  # trials without a node left
     rows: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
@@ -135,10 +130,6 @@ class Scheduler:
         self._version = -1  # of the topic at the last poll of allocations
         self._fitting: dict[int, _Fitting] = {}
         self._resizing = Resizing(services.database)
-        self._growing: Mapping[int, Growth] = {}
-        self._moving_s: dict[
-            int, float
-        ] = {}  # Until when who has stopped for a larger job waits for nothing less.
         self._last_poll = LastPoll(-1, -math.inf)
         self._is_begun = False
         self._is_draining = False
@@ -351,12 +342,12 @@ class Scheduler:
         for one in queue.lacking:
             self._reasons.lacks_slots(*one)
         if queue.is_idle:
-            self._backend.request(growth_of(self._growing, self._describe), queue.kept)
+            self._backend.request(())
             return []
         for row in queue.excluded:
             self._end_without_node(row)
         if queue.is_all_off:
-            self._backend.request((), queue.kept)
+            self._backend.request(())
             self._reasons.all_agents_are_off([*queue.rows, *queue.others])
             return []
         for command in queue.others:
@@ -403,10 +394,9 @@ class Scheduler:
         others = commands.waiting(connection)
         self._reasons.forget_others([*found, *others])
         live = allocation_rows.all_live(connection)
-        kept: list[Key] = [row.task_id if row.is_command else row.trial_id for row in live]
         is_idle = not rows and not others and not excluded
-        if is_idle and not self._resizing.is_due(connection):
-            return _Queue(live, kept, _capacity(live, set(), set(), {}), is_idle=True)
+        if is_idle and (self._services.engine is not None or not self._resizing.is_due(connection)):
+            return _Queue(live, _capacity(live, set(), set(), {}), is_idle=True)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
         # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
         some_time_ago_us = now_us() - _MOMENT_US
@@ -424,7 +414,6 @@ class Scheduler:
         disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
         queue = _Queue(
             live,
-            kept,
             capacity,
             excluded=excluded,
             rows=rows,
@@ -467,22 +456,10 @@ class Scheduler:
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
         """Request slots from the engine; None where the master has its own."""
-        now_s = time.monotonic()
-        self._moving_s = {key: until_s for key, until_s in self._moving_s.items() if now_s < until_s}
-        has_run = {row.id for row in queue.rows if row.run_id > 0}
-        used_by = queue.capacity.used_by
-        wishes = wishes_of(waiting, used_by, queue.disabled, has_run, self._describe, self._moving_s)
-        self._growing = self._still_growing(waiting, queue.live, used_by, queue.disabled)
-        answer = self._backend.request([*wishes, *growth_of(self._growing, self._describe)], queue.kept)
-        if answer is None:
-            return None
-        write_answer(self._database, answer)
-        for trial_id in self._growing.keys() & answer.slots.keys():
-            self._resizing.grow(trial_id, len(answer.slots[trial_id]))
-        for trial_id, growth in self._growing.items():
-            if growth.is_move and trial_id not in self._moving_s:
-                self._moving_s[trial_id] = time.monotonic() + _MOVE_S
-                self._resizing.grow(trial_id, growth.num_slots, is_move=True)
+        requests = requests_of(waiting, queue.capacity.used_by, queue.disabled, self._describe)
+        answer = self._backend.request(requests)
+        if answer is not None:
+            write_answer(self._database, answer)
         return answer
 
     def _begin_all(self, begins: Iterable[tuple[Key, list[int]]], queue: _Queue) -> list[Allocation]:
@@ -512,18 +489,18 @@ class Scheduler:
     ) -> Waiting:
         """Return a waiting trial with the numbers of slots it can begin with.
 
-        One for which nobody else waits takes all free slots, up to ``max_slots``; of an engine's those it has already.
+        One for which nobody else waits takes all free slots, up to ``max_slots``; an engine's slots are not known to be free.
         """
-        there = self._backend.lent(row.id)
-        at_most = (None if is_alone else 0) if there is None else there.num_slots
-        choices = self._resizing.choices(connection, row, capacity, at_most=at_most)
+        is_engine = self._services.engine is not None
+        choices = self._resizing.choices(
+            connection, row, capacity, at_most=None if is_alone and not is_engine else 0
+        )
         if one.num_slots < row.slots_per_trial:
             choices = tuple(count for count in choices if count <= one.num_slots)
         if not choices:
             return one
         # It waits for what it asks for, if nothing less can be had.
-        is_wish = one.num_slots in choices and (there is None or there.num_slots <= one.num_slots)
-        num_slots = one.num_slots if is_wish else choices[0]
+        num_slots = one.num_slots if one.num_slots in choices else choices[0]
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _resize(
@@ -546,27 +523,6 @@ class Scheduler:
                     self._resizing.leave_drained(connection, capacity)
                 self._resizing.change_sizes(connection, capacity)
 
-    def _still_growing(
-        self,
-        waiting: Sequence[Waiting],
-        live: Sequence[Allocation],
-        used_by: Mapping[int, int],
-        off: frozenset[int],
-    ) -> Mapping[int, Growth]:
-        """Return which trials request more slots of an engine, and how many.
-
-        None while somebody waits; a trial that is stopping for them keeps what it has got.
-        """
-        if self._services.engine is None:
-            return {}
-        stopping = {row.trial_id for row in live if row.preempt_us is not None}
-        kept = {trial_id: growth for trial_id, growth in self._growing.items() if trial_id in stopping}
-        with self._database.read() as connection:
-            if any(one.num_slots for one in waiting):
-                return kept
-            found = self._resizing.growing(connection, self._backend.lent, self._growing, used_by, off)
-            return {**found, **kept}
-
     def _describe(self, key: Key) -> tuple[str, Mapping[str, Any]]:
         with self._database.read() as connection:
             return describe(connection, key)
@@ -581,7 +537,6 @@ class Scheduler:
         row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
         if row is None:
             return None
-        self._moving_s.pop(trial_id, None)
         self._reconciler.launch(row, lambda: self._request(row, slots, ports, tokens))
         return row
 

@@ -10,7 +10,7 @@ import pytest
 
 from dstrial.errors import ConfigError
 from dstrial.master.backends.backend import Refusal
-from dstrial.master.backends.engine import EngineRefusedError, JobRequest, Part
+from dstrial.master.backends.engine import EngineRefusedError, JobRequest, NodeCapacity, Part
 from dstrial.master.backends.queued.slurm import (
     SlurmEngine,
     parts_of,
@@ -48,7 +48,7 @@ def test_options_of_the_experiment_stand_behind_the_masters_and_so_count() -> No
         "trial-7",
         "t",
         8,
-        kept_off=frozenset({"n2"}),
+        excluded_nodes=frozenset({"n2"}),
         wants_devices=True,
         settings={"sbatch_args": ["-p", "gpu", "--exclude=n9"], "slots_per_node": 4},
     )
@@ -156,27 +156,18 @@ def engine(tmp_path: Path) -> SlurmEngine:
     return SlurmEngine(tmp_path / "slurm", tmp_path, "c", {}, wants_devices=False)
 
 
-def test_nobody_uses_what_another_has_begun_to_wait_for(
-    engine: SlurmEngine, command: Callable[[str, str], None], tmp_path: Path
-) -> None:
-    command("sinfo", "touch asked; echo 'host1 |idle |0/4/0/4 |(null) |(null) |'")
-    command("squeue", "")
-    assert engine.spare() == {"host1": 4}
-    # Somebody's job comes between the two questions.
-    (tmp_path / "asked").unlink()
-    command("squeue", "[ ! -e asked ] || echo 'Resources |train |'")
-    assert engine.spare() == {}
-
-
 def test_nodes_that_are_down_or_drained_have_slots_too(
     engine: SlurmEngine, command: Callable[[str, str], None]
 ) -> None:
     command("sinfo", "echo 'host1|idle|4|(null)'; echo 'host2|drained|2|(null)'; echo 'host3|down*|8|(null)'")
-    assert engine.capacity() == {"host1": 4}
-    assert engine.down() == {"host2": 2, "host3": 8}
+    assert engine.nodes() == {
+        "host1": NodeCapacity(4),
+        "host2": NodeCapacity(2, is_up=False),
+        "host3": NodeCapacity(8, is_up=False),
+    }
 
 
-@pytest.mark.parametrize("ask", [SlurmEngine.capacity, SlurmEngine.spare, SlurmEngine.jobs])
+@pytest.mark.parametrize("ask", [SlurmEngine.nodes, SlurmEngine.jobs])
 def test_jobs_are_shown_that_their_master_lives_while_slurm_is_away(
     engine: SlurmEngine,
     command: Callable[[str, str], None],

@@ -5,14 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.elasticity import (
-    Running,
-    grown,
-    has_to_move,
-    larger,
-    leaves_drained,
-    select_preemption_victims,
-)
+from dstrial.master.scheduler.elasticity import Running, grown, leaves_drained, select_preemption_victims
 from dstrial.master.scheduler.queue import Waiting, assignments
 from dstrial.master.store.nodes import slot_id_of
 
@@ -133,74 +126,3 @@ def test_a_trial_of_one_node_grows_on_one_node_only() -> None:
     one = Running(1, 1, LOW, (first,), (4, 3, 2, 1), is_on_one_node=True)
 
     assert grown(one, free=slots - {first}, enabled=slots, used=1) == 2
-
-
-def asked(
-    one: Running, *, wish: int, spare: dict[int, int] | None = None, used: int = 0, before: int = 0
-) -> int:
-    return larger(one, wish=wish, spare=spare or {}, used=used or one.num_slots, before=before)
-
-
-def test_up_to_its_wish_a_trial_waits_in_the_queue_of_an_engine() -> None:
-    assert asked(running(1, 0), wish=4) == 4
-    assert asked(running(1, 0, 1), wish=2) == 2, "it has what it asks for"
-    assert asked(running(1, 0, choices=(3, 1)), wish=4) == 3, "as many as share its batch"
-    assert asked(running(1, 0, 1, choices=(2, 1)), wish=4) == 2
-
-
-def test_beyond_its_wish_a_trial_takes_what_nobody_uses_for_all_of_the_larger_job() -> None:
-    one = running(1, 0, 1, choices=(8, 6, 4, 2))
-    assert asked(one, wish=2, spare={1: 2, 2: 2}) == 4
-    assert asked(one, wish=2, spare={1: 4, 2: 3}) == 6
-    assert asked(one, wish=2, spare={1: 3}) == 2, "its own two would be free only afterwards"
-    assert asked(one, wish=4, spare={1: 3}) == 4, "that is its wish"
-    assert asked(one, wish=4, spare={1: 4, 2: 4}) == 8
-
-
-def test_on_one_node_and_within_what_its_experiment_may_use() -> None:
-    one = Running(1, 1, LOW, (0, 1), (8, 4, 2), is_on_one_node=True)
-    assert asked(one, wish=2, spare={1: 3, 2: 4}) == 4
-    assert asked(one, wish=2, spare={1: 3, 2: 3}) == 2
-    capped = Running(1, 1, LOW, (0, 1), (8, 4, 2), max_slots=6)
-    assert asked(capped, wish=8, spare={1: 9}) == 4
-    assert asked(capped, wish=8, spare={1: 9}, used=5) == 2, "others of its experiment have three"
-
-
-def test_what_was_asked_for_stays_while_it_may_be_had() -> None:
-    one = running(1, 0, 1, choices=(8, 6, 4, 2))
-    assert asked(one, wish=2, spare={1: 9}, before=4) == 4
-    assert asked(one, wish=2, spare={1: 4}, before=6) == 4, "somebody has taken some of it"
-    assert asked(one, wish=2, spare={}, before=4) == 2
-
-
-@given(
-    st.integers(1, 4),
-    st.sets(st.integers(1, 16), max_size=8),
-    st.integers(1, 16),
-    st.dictionaries(st.integers(1, 4), st.integers(0, 8)),
-    st.integers(0, 16),
-    st.none() | st.integers(1, 16),
-)
-def test_it_never_asks_for_fewer_for_what_it_cannot_use_or_for_what_others_have(
-    has: int, choices: set[int], wish: int, spare: dict[int, int], before: int, most: int | None
-) -> None:
-    one = Running(1, 1, LOW, tuple(range(has)), tuple(sorted({has, *choices}, reverse=True)), most)
-    count = larger(one, wish=wish, spare=spare, used=has, before=before)
-    assert count >= has
-    assert count in one.choices
-    if count > has:
-        assert count <= wish or count <= sum(spare.values())
-        assert most is None or count <= most
-
-
-def test_who_has_less_than_it_asks_for_gives_its_job_back_where_only_its_own_slots_are_missing() -> None:
-    # Nodes have 1,024 slots at most: these are of node 0.
-    one = running(1, 0, 1, choices=(8, 4, 3, 2))
-    assert has_to_move(one, 3, wish=4, spare={1: 1})
-    assert not has_to_move(one, 3, wish=4, spare={1: 3}), "it fits beside it"
-    assert not has_to_move(one, 4, wish=4, spare={1: 1}), "nor does it in its place"
-    assert not has_to_move(one, 3, wish=4, spare={}), "others may wait"
-    assert not has_to_move(one, 8, wish=4, spare={1: 6}), "it keeps what it has asked for"
-    alone = Running(1, 1, LOW, (0, 1), (3, 2), is_on_one_node=True)
-    assert has_to_move(alone, 3, wish=4, spare={0: 1})
-    assert not has_to_move(alone, 3, wish=4, spare={1: 1}), "on another node"

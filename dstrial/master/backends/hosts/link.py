@@ -296,6 +296,11 @@ class HostLink:
                 return None
             return f"{self.host.name} is {self._why_down}"
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing answers there; False where something answers and refuses."""
+        return self._was_silent and self._why_down is not None
+
     def why_leaving(self) -> str | None:
         """Return why the host will be taken away soon, by its agent; None if it stays."""
         return self._leaves
@@ -399,6 +404,7 @@ class HostLink:
         except TimeoutError:
             refusal = connection.refusal()
             connection.abandon()
+            self._was_silent = True
             return f"{visible_line(refusal.got)}. {refusal.fix}"
         if answer is None:
             refusal = connection.refusal()

@@ -1,14 +1,11 @@
-"""Decides what is released and requested, and which nodes are lost; pure."""
+"""Decides which jobs are cancelled and submitted, and their slots; pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dstrial.master.backends.engine import JobState
-
-MOST_PENDING = 32  # jobs in an engine's queue; further ones wait with the master
-LOST_NODE_S = 300.0  # a node stays lost for so long without news from a link or the engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,15 +14,14 @@ class KnownJob:
 
     Attributes:
         is_in_use: whether an allocation runs in it.
-        why_useless: why its request cannot use it; None if it can.
+        unusable_reason: why no allocation can begin in it; None if one can.
     """
 
     id: str
     key: str
     state: JobState
     is_in_use: bool = False
-    why_useless: str | None = None
-    num_slots: int = 0
+    unusable_reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,57 +29,45 @@ class Plan:
     """What to do.
 
     Attributes:
-        given_back: ids of jobs to release, with the reason.
-        asked_for: keys to request, in this order.
-        left: keys that wait until others wait no more.
+        cancelled: ids of jobs to cancel, with the reason.
+        submitted: keys for which a job is submitted, in this order.
+        deferred: keys that wait until fewer jobs are pending.
     """
 
-    given_back: tuple[tuple[str, str], ...]
-    asked_for: tuple[str, ...]
-    left: tuple[str, ...] = ()
+    cancelled: tuple[tuple[str, str], ...]
+    submitted: tuple[str, ...]
+    deferred: tuple[str, ...] = ()
 
 
-def plan(
-    wanted: Sequence[str],
-    kept: Collection[str],
-    jobs: Sequence[KnownJob],
-    most_pending: int = MOST_PENDING,
-    *,
-    growing: Collection[str] = (),
-) -> Plan:
-    """Give each waiting key one job, and none two.
+def plan(requested: Collection[str], due: Sequence[str], jobs: Sequence[KnownJob], max_pending: int) -> Plan:
+    """Give each requested key exactly one job.
 
     Args:
-        wanted: keys that wait and may request now, the most urgent first.
-        kept: keys that may have a job.
-        jobs: those that are not over.
-        most_pending: how many may wait at once.
-        growing: keys that run, and wait for a larger job beside their own.
+        requested: keys that wait for an allocation.
+        due: those of them for which a job may be submitted now, the most urgent first.
+        jobs: all that are neither ended nor cancelled.
+        max_pending: how many jobs may be pending at once.
     """
-    given_back: list[tuple[str, str]] = []
+    cancelled: list[tuple[str, str]] = []
     served: set[str] = set()
     num_pending = 0
-    # What runs first, and the largest of it: it serves, and others for the same key do not.
-    for job in sorted(jobs, key=lambda one: (not one.is_in_use, one.state != "running", -one.num_slots)):
+    for job in sorted(jobs, key=lambda one: (not one.is_in_use, one.state != "running")):
         if job.is_in_use:
-            if job.key not in growing:
-                served.add(job.key)
-        elif job.state == "leaving":
-            given_back.append((job.id, "its nodes were asked for"))
-        elif job.key not in kept:
-            given_back.append((job.id, "nobody wants it any more"))
-        elif job.why_useless is not None:
-            given_back.append((job.id, job.why_useless))
+            continue
+        if job.state == "leaving":
+            cancelled.append((job.id, "its nodes are taken away"))
+        elif job.unusable_reason is not None:
+            cancelled.append((job.id, job.unusable_reason))
+        elif job.key not in requested:
+            cancelled.append((job.id, "its allocation is not wanted any more"))
         elif job.key in served:
-            given_back.append((job.id, "there is another one for the same"))
+            cancelled.append((job.id, "there is another job for the same allocation"))
         else:
             served.add(job.key)
-            # Who grows holds up nobody.
-            num_pending += job.state == "pending" and job.key not in growing
-    waiting = [key for key in wanted if key not in served]
-    num_asked = max(most_pending - num_pending, 0)
-    left = [key for key in waiting[num_asked:] if key not in growing]
-    return Plan(tuple(given_back), tuple(waiting[:num_asked]), tuple(left))
+            num_pending += job.state == "pending"
+    waiting = [key for key in due if key not in served]
+    num_submitted = max(max_pending - num_pending, 0)
+    return Plan(tuple(cancelled), tuple(waiting[:num_submitted]), tuple(waiting[num_submitted:]))
 
 
 def chosen_counts(
@@ -91,7 +75,7 @@ def chosen_counts(
 ) -> dict[int, int] | None:
     """Return how many slots of each part are used; None if there are too few.
 
-    What fits on one part is not divided. ``available`` has usable slots by part, in rank order.
+    What fits on one part is not divided. ``available`` has slots by part, in rank order.
     """
     for part, count in available.items():
         if count >= num_slots:
@@ -120,56 +104,3 @@ def free_indices(num: int, taken: Collection[int]) -> list[int]:
 def key_text(key: int | str) -> str:
     """Return the engine's key of a trial's number, or of a command's task id."""
     return f"command-{key}" if isinstance(key, str) else f"trial-{key}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LinkState:
-    """State of a link to a node of a job.
-
-    Attributes:
-        is_up: whether its agent answers.
-        why_lost: why the node counts as lost; None while it does not.
-    """
-
-    job_id: str
-    node_id: int
-    is_up: bool
-    why_lost: str | None
-
-
-class LostNodes:
-    """Which nodes count as lost.
-
-    A link reports a loss once: a job that has lost a node for good keeps a link that never comes up again, also when the node is
-    well. So a later report of the engine, or of another job's link, counts.
-    """
-
-    def __init__(self) -> None:
-        self._lost: dict[int, tuple[str, float]] = {}
-        self._told: set[tuple[str, int]] = set()
-
-    def look(self, links: Iterable[LinkState], down: Collection[int], now_s: float) -> Mapping[int, str]:
-        """Return lost nodes with the reason.
-
-        Args:
-            links: of all jobs that have nodes.
-            down: nodes that the engine reports as down.
-            now_s: monotonic seconds.
-        """
-        known = list(links)
-        there = {(one.job_id, one.node_id) for one in known}
-        self._told &= there
-        for one in known:
-            link = (one.job_id, one.node_id)
-            if one.is_up:
-                self._told.discard(link)
-            elif one.why_lost is not None and link not in self._told:
-                self._told.add(link)
-                self._lost[one.node_id] = (one.why_lost, now_s)
-        up = {one.node_id for one in known if one.is_up}
-        self._lost = {
-            node_id: (why, at_s)
-            for node_id, (why, at_s) in self._lost.items()
-            if node_id not in up and node_id not in down and now_s < at_s + LOST_NODE_S
-        }
-        return {node_id: why for node_id, (why, _) in self._lost.items()}

@@ -16,8 +16,14 @@ from dstrial.errors import MasterError
 from dstrial.hosts.transport import Refusal as HostRefusal
 from dstrial.hosts.transport import Transport, last_line, remote_words
 from dstrial.master.backends.backend import Refusal
-from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, Part
-from dstrial.master.backends.queued.plan import MOST_PENDING
+from dstrial.master.backends.engine import (
+    MAX_PENDING,
+    EngineJob,
+    EngineRefusedError,
+    JobRequest,
+    NodeCapacity,
+    Part,
+)
 from dstrial.ray import relay
 from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
 from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, choose_shares, parse_groups, parse_nodes
@@ -53,24 +59,15 @@ class RayEngine:
         self._bridge = BridgeClient(address)
         self._cluster_id = cluster_id
         self._num_free = 0
-        self._nodes: Sequence[RayNode] = ()  # By the last look; any thread reads it.
+        self._nodes: Sequence[RayNode] = ()  # By the last poll; any thread reads it.
 
-    def capacity(self) -> Mapping[str, int]:
+    def nodes(self) -> Mapping[str, NodeCapacity]:
         """Slots are processor cores where no node has accelerators."""
         nodes = usable(parse_nodes(self._bridge.ask("look")))
         kind = slot_kind(nodes, os.environ)
-        return {node.name: node.num_slots(kind) for node in nodes if node.num_slots(kind)}
+        return {node.name: NodeCapacity(node.num_slots(kind)) for node in nodes if node.num_slots(kind)}
 
-    def down(self) -> Mapping[str, int]:
-        """Ray does not know which nodes may come back."""
-        return {}
-
-    def spare(self) -> Mapping[str, int]:
-        seen = self._bridge.ask("look")
-        nodes = usable(parse_nodes(seen))
-        return spare_slots(nodes, parse_groups(seen), self._cluster_id, slot_kind(nodes, os.environ))
-
-    def called(self, job_id: str) -> str:
+    def job_name(self, job_id: str) -> str:
         return f"placement group {job_id[:_SHOWN_DIGITS]}"
 
     def wants_devices(self) -> bool:
@@ -89,7 +86,7 @@ class RayEngine:
             ) from None
         return slot_kind(nodes, os.environ) == GPU
 
-    def why_never(self, request: JobRequest) -> Sequence[Refusal]:
+    def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
         """The nodes of the last poll decide; Ray is not asked."""
         nodes = self._nodes
         return refusals_of(request, nodes) if nodes else ()
@@ -102,22 +99,22 @@ class RayEngine:
                 "reserve",
                 name=group_name(self._cluster_id, request, secrets.token_hex(4)),
                 bundles=bundles,
-                kept_off=[node.id for node in nodes if node.name in request.kept_off],
+                excluded_nodes=[node.id for node in nodes if node.name in request.excluded_nodes],
             )
         except RayRefusedError as error:
             raise EngineRefusedError(f"Ray does not take {request.key}; it says: {error}") from None
         return str(answer["id"])
 
-    def most_pending(self, num_slots: int) -> int:
+    def max_pending(self, num_slots: int) -> int:
         """There may be as many as there is room for, and at least one.
 
         Ray tries the newest waiting group first (gcs_placement_group_manager.cc orders them by the time of the last attempt and
         a delay that grows to a second): an old one would wait as long as new ones come.
         """
-        return min(max(self._num_free // max(num_slots, 1), 1), MOST_PENDING)
+        return min(max(self._num_free // max(num_slots, 1), 1), MAX_PENDING)
 
     def jobs(self) -> Sequence[EngineJob]:
-        """A group that has lost a node is over, and keeps its other nodes."""
+        """A group that has lost a node has ended; its other nodes are released."""
         seen = self._bridge.ask("look")
         nodes = parse_nodes(seen)
         self._nodes = usable(nodes)
@@ -126,7 +123,10 @@ class RayEngine:
         for group in parse_groups(seen):
             key = key_of(group.name, self._cluster_id)
             if key is not None and group.state != "REMOVED":
-                found.append(job_of(group, key, nodes))
+                job = job_of(group, key, nodes)
+                found.append(job)
+                if job.state == "ended":
+                    self.cancel(job.id)
         return found
 
     def cancel(self, job_id: str) -> None:
@@ -175,7 +175,7 @@ class RayTransport:
         if "is over" in text or "has no node" in text:
             return HostRefusal(
                 f"not the job's any more ({last_line(errors)})",
-                "Nothing is to be done: it is asked for again.",
+                "Nothing is to be done: another job is submitted.",
             )
         return HostRefusal(
             f"not starting a program (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}",
@@ -196,19 +196,6 @@ def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
     return GPU if has_gpus else CPU
 
 
-def spare_slots(
-    nodes: Sequence[RayNode], groups: Sequence[RayGroup], cluster_id: str, kind: str
-) -> Mapping[str, int]:
-    """Return idle slots by node; none while a group of another owner waits. Pure."""
-    if any(
-        group.state in ("PENDING", "RESCHEDULING") and key_of(group.name, cluster_id) is None
-        for group in groups
-    ):
-        return {}
-    free = {node.name: int(node.free.get(kind, 0)) for node in nodes}
-    return {name: count for name, count in free.items() if count}
-
-
 def num_free(nodes: Sequence[RayNode], kind: str) -> int:
     return sum(int(node.free.get(kind, 0)) for node in usable(nodes))
 
@@ -223,7 +210,7 @@ def check_ray(address: str) -> Mapping[str, int]:
     ray = RayEngine(address, "")
     try:
         ray.wants_devices()
-        return ray.capacity()
+        return {name: node.num_slots for name, node in ray.nodes().items()}
     finally:
         ray.close()
 
@@ -241,15 +228,19 @@ def key_of(name: str, cluster_id: str) -> str | None:
 def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]]:
     """Return a placement group's bundles; refuse what the nodes do not have."""
     kind = GPU if request.wants_devices else CPU
-    allowed = [node for node in nodes if node.name not in request.kept_off]
+    allowed = [node for node in nodes if node.name not in request.excluded_nodes]
     counts = [node.num_slots(kind) for node in allowed]
     shares = choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
     if shares is None:
         count, where = _most(counts, is_on_one_node=request.is_on_one_node)
-        kept_off = f"; {', '.join(sorted(request.kept_off))} must not be used" if request.kept_off else ""
+        excluded = (
+            f"; {', '.join(sorted(request.excluded_nodes))} must not be used"
+            if request.excluded_nodes
+            else ""
+        )
         raise EngineRefusedError(
             f"{request.key} asks Ray for {_slots(request.num_slots, kind)} {where}; expected at most {count}, which is what the "
-            f"cluster's nodes have ({_amounts(allowed, kind)}{kept_off}). Ask for fewer slots (resources.slots_per_trial), or "
+            f"cluster's nodes have ({_amounts(allowed, kind)}{excluded}). Ask for fewer slots (resources.slots_per_trial), or "
             "start Ray on more nodes."
         )
     return [{kind: float(count)} for count in shares]
@@ -258,7 +249,7 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 def refusals_of(request: JobRequest, nodes: Sequence[RayNode]) -> list[Refusal]:
     """Return what the nodes lack, as a problem of the experiment's config. Pure."""
     kind = GPU if request.wants_devices else CPU
-    nodes = [node for node in nodes if node.name not in request.kept_off]
+    nodes = [node for node in nodes if node.name not in request.excluded_nodes]
     counts = [node.num_slots(kind) for node in nodes]
     if choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node) is not None:
         return []
@@ -287,9 +278,7 @@ def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
     dead = [known[one] for one in places if one in known and not known[one].is_alive]
     if group.has_moved or (dead and group.state == "CREATED"):
         why = "; ".join(f"{node.name} is dead{_reason(node)}" for node in dead)
-        return EngineJob(
-            group.id, key, "ended", f"{begin}: ended ({why or 'one of its nodes is gone'})", has_rest=True
-        )
+        return EngineJob(group.id, key, "ended", f"{begin}: ended ({why or 'one of its nodes is gone'})")
     if group.state != "CREATED":
         return EngineJob(group.id, key, "pending", f"{begin}: pending ({_why_waiting(counts, kind, nodes)})")
     found = [known[one] for one in group.node_ids if one in known]

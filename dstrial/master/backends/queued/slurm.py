@@ -1,4 +1,4 @@
-"""Slurm as an engine: a batch job for each trial, which only holds its nodes."""
+"""Slurm as an engine: a batch job for each allocation, which only holds its nodes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.config.diagnostics import render
-from dstrial.errors import ConfigError, LaunchError, NodesDownError
+from dstrial.errors import ConfigError, LaunchError
 from dstrial.hosts.srun import SrunTransport
 from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import (
+    MAX_PENDING,
     EngineJob,
-    EngineNotNowError,
     EngineRefusedError,
     JobRequest,
     JobState,
+    NodeCapacity,
     Part,
 )
-from dstrial.master.backends.queued.plan import MOST_PENDING
 from dstrial.master.store.nodes import MOST_SLOTS
 from dstrial.slurm import client
 from dstrial.slurm.nodelist import expand_counts, expand_nodes
@@ -38,14 +38,11 @@ from dstrial.slurm.script import (
 )
 from dstrial.slurm.squeue import (
     SINFO,
-    SPARE,
     SQUEUE,
-    WAITING,
     QueuedJob,
-    others_wait,
+    is_up,
     parse_nodes,
     parse_queue,
-    parse_spare,
     refused_options,
 )
 
@@ -82,62 +79,34 @@ class SlurmEngine:
         self._mark = f"@{cluster_id.replace('-', '')[:8]}"
         self._settings = settings
         self._wants_devices = wants_devices
-        self._down: Mapping[str, int] = {}
         self._parts: dict[str, tuple[Part, ...]] = {}
         self._unseen_s: dict[str, float] = {}
         self._alive_s = -_ALIVE_PERIOD_S
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def capacity(self) -> Mapping[str, int]:
+    def nodes(self) -> Mapping[str, NodeCapacity]:
         """A slot is a task, or a GPU."""
         self._touch()  # Also while Slurm is away: the jobs go on, and the master lives.
         code, output, errors = client.run_slurm(list(SINFO))
         if code:
             raise ConnectionError(client.why_away(errors or output, "sinfo", code))
         options = sbatch_args(self._settings, [], "the master's settings")
-        found, self._down = (
-            {name: min(count, MOST_SLOTS) for name, count in nodes.items()}
-            for nodes in (
-                parse_nodes(
-                    output,
-                    wants_devices=self._wants_devices,
-                    cpus_per_task=self._cpus_per_task(options),
-                    wants_up=wants_up,
-                )
-                for wants_up in (True, False)
-            )
+        found = parse_nodes(
+            output, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
         )
-        return found
+        return {
+            name: NodeCapacity(min(count, MOST_SLOTS), is_up=is_up(state))
+            for name, (count, state) in found.items()
+        }
 
-    def down(self) -> Mapping[str, int]:
-        return self._down
-
-    def spare(self) -> Mapping[str, int]:
-        self._touch()
-        options = sbatch_args(self._settings, [], "the master's settings")
-        partition = value_of(options, "--partition", "-p")
-        words = [*SPARE, *(["--partition", partition] if partition else [])]
-        code, spare, errors = client.run_slurm(words)
-        if code:
-            raise ConnectionError(client.why_away(errors or spare, "sinfo", code))
-        # Only then: who has begun to wait meanwhile counts, too.
-        code, output, errors = client.run_slurm(list(WAITING))
-        if code:
-            raise ConnectionError(client.why_away(errors or output, "squeue", code))
-        if others_wait(output, self._mark):
-            return {}
-        return parse_spare(
-            spare, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
-        )
-
-    def called(self, job_id: str) -> str:
+    def job_name(self, job_id: str) -> str:
         return f"job {job_id}"
 
     def _cpus_per_task(self, options: Sequence[str]) -> int:
         per_task = value_of(options, "--cpus-per-task", "-c") or "1"
         return int(per_task) if per_task.isdecimal() else 1
 
-    def why_never(self, request: JobRequest) -> Sequence[Refusal]:
+    def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
         """Have sbatch check the job's script without a job; reads no state that changes."""
         name = f"{request.key}{self._mark}"
         try:
@@ -156,15 +125,11 @@ class SlurmEngine:
         ) as script:
             script.write(text)
             script.flush()
-            found = client.why_never(Path(script.name))
+            found = client.rejection_of(Path(script.name))
         return [] if found is None else [refusal_of(request, *found)]
 
     def submit(self, request: JobRequest) -> str:
-        """Queue a job that holds nodes; return its number.
-
-        Raises:
-            EngineNotNowError: its user has as many jobs queued as allowed, or nodes are down or drained.
-        """
+        """Queue a job that holds nodes; return its number."""
         self._touch()
         try:
             text = script_of(
@@ -175,18 +140,16 @@ class SlurmEngine:
         script = self._directory / f"{request.key}.sh"
         script.write_text(text, encoding="utf-8")
         try:
-            return str(client.submit(script, may_wait=request.may_wait))
+            return str(client.submit(script))
         except LaunchError as error:
             if client.is_transient(error):
                 raise ConnectionError(str(error)) from error
-            if isinstance(error, NodesDownError) or client.is_full(str(error)):
-                raise EngineNotNowError(str(error)) from error
             raise EngineRefusedError(str(error)) from error
 
-    def most_pending(self, num_slots: int) -> int:
+    def max_pending(self, num_slots: int) -> int:
         """Slurm keeps an order of its own; the limit is what other users put up with."""
         del num_slots
-        return MOST_PENDING
+        return MAX_PENDING
 
     def jobs(self) -> Sequence[EngineJob]:
         self._touch()
@@ -200,10 +163,9 @@ class SlurmEngine:
         state = state_of(job)
         if state in ("pending", "ended"):
             self._parts.pop(job.job_id, None)
-            is_beginning = state == "pending" and bool(job.nodes)
             has_written = (self._directory / f"{job.job_id}{NODES_SUFFIX}").exists()
             text = job.text if has_written else text_of_unbegun(job, self._directory)
-            return EngineJob(job.job_id, key, state, text, is_beginning=is_beginning)
+            return EngineJob(job.job_id, key, state, text)
         parts = self._parts_of(job)
         if parts:
             return EngineJob(job.job_id, key, state, job.text, parts)
@@ -215,7 +177,7 @@ class SlurmEngine:
                 "expected a directory that all nodes mount. Start the master with such a --state-dir"
             )
             return EngineJob(job.job_id, key, "ended", text)
-        return EngineJob(job.job_id, key, "pending", f"{job.text}, where it begins", is_beginning=True)
+        return EngineJob(job.job_id, key, "pending", f"{job.text}, where it begins")
 
     def _parts_of(self, job: QueuedJob) -> tuple[Part, ...]:
         """Return what the job's script reports of its nodes; nothing before it has begun."""
@@ -321,9 +283,9 @@ def script_of(
     )
     if request.is_on_one_node and not any(line.startswith("--nodes") for line in lines):
         lines.append("--nodes=1")
-    if request.kept_off:
+    if request.excluded_nodes:
         given = value_of(options, "--exclude", "-x")
-        names = sorted({*request.kept_off, *((given or "").split(",") if given else ())})
+        names = sorted({*request.excluded_nodes, *((given or "").split(",") if given else ())})
         options.append(f"--exclude={','.join(names)}")
     return holding_script(
         name=name,

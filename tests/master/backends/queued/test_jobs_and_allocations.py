@@ -1,4 +1,4 @@
-"""Jobs of an engine that end while something is about to begin in them; the engine is one in memory."""
+"""Jobs and allocations of the back end with a queue; the engine is one in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from waiting import wait_for
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Refusal
-from dstrial.master.backends.backend import RunRef, Share, SlotsGoneError, Wish
+from dstrial.master.backends.backend import ResourceRequest, RunRef, Share, SlotsGoneError
 from dstrial.master.backends.engine import (
     EngineJob,
-    EngineNotNowError,
     EngineRefusedError,
     JobRequest,
     JobState,
+    NodeCapacity,
     Part,
 )
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
@@ -33,63 +33,63 @@ from dstrial.master.store.nodes import slot_id_of
 pytestmark = pytest.mark.process
 
 
-class NoWay:
-    """Reaches no node."""
+@dataclasses.dataclass
+class Nodes:
+    """Reaches nodes by a command that never answers."""
 
-    connect_s = 1.0
+    command: tuple[str, ...] = ("cat",)
+    connect_s: float = 600.0
 
     def words(self, host: str, python: str) -> list[str]:
         del host, python
-        return ["false"]
+        return [*self.command]
 
     def environment(self) -> None:
         pass
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        del host, python, exit_code, errors
-        return Refusal("not there", "Look for it.")
+        del python, exit_code, errors
+        return Refusal(f"not there ({host})", "Look for it.")
 
 
 @dataclasses.dataclass
 class InMemory:
-    """An engine with one node of four slots."""
+    """An engine with one node; a job in ``job_ids`` has one slot and the key of the trial of its number."""
 
     job_ids: tuple[str, ...] = ()
     state: JobState = "running"
     refusal: str | None = None
-    is_full: bool = False
-    num_asked: int = 0
+    accepts: int = 0
+    num_polls: int = 0
+    asked: list[JobRequest] = dataclasses.field(default_factory=list)
     on_cancel: Callable[[str], None] = lambda _: None
     cancelled: list[str] = dataclasses.field(default_factory=list)
+    way: Nodes = dataclasses.field(default_factory=Nodes)
     name: str = "Memory"
 
-    def capacity(self) -> Mapping[str, int]:
-        return {"host1": 4}
+    def nodes(self) -> Mapping[str, NodeCapacity]:
+        return {"host1": NodeCapacity(4)}
 
-    def down(self) -> Mapping[str, int]:
-        return {}
-
-    def spare(self) -> Mapping[str, int]:
-        return {}
-
-    def called(self, job_id: str) -> str:
+    def job_name(self, job_id: str) -> str:
         return f"job {job_id}"
 
-    def why_never(self, request: JobRequest) -> tuple[()]:
+    def unsatisfiable_reasons(self, request: JobRequest) -> tuple[()]:
         del request
         return ()
 
     def submit(self, request: JobRequest) -> str:
-        del request
-        self.num_asked += 1
-        if self.is_full:
-            raise EngineNotNowError("two jobs wait already")
-        raise EngineRefusedError(self.refusal or "none is to be had")
+        self.asked.append(request)
+        if request.num_slots > self.accepts:
+            raise EngineRefusedError(self.refusal or "none is to be had")
+        job_id = request.key.removeprefix("trial-")
+        self.job_ids = (*self.job_ids, job_id)
+        return job_id
 
-    def most_pending(self, num_slots: int) -> int:
+    def max_pending(self, num_slots: int) -> int:
         return num_slots
 
     def jobs(self) -> Sequence[EngineJob]:
+        self.num_polls += 1
         return [
             EngineJob(job_id, f"trial-{job_id}", self.state, f"job {job_id}", (Part("host1", 1),))
             for job_id in self.job_ids
@@ -100,9 +100,9 @@ class InMemory:
         self.on_cancel(job_id)
         self.cancelled.append(job_id)
 
-    def transport(self, job_id: str) -> NoWay:
+    def transport(self, job_id: str) -> Nodes:
         del job_id
-        return NoWay()
+        return self.way
 
     def close(self) -> None:
         pass
@@ -119,11 +119,10 @@ class Made:
 def made(tmp_path: Path) -> Iterator[Made]:
     engine, told = InMemory(), threading.Event()
     servers = ForkServers(ForkSettings(is_on=False, idle_timeout_s=1.0), tmp_path / "log")
-    settings = AgentSettings("python", "c", 1, None, False, False, 1.0, NoWay())
     backend = QueuedBackend(
         LocalBackend("here", (), servers),
         engine,
-        settings,
+        AgentSettings("python", "c", 1, None, False, False, 1.0, engine.way),
         lambda names: dict.fromkeys(names, 1),
         told.set,
         tmp_path,
@@ -135,24 +134,28 @@ def made(tmp_path: Path) -> Iterator[Made]:
     backend.close()
 
 
+def request(key: int, num_slots: int = 1, **values: Any) -> ResourceRequest:
+    return ResourceRequest(key, num_slots, False, frozenset(), lambda: (f"trial {key}", {}), **values)
+
+
 def begin(made: Made, *job_ids: str) -> None:
-    """Look at the engine, which has these jobs, each with a slot for its trial."""
-    made.engine.job_ids = job_ids
-    made.backend.request((), [int(job_id) for job_id in job_ids])
+    """Let the engine have these running jobs, whose trials wait for the nodes to answer."""
     made.backend.begin()
-    wait_for(lambda: all(made.backend.lent(int(job_id)).num_slots == 1 for job_id in job_ids))
+    made.backend.request([request(int(job_id)) for job_id in job_ids])
+    made.engine.job_ids = job_ids
+    wait_for(lambda: all(made.backend.job_text(int(job_id)) == f"job {job_id}" for job_id in job_ids))
 
 
 def submit(made: Made, directory: Path, index: int) -> None:
     """Begin an allocation in the job that has a slot of the node."""
-    request: dict[str, Any] = dict.fromkeys(
+    values: dict[str, Any] = dict.fromkeys(
         (field.name for field in dataclasses.fields(AllocationRequest)), ""
     )
     run = RunRef("2.x.1", directory, (Share(1, (slot_id_of(1, index),)),))
-    made.backend.submit(AllocationRequest(**{**request, "ports": {}, "slots": ()}), run)
+    made.backend.submit(AllocationRequest(**{**values, "ports": {}, "slots": ()}), run)
 
 
-def test_nothing_begins_in_a_job_that_is_about_to_be_given_back(made: Made, tmp_path: Path) -> None:
+def test_submit_into_job_about_to_be_cancelled_fails(made: Made, tmp_path: Path) -> None:
     begin(made, "1", "2")
     raised: list[DstrialError] = []
 
@@ -169,19 +172,39 @@ def test_nothing_begins_in_a_job_that_is_about_to_be_given_back(made: Made, tmp_
     assert [type(error) for error in raised] == [SlotsGoneError]
 
 
-def test_a_job_in_which_something_runs_is_not_given_back(made: Made, tmp_path: Path) -> None:
+def test_job_in_use_is_not_cancelled(made: Made, tmp_path: Path) -> None:
     begin(made, "1", "2")
     submit(made, tmp_path / "allocation", 1)
     made.engine.state = "leaving"
     wait_for(lambda: made.engine.cancelled)
     made.backend.close()
-    assert made.engine.cancelled == ["1"]
+    assert set(made.engine.cancelled) == {"1"}
 
 
-def test_a_job_that_has_ended_before_something_begins_in_it_is_a_loss(made: Made, tmp_path: Path) -> None:
+def test_begun_allocation_has_no_second_job(made: Made, tmp_path: Path) -> None:
+    begin(made, "1")
+    submit(made, tmp_path / "allocation", 0)
+    polls = made.engine.num_polls
+    wait_for(lambda: made.engine.num_polls > polls + 1)
+    assert made.engine.asked == []
+
+
+def test_job_is_cancelled_when_its_allocation_has_ended(made: Made, tmp_path: Path) -> None:
+    """The trial that begins again has another job."""
+    begin(made, "1")
+    submit(made, tmp_path / "allocation", 0)
+    made.backend.request([])
+    run = RunRef("2.x.1", tmp_path / "allocation", (Share(1, (slot_id_of(1, 0),)),))
+    made.backend.forget(run)
+    made.backend.request([request(1)])
+    wait_for(lambda: set(made.engine.cancelled) == {"1"})
+    wait_for(lambda: [one.key for one in made.engine.asked] == ["trial-1"])
+
+
+def test_job_that_ends_before_its_allocation_begins_is_no_failure(made: Made, tmp_path: Path) -> None:
     begin(made, "1")
     made.engine.job_ids = ()
-    wait_for(lambda: made.backend.lent(1).num_slots == 0)
+    wait_for(lambda: made.backend.job_text(1) != "job 1")
     with pytest.raises(SlotsGoneError, match="has ended before it began there") as raised:
         submit(made, tmp_path / "allocation", 0)
     exit_ = failed_start(raised.value)
@@ -189,37 +212,62 @@ def test_a_job_that_has_ended_before_something_begins_in_it_is_a_loss(made: Made
     assert not failed_start(MasterError("no such entrypoint")).was_lost
 
 
-def test_a_refusal_that_nobody_has_heard_ends_nobody_later(made: Made) -> None:
-    wish = Wish(7, 1, False, frozenset(), lambda: ("a trial", {}))
+def test_job_nobody_requests_is_cancelled_after_first_request(made: Made) -> None:
+    """Jobs of an earlier master stay until the scheduler has said what waits."""
+    made.engine.job_ids, made.engine.state = ("1", "2"), "pending"
+    made.backend.begin()
+    wait_for(lambda: made.backend.job_text(2) == "job 2")
+    assert made.engine.cancelled == []
+    made.backend.request([request(2)])
+    wait_for(lambda: set(made.engine.cancelled) == {"1"})
+    assert made.backend.job_text(2) == "job 2"
+
+
+def test_three_jobs_that_end_early_fail_the_request(made: Made) -> None:
+    made.engine.accepts, made.engine.state = 1, "ended"
+    made.backend.begin()
+    refused: dict[int | str, str] = {}
+
+    def is_refused() -> bool:
+        refused.update(made.backend.request([request(7)]).refused)
+        return bool(refused)
+
+    wait_for(is_refused)
+    assert refused == {7: "3 jobs in a row failed before it began; the last one: job 7"}
+    assert len(made.engine.asked) >= 3
+
+
+def test_rejected_request_waits_with_the_reason(made: Made) -> None:
+    made.engine.refusal = "two jobs wait already"
     begin(made)
-    made.told.clear()
-    made.backend.request([wish], [])
-    wait_for(lambda: made.engine.num_asked)
-    assert made.told.wait(30)
-    made.backend.request((), [])  # It is paused.
-    assert made.backend.request([wish], []).refused == {}
-    made.told.clear()
-    assert made.told.wait(30)
-    assert made.backend.request([wish], []).refused == {7: "none is to be had"}
+    made.backend.request([request(7)])
+    expected = "Memory has nothing for it now, and is asked again: two jobs wait already"
+    wait_for(lambda: made.backend.job_text(7) == expected)
+    assert made.backend.request([request(7)]).refused == {}
 
 
-def test_who_is_refused_for_those_who_wait_already_waits_too(made: Made) -> None:
-    wish = Wish(7, 1, False, frozenset(), lambda: ("a trial", {}))
-    made.engine.is_full = True
+def test_request_goes_on_with_fewer_slots_where_more_are_rejected(made: Made) -> None:
+    made.engine.accepts, made.engine.state = 2, "pending"
     begin(made)
-    made.backend.request([wish], [])
-    wait_for(lambda: made.backend.job_text(7).endswith("is asked again: two jobs wait already"))
-    assert made.backend.request([wish], []).refused == {}
+    made.backend.request([request(7, 4, fewer=(3, 2, 1))])
+    wait_for(lambda: made.backend.job_text(7) == "job 7")
+    assert [one.num_slots for one in made.engine.asked] == [4, 3, 2]
 
 
-def test_who_needs_a_node_that_is_switched_off_waits_and_asks_again_when_it_is_on(made: Made) -> None:
-    wish = Wish(7, 1, False, frozenset({1}), lambda: ("a trial", {}), off=frozenset({1}))
+def test_request_without_a_disabled_node_is_retried_when_it_is_enabled(made: Made) -> None:
     begin(made)
-    made.backend.request([wish], [])
-    wait_for(lambda: "now without host1, which is switched off, and is asked" in made.backend.job_text(7))
-    assert made.backend.request([wish], []).refused == {}
-    asked = made.engine.num_asked
-    made.told.clear()
-    made.backend.request([dataclasses.replace(wish, kept_off=frozenset(), off=frozenset())], [])
-    wait_for(lambda: made.engine.num_asked > asked)
-    wait_for(lambda: made.backend.request([wish], []).refused == {7: "none is to be had"})
+    without = dataclasses.replace(request(7), excluded_nodes=frozenset({1}))
+    made.backend.request([without])
+    wait_for(lambda: "now without host1, and is asked again" in made.backend.job_text(7))
+    asked = len(made.engine.asked)
+    made.backend.request([request(7)])
+    wait_for(lambda: len(made.engine.asked) > asked)
+    assert made.engine.asked[-1].excluded_nodes == frozenset()
+
+
+def test_links_to_dead_nodes_close_side_by_side(made: Made) -> None:
+    """One after another they would take two seconds each, and as long would no job be asked for or cancelled."""
+    made.engine.way.command = ("sleep", "1000")
+    begin(made, *map(str, range(1, 31)))
+    made.backend.request([])
+    wait_for(lambda: len(made.engine.cancelled) == 30, deadline_s=20)

@@ -17,7 +17,6 @@ from dstrial.master.backends.queued.ray import (
     num_free,
     refusals_of,
     slot_kind,
-    spare_slots,
     usable,
 )
 from dstrial.ray.cluster import RayGroup, RayNode
@@ -69,7 +68,7 @@ def test_what_the_nodes_do_not_have_is_refused_with_what_they_have() -> None:
     with pytest.raises(EngineRefusedError, match=r"for 3 CPUs on one node; expected at most 2"):
         bundles_for(JobRequest("trial-1", "", 3, is_on_one_node=True), TWO)
     with pytest.raises(EngineRefusedError, match=r"at most 2, .* \(a 2; b must not be used\)"):
-        bundles_for(JobRequest("trial-1", "", 3, kept_off=frozenset({"b"})), TWO)
+        bundles_for(JobRequest("trial-1", "", 3, excluded_nodes=frozenset({"b"})), TWO)
     with pytest.raises(EngineRefusedError, match=r"for 1 GPU on all nodes together; expected at most 0"):
         bundles_for(JobRequest("trial-1", "", 1, wants_devices=True), TWO)
     with pytest.raises(EngineRefusedError, match=r"\(none\)"):
@@ -163,23 +162,3 @@ def test_shares_fit_where_each_has_a_node_of_its_own() -> None:
 def test_an_address_of_rays_client_server_is_refused() -> None:
     with pytest.raises(MasterError, match=r"ray://head:10001; expected host:port of the head, or auto"):
         RayEngine("ray://head:10001", "c1")
-
-
-def test_what_nobody_has_reserved_is_spare_unless_another_masters_group_waits() -> None:
-    nodes = [node("a", free=1), node("b", free=0), node("gpu1", free=2)]
-
-    def waits(name: str, state: str = "PENDING") -> RayGroup:
-        return RayGroup(_ID, name, state, ({"CPU": 2.0},), ("",))
-
-    own = group_name("c1", JobRequest("trial-1", "", 2), "t")
-    others = group_name("c2", JobRequest("trial-1", "", 2), "t")
-    assert spare_slots(nodes, [], "c1", "CPU") == {"a": 1, "gpu1": 2}
-    assert spare_slots(nodes, [], "c1", "GPU") == {}, "none of them is free"
-    assert spare_slots(
-        nodes, [waits(own), waits(others, "CREATED"), waits(others, "REMOVED")], "c1", "CPU"
-    ) == {
-        "a": 1,
-        "gpu1": 2,
-    }
-    assert spare_slots(nodes, [waits(others)], "c1", "CPU") == {}
-    assert spare_slots(nodes, [waits(others, "RESCHEDULING")], "c1", "CPU") == {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.master.backends.backend import Answer, Key, Node, Wish
+from dstrial.master.backends.backend import Answer, Key, Node, ResourceRequest
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle import endings
-from dstrial.master.scheduler.elasticity import Growth
 from dstrial.master.scheduler.queue import Waiting
 from dstrial.master.store import commands
 from dstrial.master.store import experiments as experiment_rows
@@ -19,18 +18,15 @@ from dstrial.master.store.reports.logs import add_master_line
 from dstrial.visible_text import visible_line
 
 
-def wishes_of(
+def requests_of(
     waiting: Iterable[Waiting],
     used_by: Mapping[int, int],
     off: frozenset[int],
-    has_run: Collection[Key],
     describe: Callable[[Key], tuple[str, Mapping[str, Any]]],
-    moving: Collection[Key] = (),
-) -> Iterator[Wish]:
-    """Return the requests of waiting trials, but beyond ``max_slots``. Pure.
+) -> Iterator[ResourceRequest]:
+    """Return the requests of waiting trials, within ``max_slots``. Pure.
 
-    ``off`` are disabled nodes, ``has_run`` keys that have run before, ``moving`` keys that have stopped for a larger job and give
-    back the one that they have.
+    ``off`` are disabled nodes.
     """
     used = dict(used_by)
     for one in waiting:
@@ -38,20 +34,19 @@ def wishes_of(
         if one.num_slots == 0 or (one.max_slots is not None and in_use + one.num_slots > one.max_slots):
             continue
         used[one.experiment_id] = in_use + one.num_slots
-        yield Wish(
+        yield ResourceRequest(
             key=one.key,
             num_slots=one.num_slots,
             is_on_one_node=one.is_on_one_node,
-            kept_off=one.kept_off | off,
+            excluded_nodes=one.kept_off | off,
             describe=lambda key=one.key: describe(key),  # type: ignore[misc]
-            has_run=one.key in has_run,
-            is_move=one.key in moving,
             fewer=tuple(count for count in one.choices if count < one.num_slots),
-            off=off - one.kept_off,
         )
 
 
-def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool) -> Wish | None:
+def request_of_config(
+    config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool
+) -> ResourceRequest | None:
     """Return the request of a submitted config, None without slots. Pure.
 
     ``may_wait``: accept it though it needs more than there is now.
@@ -61,46 +56,28 @@ def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait
     if num_slots == 0:
         return None
     largest = max((len(node.slots) for node in nodes), default=0)
-    return Wish(
+    return ResourceRequest(
         key="",
         num_slots=num_slots,
         is_on_one_node=num_slots > largest and bool(resources.get("is_single_node")),
-        kept_off=frozenset(),
+        excluded_nodes=frozenset(),
         describe=lambda: (str(config.get("name")), config),
-        has_run=may_wait,
+        may_wait=may_wait,
     )
 
 
-def wish_of_command(config: Mapping[str, Any]) -> Wish | None:
+def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
     """Return the request of a submitted command, None without slots. Pure."""
     num_slots = config["resources"]["slots"]
     if num_slots == 0:
         return None
-    return Wish(
+    return ResourceRequest(
         key="",
         num_slots=num_slots,
         is_on_one_node=True,
-        kept_off=frozenset(),
+        excluded_nodes=frozenset(),
         describe=lambda: (str(config["description"]), config),
     )
-
-
-def growth_of(
-    growing: Mapping[int, Growth], describe: Callable[[Key], tuple[str, Mapping[str, Any]]]
-) -> Iterator[Wish]:
-    """Return the requests of running trials for larger jobs. Pure."""
-    for key, growth in growing.items():
-        if growth.is_move:
-            continue
-        yield Wish(
-            key=key,
-            num_slots=growth.num_slots,
-            is_on_one_node=growth.is_on_one_node,
-            kept_off=growth.kept_off,
-            describe=lambda key=key: describe(key),  # type: ignore[misc]
-            has_run=True,
-            is_growth=True,
-        )
 
 
 def begins_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
