@@ -6,7 +6,7 @@ One module, as each leads to the other: a searcher that hears of an end stops ot
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
@@ -141,12 +141,11 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
         background_jobs.request(tx, "gc", experiment_id)
 
 
-def begin_search(tx: Transaction, experiment_id: int) -> None:
+def begin_search(tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
     """Create the first trials."""
     row = experiment_rows.require(tx.connection, experiment_id)
-    config = json.loads(row.config)
     searcher = Searcher.new(config, int(config["reproducibility"]["experiment_seed"]))
-    _perform(tx, row, searcher, searcher.initial_trials())
+    _perform(tx, row, config, searcher, searcher.initial_trials())
 
 
 def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
@@ -170,13 +169,14 @@ def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return
-    searcher = Searcher.restore(json.loads(row.config), json.loads(row.searcher_snapshot))
+    config = json.loads(row.config)
+    searcher = Searcher.restore(config, json.loads(row.searcher_snapshot))
     try:
         actions = event(searcher)
     except SearchError as error:
         fail_experiment(tx, experiment_id, str(error))
         return
-    _perform(tx, row, searcher, actions)
+    _perform(tx, row, config, searcher, actions)
 
 
 def update_progress(tx: Transaction, experiment_id: int) -> None:
@@ -195,10 +195,14 @@ def _store_progress(tx: Transaction, experiment_id: int, searcher: Searcher) -> 
 
 
 def _perform(
-    tx: Transaction, row: experiment_rows.Experiment, searcher: Searcher, actions: list[Action]
+    tx: Transaction,
+    row: experiment_rows.Experiment,
+    config: Mapping[str, Any],
+    searcher: Searcher,
+    actions: list[Action],
 ) -> None:
     experiment_id = row.id
-    warm_start = _warm_start(tx, row)
+    warm_start = _warm_start(tx, config["searcher"])
     for action in actions:
         if isinstance(action, Create):
             trial_rows.insert(tx, row, action, now_us(), warm_start)
@@ -217,9 +221,8 @@ def _perform(
                 stop_trial(tx, trial.id, "STOPPING_COMPLETED", STOPPED_BY_SEARCHER)
 
 
-def _warm_start(tx: Transaction, row: experiment_rows.Experiment) -> str | None:
+def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
     """Return the checkpoint of another trial that trials of an experiment start from."""
-    searcher = json.loads(row.config)["searcher"]
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")
         return uuid

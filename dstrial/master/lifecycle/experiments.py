@@ -45,7 +45,7 @@ def create(
         project_id=project_id,
     )
     experiment_rows.add_model_definition(tx, experiment_id, tgz)
-    endings.begin_search(tx, experiment_id)
+    endings.begin_search(tx, experiment_id, submission.config)
     return experiment_id
 
 

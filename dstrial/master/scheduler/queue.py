@@ -84,22 +84,6 @@ def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping
     return one.max_slots is None or used_by.get(one.experiment_id, 0) + one.num_slots <= one.max_slots
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LastPoll:
-    """The last poll of the queue.
-
-    Every write that may change who is next publishes "scheduler". A poll at each pass would cost a part of a core that grows
-    with the number of waiting trials.
-    """
-
-    version: int  # of the topic before the rows were read
-    at_s: float  # monotonic
-
-    def is_stale(self, version: int, now_s: float, period_s: float) -> bool:
-        """Say whether to poll again: at another version, or after ``period_s``."""
-        return version != self.version or now_s >= self.at_s + period_s
-
-
 _MAX_NAMED = 3
 
 

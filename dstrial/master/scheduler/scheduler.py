@@ -34,7 +34,6 @@ from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.placement import by_node
 from dstrial.master.scheduler.queue import (
-    LastPoll,
     Waiting,
     assignments,
     waits_for_others,
@@ -61,8 +60,7 @@ _Lacking: TypeAlias = "tuple[jobs.WaitingTrial, int, str | None]"  # `WaitReason
 
 _TICK_S = 0.05
 _IDLE_TICK_S = 1.0
-# Without a change the queue is looked at so often, for what nobody has told of.
-_QUEUE_PERIOD_S = 1.0
+_QUEUE_PERIOD_S = 1.0  # between polls of the queue without a published change
 # How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
 # For how long a node that is gone still counts.
@@ -130,7 +128,7 @@ class Scheduler:
         self._version = -1  # of the topic at the last poll of allocations
         self._fitting: dict[int, _Fitting] = {}
         self._resizing = Resizing(services.database)
-        self._last_poll = LastPoll(-1, -math.inf)
+        self._queue_version, self._queue_polled_s = -1, -math.inf  # of the topic, and when
         self._is_begun = False
         self._is_draining = False
         self._is_stopping = False
@@ -184,7 +182,7 @@ class Scheduler:
         known = self._fitting.get(row.id)
         if known is not None and (known.run_id, known.available) != (row.run_id, available):
             known = None
-        if known is not None and known.version == self._last_poll.version:
+        if known is not None and known.version == self._queue_version:
             return known.num_slots
         text = experiment_rows.require(connection, row.experiment_id).config
         if known is None or known.config_hash != hash(text):
@@ -192,9 +190,7 @@ class Scheduler:
             num_slots = resume.slots_to_go_on_with(connection, trial, json.loads(text), available)
         else:
             num_slots = known.num_slots
-        self._fitting[row.id] = _Fitting(
-            row.run_id, available, self._last_poll.version, hash(text), num_slots
-        )
+        self._fitting[row.id] = _Fitting(row.run_id, available, self._queue_version, hash(text), num_slots)
         return num_slots
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
@@ -326,12 +322,15 @@ class Scheduler:
     # What waits
 
     def _is_queue_due(self) -> bool:
-        """Say whether to poll the queue, and note that it is done."""
+        """Say whether to poll the queue, and note that it is done.
+
+        Every write that may change which trial is next publishes "scheduler". Polls at each pass would cost a part of a core that
+        grows with the number of waiting trials.
+        """
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
-        if not self._last_poll.is_stale(version, now_s, _QUEUE_PERIOD_S):
+        if version == self._queue_version and now_s < self._queue_polled_s + _QUEUE_PERIOD_S:
             return False
-        # A look that fails is made again when the period is over.
-        self._last_poll = LastPoll(version, now_s)
+        self._queue_version, self._queue_polled_s = version, now_s
         return True
 
     def _assign(self) -> list[Allocation]:

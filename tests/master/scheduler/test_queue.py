@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.queue import LastPoll, SlotUser, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.queue import SlotUser, Waiting, assignments, waiting_text
 from dstrial.master.store.nodes import slot_id_of
 
 
@@ -139,12 +139,3 @@ def test_a_wait_is_told_with_its_reason(
         num_slots, num_enabled, slot_users, experiment_id=9, max_slots=max_slots, before=before
     )
     assert text == told
-
-
-def test_the_queue_is_looked_at_after_a_change_and_else_once_in_a_period() -> None:
-    look = LastPoll(version=7, at_s=100.0)
-
-    assert not look.is_stale(7, 100.0, 1.0)
-    assert not look.is_stale(7, 100.9, 1.0)
-    assert look.is_stale(8, 100.0, 1.0)
-    assert look.is_stale(7, 101.0, 1.0)

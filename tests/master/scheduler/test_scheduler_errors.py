@@ -121,7 +121,7 @@ def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> 
 
         assert "could not look after it (LookupError: no such field)" in log_of(fresh_master, blind)
         wait_for(lambda: state_of(fresh_master, other) == "COMPLETED")
-        assert not list((services.state_dir / "allocations").glob("*/workdir/blind"))
+        wait_for(lambda: not list((services.state_dir / "allocations").glob("*/workdir/blind")))
 
 
 def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
