@@ -154,3 +154,23 @@ def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
         wait_for(lambda: "the trial needs 99 slots and waits" in log_of(fresh_master, large))
 
     assert inside == []
+
+
+def test_trial_that_cannot_be_scheduled_fails_alone(fresh_master: Master) -> None:
+    fresh_master.change("UPDATE experiments SET state = 'PAUSED' WHERE id <= 2")
+    broken = submit(fresh_master, "python3 -m dstrial.launch a.py")
+    fresh_master.change("UPDATE experiments SET slots_per_trial = 99 WHERE id = 3")
+    [row] = fresh_master.rows("SELECT task_id FROM trials WHERE id = ?", broken)
+    fresh_master.change(
+        "INSERT INTO checkpoints (uuid, experiment_id, trial_id, task_id, run_id, state, steps, resources, metadata, size, "
+        "report_us) VALUES ('c', 3, ?, ?, 1, 'COMPLETED', 3, '{}', 'no JSON', 1, 1)",
+        broken,
+        row["task_id"],
+    )
+    with scheduling(fresh_master):
+        other = submit(fresh_master, "true")
+
+        wait_for(lambda: state_of(fresh_master, broken) == "ERROR")
+        wait_for(lambda: state_of(fresh_master, other) == "COMPLETED")
+
+    assert "the master could not schedule it (JSONDecodeError:" in log_of(fresh_master, broken)

@@ -1,0 +1,495 @@
+"""Gives free slots to waiting trials and commands, and starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import math
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dstrial.errors import DatabaseDamagedError
+from dstrial.master import backends
+from dstrial.master.backends import AllocationRequest
+from dstrial.master.backends.backend import Answer, Key, Node
+from dstrial.master.clock import now_us
+from dstrial.master.lifecycle import allocations, endings, resume
+from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle.storages import StorageWait
+from dstrial.master.scheduler import commands as command_start
+from dstrial.master.scheduler.placement import by_node
+from dstrial.master.scheduler.queue import Waiting, assignments, waits_for_others
+from dstrial.master.scheduler.reconciler import Reconciler
+from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
+from dstrial.master.scheduler.resource_requests import begins_of, describe, requests_of, write_answer
+from dstrial.master.scheduler.retries import Retries
+from dstrial.master.scheduler.wait_reasons import WaitReasons
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import commands, jobs, nodes, users
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Connection, SqlError, Transaction
+from dstrial.master.store.reports.logs import add_master_line
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
+
+logger = logging.getLogger("dstrial.master.scheduler")
+
+_PERIOD_S = 1.0  # between polls of the queue without a published change
+_NODE_GRACE_US = 5_000_000  # for which the slots of a node that is down still count
+_EXCLUDED = 2  # of `trials.is_node_excluded`: the trial has failed, and a log policy excludes this machine
+
+_Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fitting:
+    """How many slots a trial could go on with, cached by the other fields."""
+
+    run_id: int  # allocations that the trial had had
+    available: int
+    version: int  # of the queue; the config is the same where it is
+    config_hash: int
+    num_slots: int | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Queue:
+    """What waits for slots at one poll, and the slots there are."""
+
+    live: list[Allocation]
+    capacity: Capacity
+    disabled: frozenset[int] = frozenset()  # nodes
+    largest: int = 0  # most enabled slots of a node
+    is_all_off: bool = False
+    is_idle: bool = False  # nothing waits, and no trial may change its slots
+    excluded: Sequence[jobs.WaitingTrial] = ()  # trials without a node left
+    rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
+    entries: list[_Entry] = dataclasses.field(default_factory=list)  # of ``rows``, the most urgent first
+    lacking: list[tuple[jobs.WaitingTrial, str | None]] = dataclasses.field(default_factory=list)
+    failed: list[tuple[jobs.WaitingTrial, Exception]] = dataclasses.field(default_factory=list)
+
+
+class Dispatcher:
+    """Called by the scheduler's thread."""
+
+    def __init__(
+        self, services: Services, reconciler: Reconciler, storage_wait: StorageWait, retries: Retries
+    ) -> None:
+        self._services = services
+        self._database = services.database
+        self._backend = services.backend
+        self._reconciler = reconciler
+        self._storage_wait = storage_wait
+        self._retries = retries  # by trial id
+        self._reasons = WaitReasons(services)
+        self._resizing = Resizing(services.database)
+        self._fitting: dict[int, _Fitting] = {}
+        self._version, self._polled_s = -1, -math.inf  # of the topic at the last poll, and when that was
+        self._directory = services.state_dir / "allocations"
+        self.is_draining = False
+
+    def poll(self) -> bool:
+        """Poll the queue if it is due; return whether anything has begun.
+
+        Every write that may change which trial is next publishes "scheduler". Polls at each pass would cost a part of a core that
+        grows with the number of waiting trials.
+        """
+        version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
+        if self.is_draining or (version == self._version and now_s < self._polled_s + _PERIOD_S):
+            return False
+        self._version, self._polled_s = version, now_s
+        return self._assign()
+
+    def _assign(self) -> bool:
+        self._storage_wait.look_again()
+        with self._database.read() as connection:
+            queue = self._read(connection)
+        for row in queue.excluded:
+            self._end_without_node(row)
+        for row, error in queue.failed:
+            self._retry_later(row, error)
+        for row, why in queue.lacking:
+            self._reasons.lacks_slots(row, len(queue.capacity.enabled), why)
+        if queue.is_all_off:
+            self._reasons.all_agents_are_off(queue.rows)
+        waiting = [one for _, one in queue.entries]
+        answer = self._ask_engine(queue, waiting)
+        if answer is not None:
+            return bool(self._begin_all(begins_of(waiting, answer), queue))
+        if queue.is_all_off or queue.is_idle:
+            return False
+        capacity = queue.capacity
+        begun = self._begin_all(
+            assignments(waiting, capacity.free, capacity.enabled, capacity.used_by), queue
+        )
+        self._say_why(queue, begun)
+        if not begun:
+            self._resize(queue)
+        return bool(begun)
+
+    def _say_why(self, queue: _Queue, begun: Sequence[Allocation]) -> None:
+        if self.is_draining:
+            return
+        trials = []
+        for row, one in queue.entries:
+            if not isinstance(row, jobs.WaitingTrial):
+                self._reasons.command_lacks_slots(row, queue.largest)
+            elif not self._storage_wait.is_waiting(row.id):
+                trials.append((row, one))
+        self._reasons.waits_for_slots(trials, [*queue.live, *begun], len(queue.capacity.enabled))
+
+    def _read(self, connection: Connection) -> _Queue:
+        found = jobs.waiting_trials(connection)
+        places = self._backend.nodes()
+        kept_off = {
+            row.id: nodes.excluded_for(connection, row.id)
+            for row in found
+            if row.is_node_excluded == _EXCLUDED
+        }
+        known = {place.id for place in places}
+        excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
+        trials = self._storage_wait.ready(
+            [row for row in found if row not in excluded] if excluded else found
+        )
+        others = commands.waiting(connection)
+        self._reasons.forget_others([*found, *others])
+        live = allocation_rows.all_live(connection)
+        is_empty = not trials and not others
+        if is_empty and (self._services.engine is not None or not self._resizing.is_due(connection)):
+            return _Queue(live, _capacity(live, (), {}), is_idle=True, excluded=excluded)
+        off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
+        capacity = _capacity(live, places, off)
+        if self._services.engine is not None:  # slots that return to an engine are not kept for a trial
+            capacity = dataclasses.replace(capacity, is_settled=True)
+        disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
+        queue = _Queue(
+            live,
+            capacity,
+            disabled,
+            max(map(len, by_node(capacity.enabled).values()), default=0),
+            is_all_off=len(disabled) == len(places),
+            excluded=excluded,
+            rows=[*trials, *others],
+        )
+        if not queue.is_all_off:
+            self._add_entries(connection, queue, trials, kept_off)
+            queue.entries += [
+                (row, Waiting(row.task_id, 0, row.num_slots, None, is_on_one_node=True)) for row in others
+            ]
+            queue.entries.sort(key=lambda pair: (pair[0].priority, pair[0].queue_position))
+        return queue
+
+    def _add_entries(
+        self,
+        connection: Connection,
+        queue: _Queue,
+        trials: Iterable[jobs.WaitingTrial],
+        kept_off: Mapping[int, frozenset[int]],
+    ) -> None:
+        """Add what each trial waits for; ``kept_off``: excluded nodes by trial."""
+        is_single_node = functools.cache(functools.partial(_is_single_node, connection))
+        for row in trials:
+            if not self._retries.is_due(row.id):
+                continue
+            try:
+                num_slots = self._num_slots(connection, row, queue)
+                one = Waiting(
+                    row.id,
+                    row.experiment_id,
+                    num_slots,
+                    row.max_slots,
+                    is_on_one_node=num_slots > queue.largest and is_single_node(row.experiment_id),
+                    kept_off=kept_off.get(row.id, frozenset()),
+                )
+                one = self._with_choices(connection, row, one, queue)
+            except (SqlError, DatabaseDamagedError):
+                raise
+            except Exception as error:  # noqa: BLE001 - one trial's, which is ended after some attempts
+                queue.failed.append((row, error))
+            else:
+                queue.entries.append((row, one))
+
+    def _retry_later(self, row: jobs.WaitingTrial, error: Exception) -> None:
+        """Leave a trial out of some polls; end it after some attempts."""
+        logger.error("trial %d could not be scheduled", row.id, exc_info=error)
+        if self._retries.failed(row.id):
+            self._fail(row, f"the master could not schedule it ({type(error).__name__}: {error})")
+            self._retries.forget(row.id)
+
+    def _fail(self, row: jobs.WaitingTrial, why: str) -> None:
+        def end(tx: Transaction) -> None:
+            add_master_line(tx, row.task_id, row.id, f"trial {row.id} has failed: {why}", level="ERROR")
+            endings.close_trial(tx, row.id, "ERROR", why=why)
+
+        self._database.write(end)
+
+    def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
+        """Return how many slots a trial waits for; one that can resume may wait for fewer than configured."""
+        wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
+        available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
+        if wanted <= available:
+            return wanted
+        fitting = self._slots_to_go_on_with(connection, row, available)
+        if fitting is not None:
+            return fitting
+        if wanted > num_enabled and not self._reasons.has_said_lacking(row, num_enabled):
+            trial = trial_rows.require(connection, row.id)
+            config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
+            queue.lacking.append((row, resume.why_it_waits(connection, trial, config, available)))
+        return wanted
+
+    def _slots_to_go_on_with(
+        self, connection: Connection, row: jobs.WaitingTrial, available: int
+    ) -> int | None:
+        """Return what ``resume`` says, asked again only after a change."""
+        known = self._fitting.get(row.id)
+        if known is not None and (known.run_id, known.available) != (row.run_id, available):
+            known = None
+        if known is not None and known.version == self._version:
+            return known.num_slots
+        text = experiment_rows.require(connection, row.experiment_id).config
+        if known is None or known.config_hash != hash(text):
+            trial = trial_rows.require(connection, row.id)
+            num_slots = resume.slots_to_go_on_with(connection, trial, json.loads(text), available)
+        else:
+            num_slots = known.num_slots
+        self._fitting[row.id] = _Fitting(row.run_id, available, self._version, hash(text), num_slots)
+        return num_slots
+
+    def _with_choices(
+        self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
+    ) -> Waiting:
+        """Return a waiting trial with the numbers of slots it can begin with.
+
+        A trial that waits alone takes all free slots, up to ``max_slots``; an engine's slots are not known to be free.
+        """
+        takes_all = len(queue.rows) == 1 and self._services.engine is None
+        choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
+        if one.num_slots < row.slots_per_trial:
+            choices = tuple(count for count in choices if count <= one.num_slots)
+        if not choices:
+            return one
+        # It waits for what it asks for, if nothing less can be had.
+        num_slots = one.num_slots if one.num_slots in choices else choices[0]
+        return dataclasses.replace(one, num_slots=num_slots, choices=choices)
+
+    def _end_without_node(self, row: jobs.WaitingTrial) -> None:
+        """End a trial excluded from every machine; without ``launch_error`` it waits.
+
+        Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
+        """
+        if not self._services.settings.launch_error:
+            return
+        names = [place.name for place in self._backend.nodes()]
+        where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
+        why = f"a log policy (exclude_node) keeps it from {where}; nothing is left that it could be started on again"
+
+        self._fail(row, why)
+
+    def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
+        """Request slots from the engine; None where the master has its own."""
+        requests = requests_of(waiting, queue.capacity.used_by, queue.disabled, self._describe)
+        answer = self._backend.request(requests)
+        if answer is not None:
+            write_answer(self._database, answer)
+        return answer
+
+    def _begin_all(self, begins: Iterable[tuple[Key, list[int]]], queue: _Queue) -> list[Allocation]:
+        rows = {one.key: row for row, one in queue.entries}
+        ports = {port for row in queue.live for port in row.ports.values()}
+        begun = []
+        for key, slots in begins:
+            row = rows[key]
+            if not isinstance(row, jobs.WaitingTrial):
+                allocation = self._begin_command(row.task_id, slots, ports)
+            elif self._storage_wait.holds_up(row):
+                allocation = None
+            else:
+                allocation = self._begin_trial(row.id, slots, row.slots_per_trial, ports)
+            if allocation is not None:
+                ports |= set(allocation.ports.values())
+                begun.append(allocation)
+        return begun
+
+    def _resize(self, queue: _Queue) -> None:
+        """Let trials make room, leave drained slots, or take free ones."""
+        capacity = queue.capacity
+        most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
+        first = next(
+            (
+                (row, one)
+                for row, one in queue.entries
+                if one.num_slots and waits_for_others(one, most, capacity.used_by)
+            ),
+            None,
+        )
+        ending = [row for row in queue.live if row.preempt_us is not None or row.kill_us is not None]
+        soon = {slot for row in ending for slot in row.slots}
+        with self._database.read() as connection:
+            if first is not None:
+                urgency = (first[0].priority, first[0].queue_position)
+                self._resizing.make_room(connection, first[1], urgency, capacity, soon)
+            elif not soon:
+                if capacity.drained:
+                    self._resizing.leave_drained(connection, capacity)
+                self._resizing.change_sizes(connection, capacity)
+
+    def _describe(self, key: Key) -> tuple[str, Mapping[str, Any]]:
+        with self._database.read() as connection:
+            return describe(connection, key)
+
+    def _begin_trial(
+        self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
+    ) -> Allocation | None:
+        """Give a trial slots, perhaps fewer than configured, and start its processes."""
+        ports = backends.choose_ports(set(used_ports))
+        tokens, hashes = _new_tokens()
+
+        row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
+        if row is None:
+            return None
+        self._reconciler.launch(row, lambda: self._request(row, slots, ports, tokens))
+        return row
+
+    def _assigned(
+        self,
+        assign: Callable[..., Allocation | None],
+        key: Key,
+        slots: list[int],
+        ports: dict[str, int],
+        hashes: dict[str, str],
+        num_wanted: int | None = None,
+    ) -> Allocation | None:
+        def write(tx: Transaction) -> Allocation | None:
+            # In the transaction, so that `Scheduler.stop` sees either the allocation or that there will be none.
+            if self.is_draining:
+                return None
+            allocation = assign(
+                tx,
+                key,
+                slots=slots,
+                ports=ports,
+                resources_id=str(uuid.uuid4()),
+                directory=str(self._directory),
+                token_hashes=hashes,
+            )
+            if allocation is not None:
+                _add_parts(tx, allocation.id, slots)
+                if num_wanted is not None:
+                    note_slots(tx, allocation, len(slots), num_wanted)
+            return allocation
+
+        return self._database.write(write)
+
+    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
+        services = self._services
+        with self._database.read() as connection:
+            first_ports = command_start.first_ports(connection, task_id)
+        ports = backends.choose_ports(set(used_ports), first_ports)
+        tokens, hashes = _new_tokens()
+
+        row = self._assigned(life.assign, task_id, slots, ports, hashes)
+        if row is None:
+            return None
+
+        def request() -> AllocationRequest:
+            given = tuple(slot for slot in services.slots if slot.id in slots)
+            with self._database.read() as connection:
+                return command_start.request(services, connection, row, given, ports, tokens)
+
+        self._reconciler.launch(row, request)
+        return row
+
+    def _request(
+        self, row: Allocation, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
+    ) -> AllocationRequest:
+        with self._database.read() as connection:
+            trial = trial_rows.require(connection, row.trial_id)
+            experiment = experiment_rows.require(connection, row.experiment_id)
+            owner = users.find_by_id(connection, experiment.owner_id)
+            model_definition = experiment_rows.model_definition(connection, experiment.id)
+        config = json.loads(experiment.config)
+        services = self._services
+        storage = self._services.storages.secure(config["checkpoint_storage"])
+        return AllocationRequest(
+            allocation_id=row.id,
+            task_id=row.task_id,
+            trial_id=trial.id,
+            experiment_id=experiment.id,
+            run_id=row.run_id,
+            directory=Path(row.directory),
+            slots=tuple(slot for slot in services.slots if slot.id in slots),
+            ports=ports,
+            config=config,
+            hparams=json.loads(trial.hparams),
+            trial_seed=trial.seed,
+            steps_completed=row.steps_at_start,
+            latest_checkpoint=row.checkpoint_uuid,
+            session_token=tokens["allocation"],
+            user_token=tokens["user"],
+            username=owner.username,
+            master_url=services.address,
+            cluster_id=services.cluster_id,
+            master_id=services.master_id,
+            agent_id=services.agent_id,
+            resources_id=row.resources_id,
+            model_definition=model_definition,
+            entrypoint=config["entrypoint"],
+            interpreter=experiment.interpreter,
+            startup_hook=services.settings.startup_hook or "",
+            log_bytes=services.settings.trial_log_bytes,
+            storage=None if storage is None else str(storage),
+        )
+
+
+def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
+    """Return a poll's slots; ``off``: disabled slots -> whether they are drained."""
+    # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
+    some_time_ago_us = now_us() - _NODE_GRACE_US
+    enabled = {
+        slot.id
+        for place in places
+        if place.why_down is None or place.since_us > some_time_ago_us
+        for slot in place.slots
+        if slot.id not in off
+    }
+    absent = {slot.id for place in places if place.why_down is not None for slot in place.slots}
+    in_use: set[int] = set()
+    used_by: dict[int, int] = {}
+    for row in live:
+        in_use.update(row.slots)
+        used_by[row.experiment_id] = used_by.get(row.experiment_id, 0) + len(row.slots)
+    return Capacity(
+        free=frozenset(enabled - absent - in_use),
+        enabled=frozenset(enabled),
+        drained=frozenset(slot for slot, may_finish in off.items() if may_finish and slot >= 0),
+        used_by=used_by,
+        is_settled=enabled.isdisjoint(absent),
+    )
+
+
+def _is_single_node(connection: Connection, experiment_id: int) -> bool:
+    config = json.loads(experiment_rows.require(connection, experiment_id).config)
+    return bool((config.get("resources") or {}).get("is_single_node"))
+
+
+def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
+    """Store an allocation's nodes besides the master's own, in the order of its ranks."""
+    others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
+    nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
+
+
+def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the tokens of a new allocation by kind, and their hashes."""
+    tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
+    return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
