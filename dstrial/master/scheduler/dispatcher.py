@@ -27,7 +27,7 @@ from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.placement import by_node
 from dstrial.master.scheduler.queue import Waiting, assignments, waits_for_others
 from dstrial.master.scheduler.reconciler import Reconciler
-from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
+from dstrial.master.scheduler.resizing import Capacity, Resizing, Stop, note_slots
 from dstrial.master.scheduler.resource_requests import begins_of, describe, requests_of, write_answer
 from dstrial.master.scheduler.retries import Retries
 from dstrial.master.scheduler.wait_reasons import WaitReasons
@@ -336,13 +336,16 @@ class Dispatcher:
         ending = [row for row in queue.live if row.preempt_us is not None or row.kill_us is not None]
         soon = {slot for row in ending for slot in row.slots}
         with self._database.read() as connection:
+            stops: list[Stop] = []
             if first is not None:
                 urgency = (first[0].priority, first[0].queue_position)
-                self._resizing.make_room(connection, first[1], urgency, capacity, soon)
+                stops = self._resizing.make_room(connection, first[1], urgency, capacity, soon)
             elif not soon:
                 if capacity.drained:
-                    self._resizing.leave_drained(connection, capacity)
-                self._resizing.change_sizes(connection, capacity)
+                    stops = self._resizing.leave_drained(connection, capacity)
+                stops = stops or self._resizing.change_sizes(connection, capacity)
+        for stop in stops:
+            self._resizing.stop(*stop)
 
     def _describe(self, key: Key) -> tuple[str, Mapping[str, Any]]:
         with self._database.read() as connection:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from dstrial.config.experiment_config.dstrial_section import Elasticity, elasticity_of
 from dstrial.master.clock import now_us
@@ -42,6 +42,9 @@ class Capacity:
     drained: frozenset[int]  # disabled, and their trials may finish
     used_by: Mapping[int, int]  # slots by experiment
     is_settled: bool  # no node has gone a moment ago, which may come back
+
+
+Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,8 +106,8 @@ class Resizing:
         urgency: tuple[int, float],
         capacity: Capacity,
         soon: Collection[int],
-    ) -> None:
-        """Stop trials of a lower priority if the first in the queue can begin then.
+    ) -> list[Stop]:
+        """Return the trials of a lower priority to stop so that the first in the queue can begin.
 
         ``soon`` are ids of slots whose trials and commands end already.
         """
@@ -122,26 +125,26 @@ class Resizing:
             used_by=capacity.used_by,
         )
         who = f"trial {first.key}" if isinstance(first.key, int) else f"task {first.key}"
-        for one in chosen:
-            self._ask(
-                one.trial_id,
-                f"it makes room for {who}, whose priority is higher, and goes on with fewer slots",
-            )
+        why = f"it makes room for {who}, whose priority is higher, and goes on with fewer slots"
+        return [(one.trial_id, why) for one in chosen]
 
-    def leave_drained(self, connection: Connection, capacity: Capacity) -> None:
-        """Stop a trial on drained slots that can go on elsewhere."""
+    def leave_drained(self, connection: Connection, capacity: Capacity) -> list[Stop]:
+        """Return a trial on drained slots that can go on elsewhere.
+
+        The next one follows once this one has what it takes.
+        """
         for row in rows.resizable_trials(connection):
             if capacity.drained.isdisjoint(json.loads(row.slots)):
                 continue
             one = self._running(connection, row)
             if one is not None and leaves_drained(one, capacity.drained, capacity.free):
-                self._ask(row.trial_id, "its slots are being drained, and it goes on with others")
-                return  # the next one is asked once this one has what it takes
+                return [(row.trial_id, "its slots are being drained, and it goes on with others")]
+        return []
 
-    def change_sizes(self, connection: Connection, capacity: Capacity) -> None:
-        """Let one trial at most take what is free; nobody waits."""
+    def change_sizes(self, connection: Connection, capacity: Capacity) -> list[Stop]:
+        """Return one trial at most that takes what is free; nothing waits."""
         if not capacity.is_settled:
-            return
+            return []
         for row in rows.resizable_trials(connection):
             elasticity = _elasticity(row.section, row.slots_per_trial)
             num_slots = len(json.loads(row.slots))
@@ -153,10 +156,9 @@ class Resizing:
             used = capacity.used_by.get(row.experiment_id, 0)
             target = grown(one, free=capacity.free, enabled=capacity.enabled, used=used)
             if target > num_slots and self._at_next_checkpoint(connection, row, elasticity):
-                self._ask(
-                    row.trial_id, f"it grows from {num_slots} to {target} slots, which nobody else wants"
-                )
-                return
+                why = f"it grows from {num_slots} to {target} slots, which nobody else wants"
+                return [(row.trial_id, why)]
+        return []
 
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
@@ -169,8 +171,8 @@ class Resizing:
         uuid = self._wished.setdefault(row.allocation_id, str(latest.uuid))
         return not known.saves or uuid != str(latest.uuid)
 
-    def _ask(self, trial_id: int, why: str) -> None:
-        """Stop a trial with a checkpoint, unless something else has happened to it."""
+    def stop(self, trial_id: int, why: str) -> None:
+        """Stop a trial with a checkpoint, unless something else has happened to it; outside of any snapshot."""
 
         def ask(tx: Transaction) -> bool:
             allocation = allocation_rows.live(tx.connection, trial_id)
