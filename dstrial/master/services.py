@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import gc
 import json
 import math
 import os
 import socket
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -48,6 +45,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _NUM_READERS = 4
+_NUM_CHECKERS = 2
 _SCHEDULER_LATE_S = 30.0
 
 VERSION = "0.38.1"  # The release of Determined whose protocol is spoken; its clients warn about any other
@@ -72,56 +70,6 @@ class Activity:
         self._last_s.pop(task_id, None)
 
 
-_NUM_CHECKERS = 2
-_MAX_PAUSE_S = 2.0  # After so long the collector goes on even if one check follows the other
-
-
-class Checker:
-    """Runs checks of what users send in threads of their own. Thread-safe.
-
-    The garbage collector waits meanwhile. A check of the largest legal config makes some hundred thousand objects.
-    Collections among them hold the interpreter for a tenth of a second each (measured: 156 ms with them, 36 ms without), during
-    which no request is answered; in the threads that read the database four such checks would hold up every read.
-    """
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._paused_s = 0.0
-
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Run a check soon.
-
-        Args:
-            function: takes a second or two; what it makes is not collected before it ends.
-        """
-        return self._executor.submit(self._run, function)
-
-    def close(self) -> None:
-        """Wait for the checks that run, and end the threads."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _run(self, function: Callable[[], T]) -> T:
-        with self._without_collections():
-            return function()
-
-    @contextlib.contextmanager
-    def _without_collections(self) -> Iterator[None]:
-        with self._lock:
-            if not self._num_running:
-                self._paused_s = time.monotonic()
-                gc.disable()
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                if not self._num_running or time.monotonic() - self._paused_s > _MAX_PAUSE_S:
-                    gc.enable()
-
-
 @dataclasses.dataclass(slots=True)
 class Services:
     """One running master."""
@@ -142,7 +90,10 @@ class Services:
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
-    checker: Checker = dataclasses.field(default_factory=Checker)
+    # Of its own, so that slow checks hold up no read of the database.
+    checker: ThreadPoolExecutor = dataclasses.field(
+        default_factory=lambda: ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
+    )
     password_turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     grants: ServiceGrants = dataclasses.field(default_factory=ServiceGrants)
@@ -318,13 +269,13 @@ class Services:
 
     async def check(self, function: Callable[[], T]) -> T:
         """Run a check of user input so that other requests hardly notice."""
-        return await asyncio.wrap_future(self.checker.submit(function))
+        return await asyncio.get_running_loop().run_in_executor(self.checker, function)
 
     def close(self) -> None:
         """End the threads; the caller that opened the database closes it."""
         self.backend.close()
         self.webhook_sender.end()
-        self.checker.close()
+        self.checker.shutdown(wait=True, cancel_futures=True)
         self.executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -1,34 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import gc
-import threading
 
 import pytest
-
-from dstrial.master.services import Checker
-
-
-def test_collections_wait_while_checks_run_and_go_on_afterwards() -> None:
-    checker, both = Checker(), threading.Barrier(2, timeout=20)
-
-    def check() -> bool:
-        both.wait()
-        return gc.isenabled()
-
-    try:
-        first, second = checker.submit(check), checker.submit(check)
-        assert (first.result(20), second.result(20)) == (False, False)
-        checker.submit(lambda: None).result(20)
-    finally:
-        checker.close()
-    assert gc.isenabled()
+from serving import Master
 
 
-def test_collections_go_on_after_a_check_that_fails() -> None:
-    checker = Checker()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            checker.submit(lambda: 1 // 0).result(20)
-    finally:
-        checker.close()
-    assert gc.isenabled()
+@pytest.mark.process
+def test_check_leaves_garbage_collection_enabled(served: Master) -> None:
+    """A check that hangs must not leave the whole process without a collector."""
+    assert asyncio.run(served.services.check(gc.isenabled))
