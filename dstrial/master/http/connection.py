@@ -1,6 +1,7 @@
 """A client's connection: uvicorn's, with a deadline until authentication.
 
-uvicorn bounds a request's head, but gives it and its body no deadline (uvicorn 0.54 ``protocols/http/h11_impl.py``).
+uvicorn bounds a request's head, but gives it and its body no deadline. The base class is not documented by uvicorn: this
+module alone uses it, ``pyproject.toml`` bounds the release, and ``tests/master/http/test_connection.py`` checks the names.
 """
 
 from __future__ import annotations
