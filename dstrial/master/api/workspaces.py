@@ -90,7 +90,8 @@ async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspacesRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
     rows = await request.services.read(workspaces.list_workspaces)
-    found = [row for row in rows if is_wanted(row)]
+    # No workspace is ever pinned.
+    found = [] if request.query_flag("pinned") else [row for row in rows if is_wanted(row)]
     found = ordered(found, _ORDER, sort_by, order)
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
     return {

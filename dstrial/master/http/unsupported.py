@@ -10,41 +10,41 @@ from pathlib import Path
 from dstrial.errors import RequestError
 
 NOUNS = {
-    "task": "logs over HTTP",
-    "workspaces": "namespaces, quotas, pins and roles of workspaces",
-    "roles": "role-based access control",
-    "groups": "user groups",
-    "permissions": "role-based access control",
-    "config-policies": "config policies",
-    "users": "roles, web settings and bulk changes of users",
-    "user": "projects last looked at",
-    "runs": "tables of runs and actions on them",
-    "experiments-search": "tables of experiments",
-    "experiments": "charts and files of experiments",
-    "experiment": "lists of labels",
-    "projects": "tables and moves of projects",
-    "oauth2": "single sign-on",
-    "namespace-bindings": "Kubernetes",
-    "k8s-resource-managers": "Kubernetes",
-    "resource-pools": "changes of the bindings of resource pools",
-    "trials": "this view of trials",
+    "agents": "single agents and slots; `det agent list` shows all of them",
     "allocations": "requests of containers",
+    "auth": "the login of the web interface",
+    "config-policies": "config policies",
+    "experiment": "lists of labels",
+    "experiments": "charts, histories and files of experiments",
+    "experiments-search": "tables of experiments",
+    "groups": "user groups",
+    "job-queues": "the former job queue; `det job list` has the present one",
+    "k8s-resource-managers": "Kubernetes",
     "master": "cluster messages and telemetry",
-    "checkpoints": "this view of checkpoints",
+    "models": "moves of models",
+    "namespace-bindings": "Kubernetes",
+    "oauth2": "single sign-on",
+    "permissions": "role-based access control",
+    "projects": "tables, notes, moves and bulk actions of projects",
+    "resource-pools": "changes of the bindings of resource pools",
+    "roles": "role-based access control",
+    "runs": "tables of runs and actions on them",
+    "task": "logs over HTTP",
+    "tasks": "counts, accelerators, contexts and log fields of tasks",
+    "template": "renames of templates",
+    "templates": "replacements of templates",
+    "trials": "charts, former reports and log fields of trials",
+    "user": "projects last looked at",
+    "users": "roles, web settings and bulk changes of users",
+    "workspaces": "namespaces, quotas, pins and roles of workspaces",
 }
-"""First segment of a path below ``/api/v1`` or the root -> what a person calls it, where that differs."""
+"""First segment of a path below ``/api/v1`` or the root -> what of it is not offered."""
 
 INSTEAD = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
     "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
 }
 """First segment -> what to do on one machine, where that is another thing than to use a cluster."""
-
-ENDINGS = {
-    "workspace-bindings": "changes of the bindings of resource pools",
-    "profiler": "charts of system metrics",
-}
-"""Later segment of a path -> what a person calls it, where the first one says too little."""
 
 _ROOT_NOUNS = ("oauth2",)
 _REQUEST = re.compile(r'method="([A-Z]+)",\s*path=f?"([^"]+)"')
@@ -62,13 +62,11 @@ def refusal(method: str, path: str) -> RequestError:
         is_known = noun in _ROOT_NOUNS
     shown = f"{method} {path[:120]}"
     if is_known:
-        name = next(
-            (ENDINGS[segment] for segment in segments[3:] if segment in ENDINGS), NOUNS.get(noun, noun)
-        )
         instead = INSTEAD.get(noun, "Use a Determined cluster for it")
         return RequestError(
             501,
-            f"{shown} ({name}) is not offered by the embedded master. {instead}; the README lists what is offered.",
+            f"{shown} ({NOUNS.get(noun, noun)}) is not offered by the embedded master. {instead}; the README lists what is "
+            "offered.",
         )
     return RequestError(
         404, f"{shown} does not exist; expected a request of Determined 0.38.1. Check the path."

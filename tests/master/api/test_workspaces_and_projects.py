@@ -193,6 +193,11 @@ def test_what_is_archived_takes_nothing_and_its_experiments_say_so(
     assert places(fresh_master) == {1: 1, 2: 1}
 
 
+@pytest.mark.parametrize(("query", "number"), [("", 1), ("?pinned=false", 1), ("?pinned=true", 0)])
+def test_list_workspaces_pinned_filter_finds_no_workspace(served: Master, query: str, number: int) -> None:
+    assert served.get("/api/v1/workspaces" + query).json["pagination"]["total"] == number
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [

@@ -148,12 +148,16 @@ def test_every_request_of_the_client_is_served_or_clearly_refused(served: Master
     templates = unsupported.client_templates()
     assert len(templates) > 250
     api = _app_of(served)
+    nouns = set()
     for method, template in templates:
         path = unsupported._PARAMETER.sub("1", template)
         refusal = _refusal_of(api, method, path)
         if refusal is not None:
             assert refusal.status == 501, f"{method} {path}: {refusal}"
             assert "is not offered by the embedded master" in str(refusal)
+            nouns.add(path.removeprefix("/api/v1/").strip("/").split("/")[0])
+    # The refusal names what is not offered, for no more and no fewer first segments than are refused.
+    assert nouns == (unsupported.NOUNS.keys() - {"oauth2"}) | unsupported.INSTEAD.keys()
 
 
 def _refusal_of(api: Api, method: str, path: str) -> RequestError | None:
