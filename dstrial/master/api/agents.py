@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from determined.common.api import bindings
@@ -27,74 +27,86 @@ _MAX_NAMED = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Use:
+    """Devices and allocations of one moment."""
+
     off: Mapping[int, bool]
+    devices: Mapping[int, dict[str, Any]]  # slot -> v1Device
     allocations: tuple[Allocation, ...]
+    # Node -> of each allocation there the slots, and their v1Container.
+    held: Mapping[int, list[tuple[list[int], dict[str, Any]]]]
     num_queued: int
 
-    def of_node(self, node_id: int) -> list[Allocation]:
-        """Return what runs on a node; allocations without slots run on the master's own."""
-        found = []
-        for row in self.allocations:
-            slots = row.slots
-            if node_id in {node_of(slot_id) for slot_id in slots} or (not slots and node_id == OWN_NODE):
-                found.append(row)
-        return found
+
+def _use(connection: Connection, devices: Mapping[int, dict[str, Any]]) -> _Use:
+    rows = tuple(allocations.not_ended(connection))
+    held: dict[int, list[tuple[list[int], dict[str, Any]]]] = {}
+    for row in rows:
+        by_node: dict[int, list[int]] = {}
+        for slot_id in row.slots:
+            by_node.setdefault(node_of(slot_id), []).append(slot_id)
+        # An allocation without slots runs on the master's own node.
+        for node_id, slots in (by_node or {OWN_NODE: []}).items():
+            held.setdefault(node_id, []).append((slots, _container(devices, row, slots)))
+    off = jobs.disabled_slots(connection, devices.keys())
+    return _Use(off, devices, rows, held, jobs.count_without_slots(connection))
 
 
-def _use(connection: Connection, slot_ids: tuple[int, ...]) -> _Use:
-    rows = allocations.not_ended(connection)
-    num_queued = jobs.count_without_slots(connection)
-    return _Use(jobs.disabled_slots(connection, slot_ids), tuple(rows), num_queued)
+def devices_of(services: Services) -> dict[int, dict[str, Any]]:
+    return {
+        slot.id: message(
+            bindings.v1Device,
+            id=index_of(slot.id),
+            brand=slot.brand,
+            uuid=slot.uuid,
+            type=_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED"),
+        )
+        for slot in services.slots
+    }
 
 
-def device_json(services: Services, slot_id: int) -> dict[str, Any]:
-    for slot in services.slots:
-        if slot.id == slot_id:
-            return message(
-                bindings.v1Device,
-                id=index_of(slot.id),
-                brand=slot.brand,
-                uuid=slot.uuid,
-                type=_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED"),
-            )
-    return message(bindings.v1Device, id=index_of(slot_id), type="TYPE_UNSPECIFIED")
+def device_json(devices: Mapping[int, dict[str, Any]], slot_id: int) -> dict[str, Any]:
+    return devices.get(slot_id) or message(bindings.v1Device, id=index_of(slot_id), type="TYPE_UNSPECIFIED")
 
 
-def _container(services: Services, allocation: Allocation, node: Node) -> dict[str, Any]:
-    slots = [slot_id for slot_id in allocation.slots if node_of(slot_id) == node.id]
+def _container(
+    devices: Mapping[int, dict[str, Any]], allocation: Allocation, slots: list[int]
+) -> dict[str, Any]:
     return message(
         bindings.v1Container,
         id=allocation.resources_id,
         state="STATE_RUNNING" if allocation.state == "RUNNING" else "STATE_ASSIGNED",
-        devices=[device_json(services, slot_id) for slot_id in slots],
+        devices=[device_json(devices, slot_id) for slot_id in slots],
         permissionDenied=False,
     )
 
 
-def _slot(services: Services, use: _Use, node: Node, slot_id: int) -> dict[str, Any]:
-    holder = next((row for row in use.allocations if slot_id in row.slots), None)
-    return message(
-        bindings.v1Slot,
-        id=str(index_of(slot_id)),
-        device=device_json(services, slot_id),
-        enabled=slot_id not in use.off,
-        draining=use.off.get(slot_id, False),
-        container=None if holder is None else _container(services, holder, node),
-    )
-
-
-def _stats(services: Services, use: _Use, node: Node, key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-    counts: dict[str, dict[str, Any]] = {}
-    for slot in node.slots:
-        one = counts.setdefault(
-            key(device_json(services, slot.id)), {"total": 0, "disabled": 0, "draining": 0, "states": {}}
+def _slots(use: _Use, node: Node) -> dict[str, dict[str, Any]]:
+    """Return index -> v1Slot."""
+    containers = {slot_id: one for slots, one in use.held.get(node.id, []) for slot_id in slots}
+    return {
+        str(index_of(slot.id)): message(
+            bindings.v1Slot,
+            id=str(index_of(slot.id)),
+            device=device_json(use.devices, slot.id),
+            enabled=slot.id not in use.off,
+            draining=use.off.get(slot.id, False),
+            container=containers.get(slot.id),
         )
+        for slot in node.slots
+    }
+
+
+def _stats(slots: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Count v1Slot by a field of its device."""
+    counts: dict[str, dict[str, Any]] = {}
+    for slot in slots:
+        empty = {"total": 0, "disabled": 0, "draining": 0, "states": {}}
+        one = counts.setdefault(slot["device"][key] or "", empty)
         one["total"] += 1
-        one["disabled"] += slot.id in use.off and not use.off[slot.id]
-        one["draining"] += use.off.get(slot.id, False)
-        holder = next((row for row in use.allocations if slot.id in row.slots), None)
-        if holder is not None:
-            state = _container(services, holder, node)["state"]
+        one["disabled"] += not slot["enabled"] and not slot["draining"]
+        one["draining"] += slot["draining"]
+        if slot["container"] is not None:
+            state = slot["container"]["state"]
             one["states"][state] = one["states"].get(state, 0) + 1
     return counts
 
@@ -102,7 +114,7 @@ def _stats(services: Services, use: _Use, node: Node, key: Callable[[dict[str, A
 def _agent(
     services: Services, use: _Use, node: Node, *, has_slots: bool = True, has_containers: bool = True
 ) -> dict[str, Any]:
-    key = agent_key(node.id)
+    key, slots = agent_key(node.id), _slots(use, node)
     return message(
         bindings.v1Agent,
         id=node.name,
@@ -113,22 +125,18 @@ def _agent(
         # One that is down takes nothing, like one that a person has switched off.
         enabled=key not in use.off and node.why_down is None,
         draining=use.off.get(key, False),
-        slots={str(index_of(slot.id)): _slot(services, use, node, slot.id) for slot in node.slots}
-        if has_slots
-        else None,
-        containers={row.resources_id: _container(services, row, node) for row in use.of_node(node.id)}
-        if has_containers
-        else None,
+        slots=slots if has_slots else None,
+        containers={one["id"]: one for _, one in use.held.get(node.id, [])} if has_containers else None,
         slotStats=message(
             bindings.v1SlotStats,
-            brandStats=_stats(services, use, node, lambda device: device["brand"] or ""),
-            typeStats=_stats(services, use, node, lambda device: device["type"]),
+            brandStats=_stats(slots.values(), "brand"),
+            typeStats=_stats(slots.values(), "type"),
         ),
     )
 
 
 async def _now(request: ApiRequest) -> _Use:
-    return await request.services.read(_use, tuple(slot.id for slot in request.services.slots))
+    return await request.services.read(_use, devices_of(request.services))
 
 
 def _asked_node(request: ApiRequest) -> Node:
@@ -202,7 +210,7 @@ def _switch_slot(*, is_on: bool) -> Handler:
             await request.services.write(
                 lambda tx: jobs.disable_slot(tx, slot_id, drain=drain, reason=reason)
             )
-        return {"slot": _slot(request.services, await _now(request), node, slot_id)}
+        return {"slot": _slots(await _now(request), node)[str(index_of(slot_id))]}
 
     return switch
 

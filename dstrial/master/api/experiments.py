@@ -121,21 +121,22 @@ def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
 
 
 async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
-    row, trials = await services.read(_with_trials, experiment_id)
+    row, trial_ids, external_id = await services.read(_with_trials, experiment_id)
     found = (await _all_shown(services, [row]))[0]
     # Of one experiment only, as Determined 0.38.1 does: a list of searches would carry thousands of them.
-    external_id = trials[0].external_id if len(trials) == 1 else None
-    return {**found, "trialIds": [trial.id for trial in trials], "externalTrialId": external_id}
+    return {**found, "trialIds": trial_ids, "externalTrialId": external_id}
 
 
 def _with_trials(
     connection: Connection, experiment_id: int
-) -> tuple[listings.ListedExperiment, list[trial_rows.Trial]]:
+) -> tuple[listings.ListedExperiment, list[int], str | None]:
+    """Return an experiment, the ids of its trials, and the external id of an only trial."""
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
         raise RequestError(404, f"experiment {experiment_id} is not found.")
-    return row, trial_rows.of_experiment(connection, experiment_id)
+    ids = trial_rows.ids_of(connection, experiment_id)
+    return row, ids, trial_rows.require(connection, ids[0]).external_id if len(ids) == 1 else None
 
 
 async def _all_shown(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from determined.common.api import bindings
@@ -10,7 +11,7 @@ from determined.common.api import bindings
 from dstrial.config.experiment_config.command import DEFAULT_PRIORITY
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
-from dstrial.master.api.agents import device_json
+from dstrial.master.api.agents import device_json, devices_of
 from dstrial.master.clock import format_us
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
@@ -47,20 +48,24 @@ def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
     return ports
 
 
-def _summary(services: Services, row: tasks.LivingAllocation) -> dict[str, Any]:
+def _summary(
+    services: Services,
+    row: tasks.LivingAllocation,
+    names: Mapping[int, str],
+    devices: Mapping[int, dict[str, Any]],
+) -> dict[str, Any]:
     slots = row.slots
-    names = {node.id: node.name for node in services.backend.nodes()}
-    devices: dict[str, Any] = {} if slots else {services.agent_id: {"devices": []}}
+    own_devices: dict[str, Any] = {} if slots else {services.agent_id: {"devices": []}}
     for slot in slots:
         name = names.get(node_of(slot), services.agent_id)
-        devices.setdefault(name, {"devices": []})["devices"].append(device_json(services, slot))
+        own_devices.setdefault(name, {"devices": []})["devices"].append(device_json(devices, slot))
     resources = message(
         bindings.v1ResourcesSummary,
         resourcesId=row.resources_id,
         resourcesType="docker-container",
         allocationId=row.id,
         containerId=row.resources_id,
-        agentDevices=devices,
+        agentDevices=own_devices,
     )
     return message(
         bindings.v1AllocationSummary,
@@ -99,7 +104,11 @@ async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
     living, collections = await services.read(
         lambda connection: (tasks.living(connection), background_jobs.collections(connection))
     )
-    found = [_summary(services, row) for row in living] + [_collection(services, row) for row in collections]
+    names = {node.id: node.name for node in services.backend.nodes()}
+    devices = devices_of(services)
+    found = [_summary(services, row, names, devices) for row in living] + [
+        _collection(services, row) for row in collections
+    ]
     return {one["allocationId"]: one for one in found}
 
 

@@ -41,6 +41,9 @@ class Experiment:
     slots_per_trial: int
     queue_position: float
     progress: float
+    num_trials: int
+    checkpoint_count: int
+    checkpoint_size: int
     searcher_snapshot: str | None
     start_us: int
     end_us: int | None

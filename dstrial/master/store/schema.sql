@@ -33,8 +33,6 @@ CREATE TABLE experiments (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
     job_id             TEXT    NOT NULL UNIQUE,
     state              TEXT    NOT NULL,          -- ACTIVE PAUSED STOPPING_{COMPLETED,CANCELED,ERROR,KILLED} COMPLETED CANCELED ERROR DELETING DELETE_FAILED
-    config             TEXT    NOT NULL,          -- JSON, fully defaulted
-    original_config    TEXT    NOT NULL,          -- YAML as submitted
     name               TEXT    NOT NULL,
     description        TEXT    NOT NULL DEFAULT '',
     notes              TEXT    NOT NULL DEFAULT '',
@@ -52,7 +50,9 @@ CREATE TABLE experiments (
     slots_per_trial    INTEGER NOT NULL,
     queue_position     REAL    NOT NULL,          -- within a priority; submission order unless moved
     progress           REAL    NOT NULL DEFAULT 0,
-    searcher_snapshot  TEXT,                      -- JSON; NULL for unmanaged experiments
+    num_trials         INTEGER NOT NULL DEFAULT 0,      -- this and the next two are kept by triggers on trials
+    checkpoint_count   INTEGER NOT NULL DEFAULT 0,
+    checkpoint_size    INTEGER NOT NULL DEFAULT 0,      -- bytes
     start_us           INTEGER NOT NULL,
     end_us             INTEGER,
     end_reason         TEXT,                      -- why it ended in ERROR or was cancelled, one sentence
@@ -61,11 +61,15 @@ CREATE TABLE experiments (
     best_metric        REAL,
     interpreter        TEXT,                      -- DET_PYTHON_EXECUTABLE chosen at submission, NULL: the master's
     project_id         INTEGER NOT NULL DEFAULT 1,
-    template           TEXT,                      -- JSON, the template's config when it was submitted, NULL for none
-    external_id        TEXT                       -- by which detached runs find it again
+    external_id        TEXT,                      -- by which detached runs find it again
+    -- Long texts come last: reading a column behind them follows their overflow pages.
+    config             TEXT    NOT NULL,          -- JSON, fully defaulted
+    original_config    TEXT    NOT NULL,          -- YAML as submitted
+    searcher_snapshot  TEXT,                      -- JSON; NULL for unmanaged experiments
+    template           TEXT                       -- JSON, the template's config when it was submitted, NULL for none
 );
 CREATE INDEX experiments_by_state ON experiments (state);
-CREATE INDEX experiments_by_project ON experiments (project_id);
+CREATE INDEX experiments_by_project ON experiments (project_id, archived, owner_id);
 CREATE UNIQUE INDEX experiments_by_external_id ON experiments (external_id) WHERE external_id IS NOT NULL;
 
 CREATE TABLE model_definitions (
@@ -109,8 +113,17 @@ CREATE TABLE trials (
     is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and it has failed, and does not start on this machine again
     UNIQUE (experiment_id, request_id)
 );
+CREATE INDEX trials_by_experiment ON trials (experiment_id);
 CREATE INDEX trials_by_state ON trials (state, experiment_id);
 CREATE UNIQUE INDEX trials_by_external_id ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
+-- There is none for deletions: trials are deleted with their experiment only.
+CREATE TRIGGER trials_counted AFTER INSERT ON trials BEGIN
+    UPDATE experiments SET num_trials = num_trials + 1 WHERE id = NEW.experiment_id;
+END;
+CREATE TRIGGER trial_checkpoints_counted AFTER UPDATE OF checkpoint_count, checkpoint_size ON trials BEGIN
+    UPDATE experiments SET checkpoint_count = checkpoint_count + NEW.checkpoint_count - OLD.checkpoint_count,
+        checkpoint_size = checkpoint_size + NEW.checkpoint_size - OLD.checkpoint_size WHERE id = NEW.experiment_id;
+END;
 
 CREATE TABLE tasks (
     id            TEXT    PRIMARY KEY,

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import recovery_hints
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 _BUSY_TIMEOUT_S = 30.0
 _CORRUPT, _NOT_A_DATABASE = 11, 26  # SQLite's codes of a damaged page, and of a damaged first one
 _NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")

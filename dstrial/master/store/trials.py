@@ -94,6 +94,11 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Tr
     )
 
 
+def ids_of(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
+    rows = connection.execute("SELECT id FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,))
+    return [int(row["id"]) for row in rows]
+
+
 def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
     """Return the ids of an experiment's trials that have not ended, oldest first."""
     rows = connection.execute(

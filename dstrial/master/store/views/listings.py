@@ -20,16 +20,17 @@ _EXPERIMENT_ORDER = {
     "SORT_BY_START_TIME": "e.start_us",
     "SORT_BY_END_TIME": "e.end_us",
     "SORT_BY_STATE": "e.state",
-    "SORT_BY_NUM_TRIALS": "num_trials",
+    "SORT_BY_NUM_TRIALS": "e.num_trials",
     "SORT_BY_PROGRESS": "e.progress",
-    "SORT_BY_USER": "u.username",
+    "SORT_BY_USER": "(SELECT o.username FROM users o WHERE o.id = e.owner_id)",
     "SORT_BY_NAME": "e.name",
     "SORT_BY_FORKED_FROM": "e.parent_id",
-    "SORT_BY_CHECKPOINT_SIZE": "checkpoint_size",
-    "SORT_BY_CHECKPOINT_COUNT": "checkpoint_count",
+    "SORT_BY_CHECKPOINT_SIZE": "e.checkpoint_size",
+    "SORT_BY_CHECKPOINT_COUNT": "e.checkpoint_count",
     "SORT_BY_SEARCHER_METRIC_VAL": "e.best_metric",
     "SORT_BY_PROJECT_ID": "e.project_id",
 }
+_OWN_LOG_DAYS = "COALESCE(t.log_retention_days, (SELECT o.log_retention_days FROM experiments o WHERE o.id = t.experiment_id))"
 _TRIAL_ORDER = {
     "SORT_BY_ID": "t.id",
     "SORT_BY_START_TIME": "t.start_us",
@@ -41,32 +42,28 @@ _TRIAL_ORDER = {
     "SORT_BY_DURATION": "COALESCE(t.end_us, 9e18) - t.start_us",
     "SORT_BY_RESTARTS": "t.restarts",
     "SORT_BY_CHECKPOINT_SIZE": "t.checkpoint_size",
-    "SORT_BY_LOG_RETENTION_DAYS": "own_log_days",
+    "SORT_BY_LOG_RETENTION_DAYS": _OWN_LOG_DAYS,
 }
 _EXPERIMENT_SELECT = """
 SELECT e.*, u.username, u.display_name, p.name AS project_name, p.workspace_id, w.name AS workspace_name,
     p.owner_id AS project_owner_id, p.is_archived OR w.is_archived AS is_parent_archived,
-    (SELECT COUNT(*) FROM trials t WHERE t.experiment_id = e.id) AS num_trials,
-    (SELECT COALESCE(SUM(t.checkpoint_count), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_count,
-    (SELECT COALESCE(SUM(t.checkpoint_size), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_size,
     CASE WHEN e.unmanaged
         THEN (SELECT MAX(2) FROM trials t WHERE t.experiment_id = e.id AND t.state = 'ACTIVE' AND t.run_id > 0)
         ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
-            JOIN trials t ON t.id = a.trial_id
-            WHERE a.state IN ('ASSIGNED', 'RUNNING') AND t.experiment_id = e.id) END AS advance
+            WHERE a.state IN ('ASSIGNED', 'RUNNING') AND a.experiment_id = e.id) END AS advance
 FROM experiments e JOIN users u ON u.id = e.owner_id
 JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
 """
 _IS_PARENT_ARCHIVED = (
-    "EXISTS (SELECT 1 FROM projects p JOIN workspaces w ON w.id = p.workspace_id "
-    "WHERE p.id = e.project_id AND (p.is_archived OR w.is_archived))"
+    "e.project_id IN (SELECT p.id FROM projects p JOIN workspaces w ON w.id = p.workspace_id "
+    "WHERE p.is_archived OR w.is_archived)"
 )
 _TRIAL_ADVANCE = """
 CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END
     ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
         WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END AS advance"""
 _TRIAL_SELECT = f"""
-SELECT t.*, COALESCE(t.log_retention_days, e.log_retention_days) AS own_log_days, e.searcher_metric,
+SELECT t.*, {_OWN_LOG_DAYS} AS own_log_days, e.searcher_metric,
     b.steps AS best_steps, b.end_us AS best_us, b.metrics AS best_metrics,
     l.steps AS latest_steps, l.end_us AS latest_us, l.metrics AS latest_metrics,
     c.steps AS checkpoint_steps, c.report_us AS checkpoint_us, c.state AS checkpoint_state,
@@ -93,9 +90,6 @@ class ListedExperiment(Experiment):
     workspace_name: str
     project_owner_id: int
     is_parent_archived: bool
-    num_trials: int
-    checkpoint_count: int
-    checkpoint_size: int
     advance: int | None
 
 
@@ -142,7 +136,7 @@ class ExperimentFilter:
 
 
 def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
-    conditions = ["1 = 1"]
+    conditions: list[str] = []
     values: list[object] = []
 
     def need(sql: str, *given: object) -> None:
@@ -157,8 +151,10 @@ def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
     for column, part in (("e.name", wanted.name), ("e.description", wanted.description)):
         if part:
             need(f"instr(lower({column}), lower(?)) > 0", part)
+    if wanted.users:
+        marks = ", ".join("?" * len(wanted.users))
+        need(f"e.owner_id IN (SELECT id FROM users WHERE username IN ({marks}))", *wanted.users)  # noqa: S608 - only marks
     for column, chosen in (
-        ("u.username", wanted.users),
         ("e.owner_id", wanted.user_ids),
         ("e.id", wanted.ids),
         ("e.state", wanted.states),
@@ -175,12 +171,12 @@ def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
         need("e.id < ?", wanted.below)
     for label in wanted.labels:
         need("EXISTS (SELECT 1 FROM json_each(e.labels) WHERE value = ?)", label)
-    return " AND ".join(conditions), values
+    return f"WHERE {' AND '.join(conditions)}" if conditions else "", values
 
 
 def count_experiments(connection: sqlite3.Connection, wanted: ExperimentFilter) -> int:
     where, values = _where(wanted)
-    sql = f"SELECT COUNT(*) FROM experiments e JOIN users u ON u.id = e.owner_id WHERE {where}"  # noqa: S608 - constants
+    sql = f"SELECT COUNT(*) FROM experiments e {where}"  # noqa: S608 - constants
     return int(connection.execute(sql, values).fetchone()[0])
 
 
@@ -195,10 +191,23 @@ def list_experiments(
 ) -> list[ListedExperiment]:
     """Return experiments; ``sort_by`` is a ``SORT_BY_…``; none is by id."""
     where, values = _where(wanted)
-    column = _EXPERIMENT_ORDER.get(sort_by or "", "e.id")
-    order = "DESC" if is_descending else "ASC"
-    sql = f"{_EXPERIMENT_SELECT} WHERE {where} ORDER BY {column} IS NULL, {column} {order}, e.id {order} LIMIT ? OFFSET ?"
+    order = _order_by(_EXPERIMENT_ORDER.get(sort_by or "", "e.id"), "e.id", is_descending=is_descending)
+    page = f"SELECT e.id FROM experiments e {where} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
+    sql = _of_page(_EXPERIMENT_SELECT, "e.id", page, order)
     return fetch_all(ListedExperiment, connection, sql, (*values, limit, offset))
+
+
+def _of_page(select: str, id_column: str, page: str, order: str) -> str:
+    """Return SQL that reads the rows of a page, for which only ids are ordered."""
+    return f"{select} WHERE {id_column} IN ({page}) {order}"
+
+
+def _order_by(column: str, id_column: str, *, is_descending: bool) -> str:
+    """Return an ORDER BY with NULL last, which an index serves where it can."""
+    if is_descending:
+        return f"ORDER BY {column} DESC, {id_column} DESC"
+    nulls = "" if column == id_column else f"{column} IS NULL, "
+    return f"ORDER BY {nulls}{column}, {id_column}"
 
 
 def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> ListedExperiment | None:
@@ -207,9 +216,10 @@ def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> Listed
 
 
 def count_trials(connection: sqlite3.Connection, experiment_id: int, states: Sequence[str]) -> int:
-    sql = "SELECT COUNT(*) FROM trials t WHERE t.experiment_id = ?"
+    sql = "SELECT num_trials FROM experiments WHERE id = ?"
     if states:
-        sql += f" AND t.state IN ({', '.join('?' * len(states))})"
+        marks = ", ".join("?" * len(states))
+        sql = f"SELECT COUNT(*) FROM trials WHERE experiment_id = ? AND state IN ({marks})"  # noqa: S608 - only marks
     return int(connection.execute(sql, (experiment_id, *states)).fetchone()[0])
 
 
@@ -230,12 +240,9 @@ def list_trials(
     condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"
     if names:
         condition += f" AND t.state IN ({', '.join(f':{name}' for name in names)})"
-    column = _TRIAL_ORDER.get(sort_by or "", "t.id")
-    order = "DESC" if is_descending else "ASC"
-    sql = (
-        f"{_TRIAL_SELECT} WHERE {condition} ORDER BY {column} IS NULL, {column} {order}, t.id {order} "
-        "LIMIT :limit OFFSET :offset"
-    )
+    order = _order_by(_TRIAL_ORDER.get(sort_by or "", "t.id"), "t.id", is_descending=is_descending)
+    page = f"SELECT t.id FROM trials t WHERE {condition} {order} LIMIT :limit OFFSET :offset"  # noqa: S608 - constants
+    sql = _of_page(_TRIAL_SELECT, "t.id", page, order)
     values = {
         "now": now_us,
         "trial_id": trial_id,

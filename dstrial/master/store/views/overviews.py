@@ -26,8 +26,7 @@ SELECT e.id, e.name, e.description, e.state, u.username, e.labels, p.id AS proje
     w.name AS workspace_name, e.searcher_type, e.searcher_metric, e.smaller_is_better, e.best_trial_id, e.best_metric,
     e.progress, e.slots_per_trial, e.start_us, e.end_us, e.end_reason, e.archived, e.parent_id, e.unmanaged, e.priority,
     json_extract(e.config, '$.hyperparameters') AS hyperparameters,
-    (SELECT COUNT(*) FROM trials t WHERE t.experiment_id = e.id) AS num_trials,
-    (SELECT COALESCE(SUM(t.checkpoint_size), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_size,
+    e.num_trials, e.checkpoint_size,
     {_EXPERIMENT_ADVANCE}
 FROM experiments e JOIN users u ON u.id = e.owner_id
 JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id

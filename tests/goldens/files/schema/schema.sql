@@ -1,4 +1,4 @@
--- schema version 10
+-- schema version 11
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -114,8 +114,6 @@ CREATE TABLE experiments (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
     job_id             TEXT    NOT NULL UNIQUE,
     state              TEXT    NOT NULL,          -- ACTIVE PAUSED STOPPING_{COMPLETED,CANCELED,ERROR,KILLED} COMPLETED CANCELED ERROR DELETING DELETE_FAILED
-    config             TEXT    NOT NULL,          -- JSON, fully defaulted
-    original_config    TEXT    NOT NULL,          -- YAML as submitted
     name               TEXT    NOT NULL,
     description        TEXT    NOT NULL DEFAULT '',
     notes              TEXT    NOT NULL DEFAULT '',
@@ -133,7 +131,9 @@ CREATE TABLE experiments (
     slots_per_trial    INTEGER NOT NULL,
     queue_position     REAL    NOT NULL,          -- within a priority; submission order unless moved
     progress           REAL    NOT NULL DEFAULT 0,
-    searcher_snapshot  TEXT,                      -- JSON; NULL for unmanaged experiments
+    num_trials         INTEGER NOT NULL DEFAULT 0,      -- this and the next two are kept by triggers on trials
+    checkpoint_count   INTEGER NOT NULL DEFAULT 0,
+    checkpoint_size    INTEGER NOT NULL DEFAULT 0,      -- bytes
     start_us           INTEGER NOT NULL,
     end_us             INTEGER,
     end_reason         TEXT,                      -- why it ended in ERROR or was cancelled, one sentence
@@ -142,8 +142,12 @@ CREATE TABLE experiments (
     best_metric        REAL,
     interpreter        TEXT,                      -- DET_PYTHON_EXECUTABLE chosen at submission, NULL: the master's
     project_id         INTEGER NOT NULL DEFAULT 1,
-    template           TEXT,                      -- JSON, the template's config when it was submitted, NULL for none
-    external_id        TEXT                       -- by which detached runs find it again
+    external_id        TEXT,                      -- by which detached runs find it again
+    -- Long texts come last: reading a column behind them follows their overflow pages.
+    config             TEXT    NOT NULL,          -- JSON, fully defaulted
+    original_config    TEXT    NOT NULL,          -- YAML as submitted
+    searcher_snapshot  TEXT,                      -- JSON; NULL for unmanaged experiments
+    template           TEXT                       -- JSON, the template's config when it was submitted, NULL for none
 );
 CREATE TABLE log_sizes (
     id             INTEGER PRIMARY KEY,
@@ -398,10 +402,18 @@ CREATE TABLE workspaces (
 INSERT INTO "workspaces" VALUES(1,'Uncategorized',1,0,1,0,'UNSPECIFIED','',NULL,NULL);
 CREATE INDEX tokens_by_allocation ON tokens (allocation_id);
 CREATE INDEX experiments_by_state ON experiments (state);
-CREATE INDEX experiments_by_project ON experiments (project_id);
+CREATE INDEX experiments_by_project ON experiments (project_id, archived, owner_id);
 CREATE UNIQUE INDEX experiments_by_external_id ON experiments (external_id) WHERE external_id IS NOT NULL;
+CREATE INDEX trials_by_experiment ON trials (experiment_id);
 CREATE INDEX trials_by_state ON trials (state, experiment_id);
 CREATE UNIQUE INDEX trials_by_external_id ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
+CREATE TRIGGER trials_counted AFTER INSERT ON trials BEGIN
+    UPDATE experiments SET num_trials = num_trials + 1 WHERE id = NEW.experiment_id;
+END;
+CREATE TRIGGER trial_checkpoints_counted AFTER UPDATE OF checkpoint_count, checkpoint_size ON trials BEGIN
+    UPDATE experiments SET checkpoint_count = checkpoint_count + NEW.checkpoint_count - OLD.checkpoint_count,
+        checkpoint_size = checkpoint_size + NEW.checkpoint_size - OLD.checkpoint_size WHERE id = NEW.experiment_id;
+END;
 CREATE INDEX tasks_by_trial ON tasks (trial_id);
 CREATE INDEX allocations_by_state ON allocations (state);
 CREATE INDEX allocations_by_trial ON allocations (trial_id, run_id);

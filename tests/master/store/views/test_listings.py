@@ -1,0 +1,105 @@
+"""A page of experiments or trials costs what it shows, in steps of SQLite's virtual machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dstrial.master.store.database import Connection, Database, Transaction
+from dstrial.master.store.views import listings
+from dstrial.master.store.views.listings import ExperimentFilter
+
+NUM_FEW, NUM_MANY = 60, 3000
+LIMIT = 20
+PAGES: dict[str, Callable[[Connection], object]] = {
+    "trials": lambda connection: listings.list_trials(connection, now_us=9, experiment_id=1, limit=LIMIT),
+    "trials-newest": lambda connection: listings.list_trials(
+        connection, now_us=9, experiment_id=1, is_descending=True, limit=LIMIT
+    ),
+    "trials-count": lambda connection: listings.count_trials(connection, 1, ()),
+    "trials-state": lambda connection: listings.list_trials(
+        connection, now_us=9, experiment_id=1, states=["ACTIVE"], limit=LIMIT
+    ),
+    "experiments": lambda connection: listings.list_experiments(
+        connection, ExperimentFilter(archived=False, with_parents=True, users=["determined"]), limit=LIMIT
+    ),
+    "experiments-newest": lambda connection: listings.list_experiments(
+        connection, ExperimentFilter(), is_descending=True, limit=LIMIT
+    ),
+    "experiments-count": lambda connection: listings.count_experiments(connection, ExperimentFilter()),
+    "experiment": lambda connection: listings.get_experiment(connection, 1),
+}
+
+
+def filled(path: Path, number: int) -> Database:
+    """Return a database of so many experiments, the first of which has so many trials."""
+
+    def fill(tx: Transaction) -> None:
+        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
+        tx.executemany(
+            "INSERT INTO experiments (job_id, state, config, original_config, name, owner_id, searcher_type, "
+            "searcher_metric, smaller_is_better, slots_per_trial, queue_position, start_us) "
+            "VALUES (?, 'COMPLETED', '{}', '', 'x', 1, 'random', 'loss', 1, 1, 1, 0)",
+            [(str(index),) for index in range(number)],
+        )
+        tx.executemany(
+            "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us) "
+            "VALUES (1, ?, 'COMPLETED', '{}', 1, 't', 0)",
+            [(str(index),) for index in range(number)],
+        )
+
+    database = Database(path)
+    database.write(fill)
+    return database
+
+
+@pytest.fixture(scope="module")
+def databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database, Database]]:
+    directory = tmp_path_factory.mktemp("listings")
+    few, many = filled(directory / "few.db", NUM_FEW), filled(directory / "many.db", NUM_MANY)
+    yield few, many
+    few.close()
+    many.close()
+
+
+def num_steps(database: Database, read: Callable[[Connection], object]) -> int:
+    num = 0
+
+    def count() -> int:
+        nonlocal num
+        num += 1
+        return 0
+
+    with database.read() as connection:
+        connection.set_progress_handler(count, 1)
+        read(connection)
+        connection.set_progress_handler(None, 0)
+    return num
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_reads_no_more_rows_of_a_larger_database(
+    databases: tuple[Database, Database], name: str
+) -> None:
+    few, many = (num_steps(database, PAGES[name]) for database in databases)
+
+    assert many < 1.1 * few + 50, f"{few} steps with {NUM_FEW} rows, {many} with {NUM_MANY}"
+
+
+def test_experiment_counts_follow_its_trials_and_checkpoints(databases: tuple[Database, Database]) -> None:
+    few, _ = databases
+    for count, size in ((2, 20), (1, 15)):
+        few.write(
+            lambda tx, count=count, size=size: tx.execute(
+                "UPDATE trials SET checkpoint_count = ?, checkpoint_size = ? WHERE id IN (1, 2)",
+                (count, size),
+            )
+        )
+
+        with few.read() as connection:
+            row = listings.get_experiment(connection, 1)
+
+        assert row is not None
+        assert (row.num_trials, row.checkpoint_count, row.checkpoint_size) == (NUM_FEW, 2 * count, 2 * size)
