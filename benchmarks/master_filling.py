@@ -72,8 +72,6 @@ def fill(
             on_rows(per_trial)
     connection.execute("COMMIT")
     connection.close()
-    for end in ("-marks", "-pages"):  # By which the next master would refuse what it has not written.
-        path.with_name(f"{path.name}{end}").unlink()
 
 
 def _fill_trial(connection: sqlite3.Connection, experiment_id: int, num_reports: int) -> None:
