@@ -38,7 +38,5 @@ def main(args: argparse.Namespace) -> int:
 
     log_in_as(record, args.user)
     sys.stdout.write(f"det is logged in as {args.user} at {' and '.join(addresses_of(record.port))}\n")
-    link = browser_link(record, args.user)
-    if link is not None:
-        sys.stdout.write(f"browser: {link} (once, within 10 minutes)\n")
+    sys.stdout.write(f"browser: {browser_link(record, args.user)} (once, within 10 minutes)\n")
     return 0

@@ -335,9 +335,7 @@ def _print_login(state: StateDirectory, record: MasterRecord) -> None:
         *_login_rows(outcome),
     ]
     with contextlib.suppress(RequestError):  # There is no such user: said above.
-        link = browser_link(record)
-        if link is not None:
-            rows.append(("browser", f"{link} (once, within 10 minutes)"))
+        rows.append(("browser", f"{browser_link(record)} (once, within 10 minutes)"))
     sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
     if record.port != daemon.DEFAULT_PORT or not det_reaches(record.address):
         sys.stdout.write(f"export DET_MASTER={record.address}\n")

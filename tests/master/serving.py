@@ -212,6 +212,8 @@ def fill(tx: Transaction) -> tuple[dict[str, str], dict[int, str]]:
             "'{\"steps_completed\": 3}', 1, 1)",
             (checkpoints[number], number, number, task, f"{task}.1"),
         )
-        session, user = tokens.create_allocation_tokens(tx, f"{task}.1", ids["determined"])
+        session, user = f"token-of-trial-{number}", f"token-of-the-user-in-trial-{number}"
+        hashes = {"allocation": tokens.hash_token(session), "user": tokens.hash_token(user)}
+        tokens.keep_allocation_tokens(tx, f"{task}.1", ids["determined"], hashes)
         known[f"trial-{number}"], known[f"trial-{number}-user"] = session, user
     return known, checkpoints

@@ -72,15 +72,12 @@ def create_token(tx: Transaction, user_id: int) -> str:
     now = now_us()
     tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
     tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
-    return _insert(tx, "user", user_id, None, now + _LIFETIME_US)
-
-
-def create_allocation_tokens(tx: Transaction, allocation_id: str, user_id: int) -> tuple[str, str]:
-    """Create ``DET_SESSION_TOKEN`` and ``DET_USER_TOKEN`` of a new allocation."""
-    return (
-        _insert(tx, "allocation", user_id, allocation_id, None),
-        _insert(tx, "user", user_id, allocation_id, None),
+    token = _new_token()
+    tx.execute(
+        "INSERT INTO tokens (token_hash, kind, user_id, created_us, expires_us) VALUES (?, 'user', ?, ?, ?)",
+        (hash_token(token), user_id, now, now + _LIFETIME_US),
     )
+    return token
 
 
 def keep_allocation_tokens(
@@ -155,18 +152,6 @@ def hash_token(token: str) -> str:
 def _new_token() -> str:
     """Return a token without dashes: `det` takes one in front for an option."""
     return secrets.token_urlsafe(32).replace("-", "_")
-
-
-def _insert(
-    tx: Transaction, kind: str, user_id: int, allocation_id: str | None, expires_us: int | None
-) -> str:
-    token = _new_token()
-    tx.execute(
-        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us, expires_us) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (hash_token(token), kind, user_id, allocation_id, now_us(), expires_us),
-    )
-    return token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

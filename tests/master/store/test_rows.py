@@ -61,7 +61,6 @@ READS: list[Callable[[sqlite3.Connection], object]] = [
     lambda c: listings.list_trials(c, now_us=0, experiment_id=1),
     lambda c: logs.query(c, logs.LogFilter(trial_id=1)),
     lambda c: list(metrics.every_report(c, 1, "training")),
-    lambda c: metrics.series(c, 1, "training", "loss"),
     lambda c: models.list_models(c, models.ModelFilter()),
     lambda c: models.list_versions(c, 1),
     lambda c: projects.require(c, 1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dstrial.master.store.database import Transaction
@@ -168,11 +168,3 @@ def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping
             "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = excluded.num_names",
             (trial_id, group, len(summaries)),
         )
-
-
-def _names_of(connection: sqlite3.Connection, experiment_id: int) -> Iterator[tuple[str, str]]:
-    for row in connection.execute(
-        "SELECT group_name, name FROM metric_summaries WHERE trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)",
-        (experiment_id,),
-    ):
-        yield str(row["group_name"]), str(row["name"])

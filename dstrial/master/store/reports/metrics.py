@@ -336,20 +336,3 @@ def every_report(connection: sqlite3.Connection, trial_id: int, group: str | Non
         f"SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0{condition} ORDER BY steps, id",  # noqa: S608 - a constant
         (trial_id, *(() if group is None else (group,))),
     )
-
-
-_VALUE = "json_each(m.metrics) j WHERE j.key = ? AND j.type IN ('integer', 'real', 'text') AND m.archived = 0"
-
-
-def series(connection: sqlite3.Connection, trial_id: int, group: str, name: str) -> list[tuple[int, float]]:
-    """Return (batch, value) of one metric of a trial, by batch.
-
-    SQLite extracts it: objects of all other metrics in each report would hold up every request meanwhile.
-    """
-    rows = connection.execute(
-        f"SELECT m.steps, j.value FROM metrics m CROSS JOIN {_VALUE} "  # noqa: S608 - a constant
-        "AND m.trial_id = ? AND m.group_name = ? AND m.steps >= 0 ORDER BY m.steps, m.id",
-        (name, trial_id, group),
-    )
-    found = ((int(row["steps"]), as_number(row["value"])) for row in rows)
-    return [(steps, value) for steps, value in found if value is not None]

@@ -279,13 +279,12 @@ def test_no_list_reads_all_reports(store: Store) -> None:
         lambda c: metrics.report_ids(c, 1, "validation"),
         lambda c: metrics.report_keys(c, 1),
         lambda c: list(metrics.every_report(c, 1, "validation")),
-        lambda c: metrics.series(c, 1, "validation", "score"),
         lambda c: listings.list_trials(c, now_us=0, experiment_id=1),
         lambda c: checkpoint_rows.list_checkpoints(c, experiment_id=1),
         lambda c: checkpoint_rows.latest_completed(c, 1),
     ]
 
-    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 8  # type: ignore[misc]
+    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 7  # type: ignore[misc]
 
 
 def test_no_experiment_that_is_deleted_has_a_whole_table_read(store: Store) -> None:
@@ -300,17 +299,6 @@ def test_names_with_every_character_are_summed_up(store: Store) -> None:
         store.report(steps, dict.fromkeys(names, float(steps)))
 
     assert {name: one["count"] for name, one in store.summaries().items()} == dict.fromkeys(names, 2)
-
-
-def test_the_series_of_a_metric_has_its_numbers_whatever_it_is_called(store: Store) -> None:
-    name = 'a."b"\\[0]'
-    values = [1, 2.5, float("nan"), float("-inf"), "word", True, None, [1]]
-    for steps, value in enumerate(values, 1):
-        store.report(steps, {name: value, "score": value, "other": 1.0}, "validation")
-
-    with store.database.read() as connection:
-        series = metrics.series(connection, 1, "validation", name)
-    assert repr(series) == "[(1, 1.0), (2, 2.5), (3, nan), (4, -inf)]"
 
 
 def test_a_stream_of_reports_comes_in_messages_of_bounded_size(store: Store) -> None:
