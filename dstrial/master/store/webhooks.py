@@ -39,22 +39,15 @@ _MAX_LOG_TRIGGERS = 50
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_PATTERN = 1000
+_TRIGGERED = "w.id, w.name, w.mode, w.workspace_id, t.id AS trigger_id, t.condition"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TriggeredWebhook:
     id: int
     name: str
-    url: str = dataclasses.field(repr=False)
-    type: str
     mode: str
     workspace_id: int | None
-    created_us: int
-    num_delivered: int
-    num_failed: int
-    num_dropped: int
-    last_us: int | None
-    last_result: str | None
     trigger_id: int
     condition: str
 
@@ -66,10 +59,8 @@ class DueEvent:
     id: int
     webhook_id: int
     event: str
-    created_us: int
     due_us: int
     num_attempts: int
-    given_up_us: int | None
     url: str = dataclasses.field(repr=False)
     type: str
 
@@ -243,7 +234,7 @@ def triggered(
     return fetch_all(
         TriggeredWebhook,
         connection,
-        "SELECT w.*, t.id AS trigger_id, t.condition FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "
+        f"SELECT {_TRIGGERED} FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "  # noqa: S608 - a constant
         "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id",
         (kind, condition, condition),
     )
@@ -270,7 +261,8 @@ def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
     return fetch_all(
         DueEvent,
         connection,
-        "SELECT e.*, w.url, w.type FROM webhooks w JOIN webhook_events e ON e.id = (SELECT id FROM webhook_events "
+        "SELECT e.id, webhook_id, event, due_us, num_attempts, url, type FROM webhooks w "
+        "JOIN webhook_events e ON e.id = (SELECT id FROM webhook_events "
         "WHERE webhook_id = w.id AND given_up_us IS NULL ORDER BY due_us, id LIMIT 1) ORDER BY e.due_us",
     )
 
@@ -321,7 +313,7 @@ def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: 
     return fetch_one(
         LineTrigger,
         connection,
-        "SELECT w.*, t.id AS trigger_id, t.condition, k.type AS task_type, k.trial_id, k.experiment_id, "
+        f"SELECT {_TRIGGERED}, k.type AS task_type, k.trial_id, k.experiment_id, "  # noqa: S608 - a constant
         "c.workspace_id AS command_workspace "
         "FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id JOIN tasks k ON k.id = ? "
         "LEFT JOIN commands c ON c.task_id = k.id WHERE t.id = ?",

@@ -26,8 +26,7 @@ attempts within four seconds (``backoffAttempts`` in ``shipper.go``), too few fo
 
 _NUM_SENDERS = 8
 _IDLE_S = 60.0
-_AFTER_TROUBLE_S = 5.0
-_LONGEST_TROUBLE_S = 600.0
+_BACKOFF_S = 60.0  # after an error that is not the receiver's, a full disk for example
 
 
 class Delivery:
@@ -46,7 +45,6 @@ class Delivery:
         self._lock = threading.Lock()
         self._busy: set[int] = set()
         self._not_before_us: dict[int, int] = {}
-        self._trouble_s: dict[int, float] = {}
         self._is_draining = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-webhooks", daemon=True)
@@ -74,7 +72,7 @@ class Delivery:
                 wait_s, is_any_due = self._begin_due()
             except Exception:
                 logger.exception("the delivery of webhooks had a problem and goes on")
-                wait_s = _AFTER_TROUBLE_S
+                wait_s = _BACKOFF_S
             if self._is_draining and not is_any_due:
                 return
             self._event.wait(wait_s)
@@ -110,12 +108,8 @@ class Delivery:
             logger.exception(
                 "an event of webhook %d could not be dealt with; it is tried again", row.webhook_id
             )
-            # Longer each time: if results cannot be stored, on a full disk, the receiver gets the same again and again.
-            trouble_s = min(2 * self._trouble_s.get(row.webhook_id, _AFTER_TROUBLE_S / 2), _LONGEST_TROUBLE_S)
-            self._trouble_s[row.webhook_id] = trouble_s
-            self._not_before_us[row.webhook_id] = now_us() + int(trouble_s * 1e6)
-        else:
-            self._trouble_s.pop(row.webhook_id, None)
+            # The result is not stored: each attempt sends the same event again.
+            self._not_before_us[row.webhook_id] = now_us() + int(_BACKOFF_S * 1e6)
         finally:
             with self._lock:
                 self._busy.discard(row.webhook_id)

@@ -122,14 +122,18 @@ def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
 
 
 def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
-    return is_notified(
-        webhook_id=row.id,
-        name=row.name,
-        mode=row.mode,
-        webhook_workspace_id=row.workspace_id,
-        workspace_id=workspace_id,
-        choice=choice,
-    )
+    """Return whether a webhook hears of what happens in a workspace.
+
+    A webhook of mode SPECIFIC hears only of experiments whose config names it; one without a workspace hears of all
+    workspaces. ``choice`` is None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
+    """
+    if choice is not None and choice.excludes:
+        return False
+    if row.workspace_id not in (None, workspace_id):
+        return False
+    if row.mode != "SPECIFIC":
+        return True
+    return choice is not None and (row.id in choice.ids or row.name in choice.names)
 
 
 def _cut(text: str, limit: int) -> str:
@@ -163,26 +167,3 @@ class WebhookChoice:
             else frozenset(),
             value.get("exclude") is True,
         )
-
-
-def is_notified(
-    *,
-    webhook_id: int,
-    name: str,
-    mode: str,
-    webhook_workspace_id: int | None,
-    workspace_id: int,
-    choice: WebhookChoice | None,
-) -> bool:
-    """Whether a webhook hears of what happens in a workspace.
-
-    Mode SPECIFIC hears only of experiments whose config names the webhook; ``webhook_workspace_id`` None hears of all
-    workspaces; ``choice`` None is a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
-    """
-    if choice is not None and choice.excludes:
-        return False
-    if webhook_workspace_id is not None and webhook_workspace_id != workspace_id:
-        return False
-    if mode != "SPECIFIC":
-        return True
-    return choice is not None and (webhook_id in choice.ids or name in choice.names)
