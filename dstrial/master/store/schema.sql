@@ -114,6 +114,7 @@ CREATE TABLE trials (
     UNIQUE (experiment_id, request_id)
 );
 CREATE INDEX trials_by_experiment ON trials (experiment_id);
+CREATE INDEX trials_by_metric ON trials (experiment_id, searcher_metric_value);
 CREATE INDEX trials_by_state ON trials (state, experiment_id);
 CREATE UNIQUE INDEX trials_by_external_id ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
 -- There is none for deletions: trials are deleted with their experiment only.

@@ -405,6 +405,7 @@ CREATE INDEX experiments_by_state ON experiments (state);
 CREATE INDEX experiments_by_project ON experiments (project_id, archived, owner_id);
 CREATE UNIQUE INDEX experiments_by_external_id ON experiments (external_id) WHERE external_id IS NOT NULL;
 CREATE INDEX trials_by_experiment ON trials (experiment_id);
+CREATE INDEX trials_by_metric ON trials (experiment_id, searcher_metric_value);
 CREATE INDEX trials_by_state ON trials (state, experiment_id);
 CREATE UNIQUE INDEX trials_by_external_id ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
 CREATE TRIGGER trials_counted AFTER INSERT ON trials BEGIN

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.master.store.database import Connection, Database, Transaction
+from dstrial.master.store.reports import metrics
 from dstrial.master.store.views import listings
 from dstrial.master.store.views.listings import ExperimentFilter
 
@@ -17,6 +18,14 @@ PAGES: dict[str, Callable[[Connection], object]] = {
     "trials": lambda connection: listings.list_trials(connection, now_us=9, experiment_id=1, limit=LIMIT),
     "trials-newest": lambda connection: listings.list_trials(
         connection, now_us=9, experiment_id=1, is_descending=True, limit=LIMIT
+    ),
+    "trials-best": lambda connection: listings.list_trials(
+        connection,
+        now_us=9,
+        experiment_id=1,
+        sort_by="SORT_BY_BEST_VALIDATION_METRIC",
+        is_descending=True,
+        limit=LIMIT,
     ),
     "trials-count": lambda connection: listings.count_trials(connection, 1, ()),
     "trials-state": lambda connection: listings.list_trials(
@@ -45,9 +54,9 @@ def filled(path: Path, number: int) -> Database:
             [(str(index),) for index in range(number)],
         )
         tx.executemany(
-            "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us) "
-            "VALUES (1, ?, 'COMPLETED', '{}', 1, 't', 0)",
-            [(str(index),) for index in range(number)],
+            "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, "
+            "searcher_metric_value) VALUES (1, ?, 'COMPLETED', '{}', 1, 't', 0, ?)",
+            [(str(index), index) for index in range(number)],
         )
 
     database = Database(path)
@@ -64,7 +73,7 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Databa
     many.close()
 
 
-def num_steps(database: Database, read: Callable[[Connection], object]) -> int:
+def num_steps(database: Database, run: Callable[[Transaction], object]) -> int:
     num = 0
 
     def count() -> int:
@@ -72,10 +81,12 @@ def num_steps(database: Database, read: Callable[[Connection], object]) -> int:
         num += 1
         return 0
 
-    with database.read() as connection:
-        connection.set_progress_handler(count, 1)
-        read(connection)
-        connection.set_progress_handler(None, 0)
+    def counted(tx: Transaction) -> None:
+        tx.connection.set_progress_handler(count, 1)
+        run(tx)
+        tx.connection.set_progress_handler(None, 0)
+
+    database.write(counted)
     return num
 
 
@@ -83,9 +94,15 @@ def num_steps(database: Database, read: Callable[[Connection], object]) -> int:
 def test_page_reads_no_more_rows_of_a_larger_database(
     databases: tuple[Database, Database], name: str
 ) -> None:
-    few, many = (num_steps(database, PAGES[name]) for database in databases)
+    few, many = (num_steps(database, lambda tx: PAGES[name](tx.connection)) for database in databases)
 
     assert many < 1.1 * few + 50, f"{few} steps with {NUM_FEW} rows, {many} with {NUM_MANY}"
+
+
+def test_best_trial_of_a_larger_search_reads_no_more_rows(databases: tuple[Database, Database]) -> None:
+    few, many = (num_steps(one, lambda tx: metrics.update_best_of_experiment(tx, 1)) for one in databases)
+
+    assert many < 1.1 * few + 50, f"{few} steps with {NUM_FEW} trials, {many} with {NUM_MANY}"
 
 
 def test_experiment_counts_follow_its_trials_and_checkpoints(databases: tuple[Database, Database]) -> None:
