@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -14,18 +15,15 @@ from dstrial.config import load_experiment
 from dstrial.config.diagnostics import render
 from dstrial.config.documents import read_json, read_yaml
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.integrations.accelerate.converter.convert import (
-    convert,
-    deepspeed_json,
-    experiment_yaml,
-    open_decisions,
-)
-from dstrial.integrations.accelerate.converter.result import (
+from dstrial.integrations.accelerate.convert import (
     JSON_NAME,
+    MARK,
     YAML_NAME,
     Choices,
     Conversion,
     ConvertedKey,
+    convert,
+    experiment_yaml,
 )
 from dstrial.launch.slots import slots_argument
 
@@ -40,7 +38,7 @@ _FILES = {
     "unknown": "?",
     "nowhere": "-",
 }
-"""What the table says of each outcome, in its order."""
+"""What the table shows for each status, in its order."""
 
 _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
@@ -89,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     conversion = convert(config, choices, label=label, deepspeed_file=_deepspeed_file(args.config, config))
     _require_script(choices.entrypoint, args.output)
     targets = {
-        args.output / JSON_NAME: deepspeed_json(conversion),
+        args.output / JSON_NAME: json.dumps(conversion.deepspeed, indent=2, ensure_ascii=False) + "\n",
         args.output / YAML_NAME: experiment_yaml(conversion, args.config.name),
     }
     _write(targets, force=args.force)
@@ -157,44 +155,42 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print what became of every key, unused ones last."""
+    """Print where every key is now, unused ones last."""
     order = list(_FILES)
-    keys = sorted(conversion.keys, key=lambda one: order.index(one.outcome))
-    rows = [(one.key, render(one.value), _FILES[one.outcome], one.explanation) for one in keys]
+    keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
+    rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
-    for one in _of_outcome(conversion, "left"):
+    for one in _with_status(conversion, "left"):
         sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
-    unknown = [one.key for one in _of_outcome(conversion, "unknown")]
+    unknown = [one.key for one in _with_status(conversion, "unknown")]
     if unknown:
         sys.stdout.write(f"warning: unknown to accelerate 1.15, and not taken over: {', '.join(unknown)}\n")
 
 
-def _of_outcome(conversion: Conversion, outcome: str) -> list[ConvertedKey]:
-    return [one for one in conversion.keys if one.outcome == outcome]
+def _with_status(conversion: Conversion, status: str) -> list[ConvertedKey]:
+    return [one for one in conversion.keys if one.status == status]
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
+    """Print what is left to decide, and what the check still misses; neither fails."""
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
-    for decision in open_decisions(conversion):
-        sys.stdout.write(f"choose: {decision}\n")
+    for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
+        if MARK in line:
+            sys.stdout.write(f"choose: {path.name}:{idx}: {line.strip().removeprefix('# ')}\n")
     if conversion.choices.entrypoint is None:
-        # Who fills in "auto" is told by the script.
+        # Only the script shows who fills in "auto".
         sys.stdout.write(f"next: name the script in {path}, then `dstrial check {path} {context_dir}`\n")
         return 0
     try:
         checked = load_experiment(path, context_dir, require_concrete=False, require_entrypoint=True)
     except ConfigError as error:
-        # The conversion is done; what its source cannot say is no failure of it.
         for problem in error.problems:
             sys.stdout.write(f"next: {problem}\n")
         sys.stdout.write(f"next: then `dstrial check {path} {context_dir}`\n")
         return 0
-    for warning in checked.warnings:
-        sys.stdout.write(f"warning: {warning}\n")
-    for note in checked.notes:
-        sys.stdout.write(f"note: {note}\n")
-    sys.stdout.write(f"{path}: ok\n")
+    sys.stdout.write("".join(f"warning: {warning}\n" for warning in checked.warnings))
+    sys.stdout.write("".join(f"note: {note}\n" for note in checked.notes))
     sys.stdout.write(
-        f"next: `dstrial run {path} {context_dir}`; README, Accelerate, shows what the script reports with\n"
+        f"{path}: ok\nnext: `dstrial run {path} {context_dir}`; README, Accelerate, has the Reporter\n"
     )
     return 0

@@ -11,8 +11,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from dstrial.integrations.accelerate.converter.convert import convert
-from dstrial.integrations.accelerate.converter.result import Choices
+from dstrial.integrations.accelerate.convert import Choices, convert
 
 ROOT = Path(__file__).resolve().parents[4]
 CONFIGS = Path(__file__).parent / "configs"
@@ -51,5 +50,5 @@ def test_answering_the_questionnaire_makes_the_stored_file(tmp_path: Path) -> No
         assert made == yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     # Other releases ask other questions; no key that they write is unknown.
     conversion = convert(made, Choices("train.py", 4, name), label="made.yaml")
-    assert [key.key for key in conversion.keys if key.outcome == "unknown"] == []
+    assert [key.key for key in conversion.keys if key.status == "unknown"] == []
     assert conversion.slots == 8
