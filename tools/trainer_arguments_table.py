@@ -28,7 +28,7 @@ from dstrial.config.diagnostics import Diagnostics
 from dstrial.dsat import get_hf_args_with_overwrites
 from dstrial.errors import ConfigError
 from dstrial.integrations import huggingface
-from dstrial.integrations.huggingface.overwrites.reconcile import reconcile
+from dstrial.integrations.huggingface.argument_table import reconcile
 
 NUM_STEPS = 50
 """Steps that the Trainer is taken to count."""
@@ -304,7 +304,7 @@ def row_of(case: Case, directory: Path, world_size: int) -> dict[str, Any]:
     is_untouched = arguments == list(case.arguments) and (directory / "ds_config.json").read_bytes() == before
     return {
         **row,
-        "outcomes": [[one.argument, one.key, one.outcome.name, one.text] for one in found.decisions],
+        "outcomes": [[one.argument, one.key, one.is_contradiction, one.text] for one in found.decisions],
         "returned": " ".join(word for word in returned[: returned.index("--deepspeed")]),
         "effective": json.dumps(found.config),
         "verdict": str(verdict),
@@ -335,10 +335,10 @@ def rows(directory: Path, world_size: int) -> list[dict[str, Any]]:
 
 def _outcome(row: Mapping[str, Any]) -> str:
     texts = []
-    for flag, key, outcome, text in row["outcomes"]:
+    for flag, key, _, text in row["outcomes"]:
         is_its_own = row["flag"] == flag or (row["key"] and key == row["key"])
         if (is_its_own or row["pair"] == "several") and (row["flag"] == "" or flag != "--deepspeed"):
-            texts.append(f"{outcome}: {text}")
+            texts.append(text)
     return "<br>".join(texts) or ("nothing is changed" if row["verdict"] == "accepts" else row["verdict"])
 
 

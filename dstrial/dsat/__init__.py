@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         get_ds_config_from_hparams,
     )
     from dstrial.dsat.rank.context import dsat_reporting_context
-    from dstrial.integrations.huggingface.overwrites.arguments import get_hf_args_with_overwrites
+    from dstrial.integrations.huggingface.hf_args import get_hf_args_with_overwrites
 
 __all__ = [
     # what a script calls
@@ -58,7 +58,7 @@ _HOMES = {
     "SMALLER_IS_BETTER_METRICS": _DEFAULTS,
     "USE_DSAT_MODE_KEY": _DEFAULTS,
     "dsat_reporting_context": "dstrial.dsat.rank.context",
-    "get_hf_args_with_overwrites": "dstrial.integrations.huggingface.overwrites.arguments",
+    "get_hf_args_with_overwrites": "dstrial.integrations.huggingface.hf_args",
     "get_ds_config_from_hparams": _DEFAULTS,
 }
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config import ParallelDims
+from dstrial.config.auto_values import MICRO_FLAG, STEPS_FLAG
+from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
-from dstrial.integrations.huggingface.batch_sizes import ArgumentSizes, batch_problems
 from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
-from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
+from dstrial.resume.batch import keep_batch
+from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_settings
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
@@ -22,9 +24,9 @@ def output_dir(args: TrainingArguments) -> pathlib.Path:
     return pathlib.Path(str(args.output_dir))
 
 
-def sizes_of(args: TrainingArguments) -> ArgumentSizes:
-    """Return the batch sizes of one rank."""
-    return ArgumentSizes(int(args.train_batch_size), int(args.gradient_accumulation_steps))
+def sizes_of(args: TrainingArguments) -> tuple[int, int]:
+    """Return micro batch and accumulation steps of one rank."""
+    return int(args.train_batch_size), int(args.gradient_accumulation_steps)
 
 
 def length_of(args: TrainingArguments) -> TrainerLength:
@@ -54,7 +56,12 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
     plugin = getattr(args, "deepspeed_plugin", None)
     config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
     kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
-    return {**kinds, **sizes_of(args).given()}
+    return {**kinds, **given_by_arguments(*sizes_of(args))}
+
+
+def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
+    """Return batch sizes as ``EngineRecord.given`` keeps them."""
+    return {BATCH_KEYS[1]: micro, BATCH_KEYS[2]: steps, FILLED_KEY: True}
 
 
 def problems_of(
@@ -72,18 +79,41 @@ def problems_of(
                 "Make the TrainingArguments inside `with dstrial.integrations.huggingface.init() as core_context:`.",
             )
         )
-    found += length_problems(searcher, length_of(args), sizes_of(args).train_batch_size(num_ranks))
+    micro, steps = sizes_of(args)
+    found += length_problems(searcher, length_of(args), micro * steps * num_ranks)
     if saved is not None and saved.engines and is_seen_whole:
         try:
-            found += batch_problems(sizes_of(args), saved, num_ranks)
+            found += batch_problems(micro, steps, saved, num_ranks)
         except ConfigError as error:
             found += error.problems
     return found
 
 
+def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
+    """Return problems of arguments with another batch than the run's checkpoint."""
+    engine = saved.engines[0]
+    replicas = engine.batch_replicas(num_ranks)
+    batch = micro * steps * replicas
+    if batch == engine.train_batch_size:
+        return []
+    given = {BATCH_KEYS[0]: engine.train_batch_size}
+    solution = keep_batch(given, engine, replicas, checkpoint=saved.checkpoint)
+    return [
+        ConfigProblem(
+            "per_device_train_batch_size x gradient_accumulation_steps x ranks",
+            f"{micro} x {steps} x {replicas} = {batch}",
+            f"{engine.train_batch_size}, the batch of checkpoint {saved.checkpoint}, in which its steps, schedule and order of "
+            "records are counted",
+            f"Pass --{MICRO_FLAG} {solution.train_micro_batch_size_per_gpu} --{STEPS_FLAG} "
+            f"{solution.gradient_accumulation_steps}, or let dstrial.dsat.get_hf_args_with_overwrites(sys.argv[1:], "
+            "dstrial.integrations.huggingface.hyperparameters(core_context)) set them before the arguments are parsed.",
+        )
+    ]
+
+
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
     """Return a checkpoint's record of the global batch of a Trainer without DeepSpeed."""
-    sizes = sizes_of(args)
+    micro, steps = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",
         **ParallelDims(int(args.world_size)).to_layout(),
@@ -94,10 +124,10 @@ def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord
         wrapper="",
         lr_scheduler="",
         train_batch_size=train_batch_size,
-        micro_batch_size=sizes.micro_batch_size,
-        micro_batches_per_batch=sizes.micro_batches_per_batch,
-        given=sizes.given(),
-        micro_batch_limit=sizes.micro_batch_size,
+        micro_batch_size=micro,
+        micro_batches_per_batch=steps,
+        given=given_by_arguments(micro, steps),
+        micro_batch_limit=micro,
     )
 
 

@@ -8,17 +8,12 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from determined import core
 
-from dstrial.config.batch import BATCH_KEYS
-from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_source import MAIN_KEY, OVERWRITE_KEY, deepspeed_configs
-from dstrial.config.documents import read_json_text
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
-from dstrial.integrations.huggingface.batch_sizes import sizes_to_keep
+from dstrial.integrations.huggingface.hf_args import keep_batch_sizes
 from dstrial.local.experiment_file import read_experiment
 from dstrial.local.measuring_variables import is_measuring, measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
@@ -166,23 +161,9 @@ def hyperparameters(
     saved = saved_run_of(core_context)
     if saved is None or not saved.engines:
         return result
-    words = CommandLine.of(sys.argv[1:] if arguments is None else arguments)
-    solution = sizes_to_keep(words, _deepspeed_config(result, words), saved, core_context.distributed.size)
-    if solution is not None:
-        overwrite = result.get(OVERWRITE_KEY) or {}
-        result[OVERWRITE_KEY] = {**overwrite, **{key: getattr(solution, key) for key in BATCH_KEYS}}
+    words = sys.argv[1:] if arguments is None else arguments
+    keep_batch_sizes(words, result, core_context.distributed.size, saved)
     return result
-
-
-def _deepspeed_config(hparams: Mapping[str, Any], arguments: CommandLine) -> Mapping[str, Any]:
-    """Return the trial's or ``--deepspeed``'s config with its overwrites, if any."""
-    overwrite = hparams.get(OVERWRITE_KEY) or {}
-    named = hparams.get(MAIN_KEY) or arguments.value("deepspeed")
-    if isinstance(named, str) and named.lstrip().startswith("{"):
-        with contextlib.suppress(ConfigError):
-            named = read_json_text(named, "--deepspeed").value
-    found = deepspeed_configs({MAIN_KEY: named, OVERWRITE_KEY: overwrite}, Path())
-    return found[0] if found else overwrite
 
 
 def saved_run_of(context: core.Context) -> SavedRun | None:

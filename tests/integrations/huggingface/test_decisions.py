@@ -5,22 +5,15 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
-import torch
 from sample_layouts import plain_saved_run
 
 from dstrial.config.command_line import CommandLine
 from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
-from dstrial.errors import ConfigError, RankTimeoutError, TrialContractError
-from dstrial.integrations.huggingface.batch_sizes import (
-    ArgumentSizes,
-    batch_problems,
-    kept_sizes,
-    sizes_to_keep,
-)
+from dstrial.errors import ConfigError, TrialContractError
+from dstrial.integrations.huggingface.argument_table import solve_sizes
+from dstrial.integrations.huggingface.arguments import batch_problems, given_by_arguments
 from dstrial.integrations.huggingface.context import _require_no_named_checkpoint
 from dstrial.integrations.huggingface.logged_metrics import (
     LogKind,
@@ -29,8 +22,6 @@ from dstrial.integrations.huggingface.logged_metrics import (
     reported,
     require_searcher_metrics,
 )
-from dstrial.integrations.huggingface.preemption import CoordinatedStop
-from dstrial.loop.sync_point import StopReason
 from dstrial.resume.metadata import SavedRun
 
 
@@ -43,7 +34,7 @@ class Clock:
 
 
 def saved_run(accumulation: int = 1) -> SavedRun:
-    given = ArgumentSizes(4, accumulation).given()
+    given = given_by_arguments(4, accumulation)
     return plain_saved_run(replicas=2, micro=4, accumulation=accumulation, given=given)
 
 
@@ -85,8 +76,8 @@ def test_lengths_have_to_agree(
     ],
 )
 def test_batch_sizes_of_a_command_line_keep_the_batch(words: list[str]) -> None:
-    solution = sizes_to_keep(CommandLine.of(words), {}, saved_run(accumulation=3), num_ranks=1)
-    assert solution is not None
+    solution, is_kept = solve_sizes(CommandLine.of(words), {}, 1, saved_run(accumulation=3))
+    assert is_kept
     assert solution.equation.startswith("train_batch_size 24 = train_micro_batch_size_per_gpu 4 x")
 
 
@@ -98,7 +89,7 @@ def test_batch_sizes_of_a_command_line_keep_the_batch(words: list[str]) -> None:
         ({"train_micro_batch_size_per_gpu": 4}, ["--gradient_accumulation_steps=2"], (4, 4)),
         ({"train_micro_batch_size_per_gpu": 4}, ["--per_device_train_batch_size", "8"], None),
         ({"train_batch_size": 16}, [], (4, 4)),
-        ({"train_batch_size": 16}, ["--per_device_train_batch_size", "2"], (2, 8)),
+        ({"train_batch_size": 16}, ["--per_device_train_batch_size", "2"], None),  # which keeps it too
         ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto"}, [], (4, 4)),
         ({"train_batch_size": 32}, [], None),
         ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}, [], None),
@@ -107,41 +98,43 @@ def test_batch_sizes_of_a_command_line_keep_the_batch(words: list[str]) -> None:
 def test_numbers_in_the_deepspeed_config_count_before_the_arguments(
     config: dict[str, object], words: list[str], expected: tuple[int, int] | None
 ) -> None:
-    solution = sizes_to_keep(CommandLine.of(words), config, saved_run(accumulation=2), num_ranks=1)
-    found = (
-        None
-        if solution is None
-        else (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps)
+    solution, is_kept = solve_sizes(CommandLine.of(words), config, 1, saved_run(accumulation=2))
+    sizes = solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps
+    assert (sizes if is_kept else None) == expected
+
+
+def arguments(micro: int, steps: int) -> CommandLine:
+    return CommandLine.of(
+        [f"--per_device_train_batch_size={micro}", f"--gradient_accumulation_steps={steps}"]
     )
-    assert found == expected
 
 
-def test_kept_sizes_on_the_same_autotp_ranks_is_none() -> None:
+def test_solve_sizes_on_the_same_autotp_ranks_keeps_them() -> None:
     (engine,) = saved_run().engines
     cut = dataclasses.replace(engine, data_parallel_size=1, model_parallel_size=2)
     saved = dataclasses.replace(saved_run(), engines=(cut,))
-    assert kept_sizes(ArgumentSizes(4, 1), saved, num_ranks=2) is None
-    assert batch_problems(ArgumentSizes(4, 1), saved, num_ranks=2) == []
+    assert not solve_sizes(arguments(4, 1), {}, 2, saved)[1]
+    assert batch_problems(4, 1, saved, num_ranks=2) == []
 
 
 @pytest.mark.parametrize(("num_ranks", "expected"), [(1, (4, 2)), (4, (2, 1))])
 def test_batch_is_kept_on_other_ranks(num_ranks: int, expected: tuple[int, int]) -> None:
-    solution = kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks)
-    assert solution is not None
+    solution, is_kept = solve_sizes(arguments(4, 1), {}, num_ranks, saved_run())
+    assert is_kept
     assert (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps) == expected
 
 
 def test_arguments_that_keep_the_batch_or_were_changed_on_purpose_are_left_alone() -> None:
-    assert kept_sizes(ArgumentSizes(8, 1), saved_run(), num_ranks=1) is None
-    assert kept_sizes(ArgumentSizes(5, 1), saved_run(), num_ranks=1) is None
-    assert batch_problems(ArgumentSizes(8, 1), saved_run(), num_ranks=1) == []
-    (problem,) = batch_problems(ArgumentSizes(5, 1), saved_run(), num_ranks=1)
+    assert not solve_sizes(arguments(8, 1), {}, 1, saved_run())[1]
+    assert not solve_sizes(arguments(5, 1), {}, 1, saved_run())[1]
+    assert batch_problems(8, 1, saved_run(), num_ranks=1) == []
+    (problem,) = batch_problems(5, 1, saved_run(), num_ranks=1)
     assert "5 x 1 x 1 = 5; expected 8" in str(problem)
 
 
 def test_ranks_that_cannot_share_the_batch_are_told_how_many_can() -> None:
     with pytest.raises(ConfigError, match="Go on with 2 or 4 slots"):
-        kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks=3)
+        solve_sizes(arguments(4, 1), {}, 3, saved_run())
 
 
 def test_logs_are_sorted_by_their_names() -> None:
@@ -184,56 +177,6 @@ def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
         "tokens_per_second": 200.0,
     }
     assert speed.report(4, 800.0, train_batch_size=10) == {}
-
-
-@pytest.mark.parametrize("pauses_s", [(0.0005, 0.004, 0.001), (0.002, 0.0005, 0.0005)])
-def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
-    pauses_s: tuple[float, ...],
-) -> None:
-    store, is_wished = torch.distributed.HashStore(), threading.Event()
-    joints = [
-        CoordinatedStop(
-            store,
-            rank,
-            3,
-            lambda rank=rank: StopReason.SIGNAL if rank == 1 and is_wished.is_set() else None,
-            timeout_s=30,
-            poll_interval_s=0.01,
-        )
-        for rank in range(3)
-    ]
-    stopped: dict[int, tuple[int, StopReason]] = {}
-
-    def train(rank: int) -> None:
-        for beat in range(1, 100_000):
-            time.sleep(pauses_s[rank])
-            reason = joints[rank].step()
-            if reason is not None:
-                stopped[rank] = (beat, reason)
-                return
-
-    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    is_wished.set()
-    for thread in threads:
-        thread.join(60)
-    for joint in joints:
-        joint.close()
-
-    assert sorted(stopped) == [0, 1, 2]
-    assert len(set(stopped.values())) == 1
-    assert stopped[0][1] is StopReason.SIGNAL
-
-
-def test_a_rank_that_does_not_say_where_it_is_is_named() -> None:
-    joint = CoordinatedStop(
-        torch.distributed.HashStore(), 0, 3, lambda: StopReason.SIGNAL, timeout_s=0.1, poll_interval_s=0.01
-    )
-    assert joint._is_decided.wait(60)
-    with pytest.raises(RankTimeoutError, match="still without ranks 1, 2 after"):
-        joint.step()
-    joint.close()
 
 
 def test_a_named_checkpoint_that_the_core_context_does_not_know_of_is_refused(

@@ -16,7 +16,7 @@ from dstrial import dsat
 from dstrial.checkpoint.manifest import Manifest, write_manifest
 from dstrial.config import EngineRecord
 from dstrial.errors import ConfigError
-from dstrial.integrations.huggingface.overwrites.arguments import effective_directory, write_effective_config
+from dstrial.integrations.huggingface.hf_args import effective_directory, write_effective_config
 from dstrial.resume.metadata import run_metadata
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
@@ -223,7 +223,7 @@ def test_a_trial_of_a_cluster_keeps_the_batch_of_its_own_checkpoint_only(
 def test_processes_that_write_the_same_copy_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from dstrial.integrations.huggingface.overwrites.arguments import write_effective_config\n"
+        "from dstrial.integrations.huggingface.hf_args import write_effective_config\n"
         "for _ in range(100):\n"
         "    path = write_effective_config({'key': ['value'] * 5000}, Path(sys.argv[1]))\n"
         "    assert len(json.loads(path.read_text())['key']) == 5000\n"

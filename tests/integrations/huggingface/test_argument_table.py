@@ -10,8 +10,7 @@ from sample_layouts import plain_saved_run
 from dstrial.config.deepspeed_source import read_deepspeed
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.errors import ConfigError
-from dstrial.integrations.huggingface.overwrites.draft import Resolution
-from dstrial.integrations.huggingface.overwrites.reconcile import ReconciledArguments, reconcile
+from dstrial.integrations.huggingface.argument_table import ArgumentDraft, reconcile
 from dstrial.resume.metadata import SavedRun
 
 AUTO_BATCH = dict.fromkeys(
@@ -26,7 +25,7 @@ def reconciled(
     *,
     world_size: int = 1,
     resumed: SavedRun | None = None,
-) -> ReconciledArguments:
+) -> ArgumentDraft:
     hparams = {"deepspeed_config": config, "overwrite_deepspeed_args": overwrite or {}}
     before = copy.deepcopy(hparams)
     source = read_deepspeed("deepspeed_config", hparams, Path(), {}, "exp.yaml", Diagnostics({}, "exp.yaml"))
@@ -44,11 +43,11 @@ def problems_of(arguments: str, config: dict[str, Any], **more: Any) -> list[str
     return [str(problem) for problem in caught.value.problems]
 
 
-def sizes(found: ReconciledArguments) -> tuple[int, int, int]:
+def sizes(found: ArgumentDraft) -> tuple[int, int, int]:
     return tuple(found.config[key] for key in AUTO_BATCH)  # type: ignore[return-value]
 
 
-def flags(found: ReconciledArguments) -> tuple[str | None, str | None]:
+def flags(found: ArgumentDraft) -> tuple[str | None, str | None]:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     micro, steps = (found.arguments.value(name) for name in names)
     return micro, steps
@@ -83,7 +82,7 @@ def test_batch_is_solved_with_the_arguments(
     listed = " ".join(decision.text for decision in found.contradictions)
     if STEPS in arguments and MICRO + "=4" in arguments:
         assert "train_batch_size is 32 and --gradient_accumulation_steps is 2" in listed
-        assert "overwrite_deepspeed_args: {train_batch_size: auto}" in listed
+        assert 'overwrite_deepspeed_args: {train_batch_size: "auto"}' in listed
 
 
 def test_a_batch_that_nothing_gives_is_left_to_the_trainer() -> None:
@@ -122,7 +121,7 @@ def test_batch_of_a_resumed_run_is_kept(
     if STEPS in arguments:
         assert not found.contradictions
     if config is AUTO_BATCH and overwrite is None and STEPS in arguments:
-        assert Resolution.KEPT in {decision.outcome for decision in found.decisions}
+        assert any("is kept: " in decision.text for decision in found.decisions)
 
 
 def test_a_config_without_a_solution_says_so_with_everything_else_that_is_wrong() -> None:
@@ -200,7 +199,7 @@ def test_a_warmup_ratio_goes_where_the_config_has_a_number_of_steps() -> None:
 
     assert found.arguments.value("warmup_ratio") is None
     assert found.arguments.value("warmup_steps") == "10"
-    assert [decision.outcome for decision in found.contradictions] == [Resolution.ARGUMENT_REMOVED]
+    assert [decision.argument for decision in found.contradictions] == ["--warmup_ratio"]
 
 
 def test_the_length_of_training_wins_over_the_length_of_the_schedule() -> None:

@@ -1,1 +1,0 @@
-"""What the DeepSpeed config of a search makes of a Trainer's arguments."""
