@@ -37,9 +37,9 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     :func:`dstrial.integrations.huggingface.init` or of ``det.core.init``. At the end of training, unless it was stopped, there
     is an evaluation (if there is an evaluation set) and a checkpoint.
 
-    A request to stop (a pause, the searcher's stop, SIGTERM) is followed at the end of the training step in which the ranks learn
-    of it, the same one on all ranks, which takes them a tenth of a second. If it comes during an evaluation, that evaluation
-    ends first, unless ``leave_evaluation`` is set. One that comes after the last step stops nothing.
+    A request to stop (a pause, the searcher's stop, SIGTERM) is followed at the end of a training step, the same one on all
+    ranks: the next that logs, evaluates or saves, or the next after about five seconds. If it comes during an evaluation, that
+    evaluation ends first, unless ``leave_evaluation`` is set. One that comes after the last step stops nothing.
 
     Args:
         core_context: of the trial.
@@ -142,7 +142,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._startup.settle_best_model(state)
         if step > 0:
             self._save_schedule.last_step = step
-        self._preemption.start()
+        self._preemption.start(step)
         if wants_system_metrics(self._startup.facts.exp_conf) and not self._startup.facts.is_measuring:
             self.core_context.profiler.on()
         is_last, leaves = self._has_finished, self._leaves_evaluation
@@ -178,7 +178,10 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._skip_evaluation(args, state, control)
         elif control.should_training_stop or state.global_step >= state.max_steps:
             self._finish(args, control)
-        elif self._preemption.step():
+        elif self._preemption.after_step(
+            state.global_step,
+            is_due=control.should_log or control.should_evaluate or control.should_save,
+        ):
             self._stop(state, control)
             if self._leaves_evaluation:
                 control.should_evaluate = False
@@ -244,7 +247,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         del args, control
         if self._in_training:
             self._enter(Phase.VALIDATION, state.global_step)
-        if self._leaves_evaluation and self._in_training and self._preemption.step():
+        if self._leaves_evaluation and self._in_training and self._preemption.agree(state.global_step):
             raise LeaveTrainingError(state.global_step)
 
     def on_log(
@@ -272,8 +275,9 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             return
         if control.should_training_stop and not self.is_stopped:
             self._has_finished = True
-        if not self._has_finished and self._preemption.ask():
+        if not self._has_finished and self._preemption.agree(state.global_step):
             self._stop(state, control)
+        self._preemption.start(state.global_step)
         if arguments.saves_best(args) and control.should_save and self._trainer_handle.is_known:
             # After this the Trainer saves what is best only, and training is about to end.
             self._save_schedule.now(self._trainer_handle.trainer, args, state, control, rewrites_later=False)
@@ -353,6 +357,5 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Release threads, the hook and the opened checkpoint; idempotent."""
         self._heartbeat.end()
         self._telemetry.close(is_complete=False)
-        self._preemption.close()
         self._save_schedule.close()
         self._startup.close()

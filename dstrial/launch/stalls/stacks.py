@@ -20,8 +20,6 @@ _COLLECTIVE = (
     "/torch/distributed/",
     "/deepspeed/comm/",
     "/dstrial/ranks/",
-    # Ranks of a Trainer wait here for the step after which all of them stop.
-    "/dstrial/integrations/huggingface/preemption.py",
 )
 # Names of collectives are taken from here; what wraps them says less.
 _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control_channel.py")

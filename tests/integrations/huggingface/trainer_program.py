@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "steps": 6,
     "micro": 2,
     "accumulation": 1,
-    "pause_at": None,  # SIGTERM to rank 0 during this step, which ends when all ranks know of it
+    "pause_at": None,  # SIGTERM to rank 0 during this step, at whose end all ranks agree because it logs
     "pause_in_evaluation": None,  # the same in the evaluation of this step
     "eval_steps": 4,
     "num_eval_sets": 1,
@@ -87,28 +87,21 @@ class Records(torch.utils.data.Dataset):
 class Interruption(TrainerCallback):
     """Sends SIGTERM to this process where a test asks for it, and notes at which step training ended."""
 
-    def __init__(self, asked: dict[str, Any], callback: Any, facts: dict[str, Any]) -> None:
+    def __init__(self, asked: dict[str, Any], facts: dict[str, Any]) -> None:
         self.asked = asked
-        self.callback = callback
         self.facts = facts
         self.num_prediction_steps = 0
         self.num_evaluations = 0
 
-    def interrupt(self) -> None:
-        """Send it, and wait until the ranks have agreed on where to stop, whatever the machine is busy with."""
-        os.kill(os.getpid(), signal.SIGTERM)
-        joint = self.callback._preemption._coordinated_stop
-        assert joint is None or joint._is_decided.wait(60)
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.asked["pause_at"] and args.process_index == 0:
-            self.interrupt()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_prediction_steps += 1
         if state.global_step == self.asked["pause_in_evaluation"] and args.process_index == 0:
             self.asked["pause_in_evaluation"] = None
-            self.interrupt()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.asked["pause_at"] == 0:
@@ -215,7 +208,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
             core_context, args, leave_evaluation=asked["leave_evaluation"], **asked["callback"]
         )
         set_seed(args.seed)
-        interruption = Interruption(asked, callback, facts)
+        interruption = Interruption(asked, facts)
         early = [EarlyStoppingCallback(asked["patience"])] if asked["patience"] else []
         make = functools.partial(model, is_made_cut=asked["is_made_cut"])
         made = {"model_init": lambda: make()} if asked["has_model_init"] else {"model": make()}
