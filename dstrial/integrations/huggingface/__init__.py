@@ -23,17 +23,15 @@ from dstrial.lazy_names import lazily
 
 if TYPE_CHECKING:
     from dstrial.integrations.huggingface.callback import DetCallback
-    from dstrial.integrations.huggingface.context import hyperparameters, init
-    from dstrial.integrations.huggingface.metric_reports import CurrentOperation
     from dstrial.integrations.huggingface.training import train
+    from dstrial.integrations.huggingface.trial import hyperparameters, init
 
-__all__ = ["DetCallback", "train", "init", "hyperparameters", "CurrentOperation"]
+__all__ = ["DetCallback", "train", "init", "hyperparameters"]
 
 _HOMES = {
-    "CurrentOperation": "metric_reports",
     "DetCallback": "callback",
-    "hyperparameters": "context",
-    "init": "context",
+    "hyperparameters": "trial",
+    "init": "trial",
     "train": "training",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +9,12 @@ from dstrial.config import ParallelDims
 from dstrial.config.auto_values import MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
-from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
-from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
+from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.batch import keep_batch
 from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_settings
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
-
-
-def output_dir(args: TrainingArguments) -> pathlib.Path:
-    """Return where the Trainer writes its directories ``checkpoint-<step>``."""
-    return pathlib.Path(str(args.output_dir))
 
 
 def sizes_of(args: TrainingArguments) -> tuple[int, int]:
@@ -131,14 +124,6 @@ def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord
     )
 
 
-def has_evaluated(state: TrainerState) -> bool:
-    """Whether an evaluation of the current step has ended."""
-    return any(
-        entry.get("step") == state.global_step and kind_of(entry) is LogKind.EVALUATION
-        for entry in state.log_history
-    )
-
-
 def is_evaluation_due(args: TrainingArguments, state: TrainerState) -> bool:
     """Whether the Trainer evaluates after the current step."""
     step = state.global_step
@@ -152,45 +137,3 @@ def is_evaluation_due(args: TrainingArguments, state: TrainerState) -> bool:
 
 def _word(strategy: Any) -> str:
     return str(getattr(strategy, "value", strategy))
-
-
-class TrainerHandle:
-    """Answers from the Trainer if it is known, else from its arguments."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = None  # unless `train` of this package is used
-
-    @property
-    def is_known(self) -> bool:
-        return self.trainer is not None
-
-    def require(self, problem: str) -> None:
-        """Refuse an unknown Trainer; ``problem`` says what needs it."""
-        if not self.is_known:
-            raise CheckpointError(
-                f"{problem}. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
-            )
-
-    def train_batch_size(self, args: TrainingArguments, state: TrainerState) -> int:
-        if self.is_known:
-            return int(self.trainer.get_total_train_batch_size(args))
-        micro = int(state.train_batch_size or args.train_batch_size)
-        return micro * int(args.gradient_accumulation_steps) * int(args.world_size)
-
-    def can_evaluate(self, args: TrainingArguments) -> bool:
-        return self.trainer.eval_dataset is not None if self.is_known else evaluates(args)
-
-    def has_one_evaluation_set(self) -> bool:
-        """Whether an ended evaluation is all; of several sets, the next event tells."""
-        return self.is_known and not isinstance(self.trainer.eval_dataset, dict)
-
-    def owes_evaluation(
-        self, args: TrainingArguments, state: TrainerState, *, is_last: bool, leaves: bool
-    ) -> bool:
-        """Whether the resumed step still needs its evaluation.
-
-        It does if the evaluation was left, which it may be with ``leaves``, or if nothing is left to train (``is_last``).
-        """
-        if not self.is_known or not self.can_evaluate(args) or has_evaluated(state):
-            return False
-        return is_last or (leaves and is_evaluation_due(args, state))

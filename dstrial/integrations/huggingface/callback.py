@@ -8,20 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.config.dotted_keys import wants_system_metrics
+from dstrial.errors import CheckpointError
 from dstrial.integrations.huggingface import arguments
-from dstrial.integrations.huggingface.checkpoint_uploader import CheckpointUploader
-from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
-from dstrial.integrations.huggingface.metric_reports import CurrentOperation, MetricReporter
-from dstrial.integrations.huggingface.non_finite import LossWatch
+from dstrial.integrations.huggingface.checkpoints import TrainerCheckpoints
+from dstrial.integrations.huggingface.metrics import LogKind, LossWatch, MetricReporter, kind_of
 from dstrial.integrations.huggingface.preemption import LeaveTrainingError, PreemptionHandler
-from dstrial.integrations.huggingface.resume import OpenedCheckpoint
-from dstrial.integrations.huggingface.save_schedule import SaveSchedule
-from dstrial.integrations.huggingface.startup import Startup
 from dstrial.integrations.huggingface.trainer_telemetry import TrainerTelemetry
+from dstrial.integrations.huggingface.trial import Startup
 from dstrial.ranks.heartbeat import Phase, heartbeat
 
 if TYPE_CHECKING:
@@ -39,7 +35,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     A request to stop (a pause, the searcher's stop, SIGTERM) is followed at the end of a training step, the same one on all
     ranks: the next that logs, evaluates or saves, or the next after about five seconds. If it comes during an evaluation, that
-    evaluation ends first, unless ``leave_evaluation`` is set. One that comes after the last step stops nothing.
+    evaluation ends first. One that comes after the last step stops nothing.
 
     Args:
         core_context: of the trial.
@@ -47,8 +43,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         filter_metrics: parts of names; a metric is reported if it has one of them. The searcher's metrics always are. None
             reports all.
         user_data: stored in every checkpoint as ``my_data.json``, if given.
-        leave_evaluation: whether a request to stop ends an evaluation under way. For this a checkpoint is stored before every
-            evaluation, which needs :func:`dstrial.integrations.huggingface.train`.
 
     Raises:
         ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; all contradictions at once.
@@ -63,28 +57,25 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         args: TrainingArguments,
         filter_metrics: Sequence[str] | None = None,
         user_data: Mapping[str, Any] | None = None,
-        *,
-        leave_evaluation: bool = False,
     ) -> None:
         super().__init__()
         self.core_context = core_context
         self.filter_metrics = filter_metrics
         self.user_data = user_data
-        self._leaves_evaluation = leave_evaluation
-        self._startup = Startup(core_context, args)
-        weakref.finalize(self, self._startup.close)
-        rank, facts = core_context.distributed.rank, self._startup.facts
-        self.current_op = CurrentOperation(
-            arguments.length_of(args).value, core_context.train, is_chief=rank == 0
+        self.trainer: Any = None  # set by `train` of this package
+        self.startup = Startup(core_context, args)
+        weakref.finalize(self, self.startup.close)
+        is_chief, facts = core_context.distributed.rank == 0, self.startup.facts
+        length = float(arguments.length_of(args).value)
+        # For scripts that were written for Determined before 0.38.
+        self.current_op = core.DummySearcherOperation(
+            int(length) if length.is_integer() else length, is_chief
         )
-        self._save_schedule = SaveSchedule(
-            CheckpointUploader(core_context, self._startup.run_description(user_data))
-        )
+        self._checkpoints = TrainerCheckpoints(core_context, self.startup.run_description(user_data))
         self._reporter = MetricReporter(core_context, facts.searcher, filter_metrics)
-        self._losses = LossWatch(facts.exp_conf, is_chief=rank == 0, is_off=facts.is_measuring)
+        self._losses = LossWatch(facts.exp_conf, is_chief=is_chief, is_off=facts.is_measuring)
         self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
         self._preemption = PreemptionHandler(core_context, facts.signals)
-        self._trainer_handle = arguments.TrainerHandle()
         self._heartbeat = heartbeat()
         self._in_training = False
         self._has_finished = False
@@ -92,29 +83,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     @property
     def checkpoint_path(self) -> str | None:
         """For ``Trainer.train(resume_from_checkpoint=...)``; None for a new trial."""
-        return self._startup.checkpoint_path
+        return self.startup.checkpoint_path
 
     @property
     def is_stopped(self) -> bool:
         """Whether training was asked to end before its length; alike on all ranks."""
         return self._preemption.reason is not None
-
-    def attach(self, trainer: Any) -> None:
-        """Set the Trainer; ``train`` of this package does so."""
-        self._trainer_handle.trainer = trainer
-
-    def prepare_save(self, args: TrainingArguments, step: int) -> None:
-        """Break a step's directory's links to checkpoints. Ranks: all, collectively."""
-        self._enter(Phase.SAVE, step)
-        self._save_schedule.prepare(args, step)
-
-    def load_engine(self, engine: DeepSpeedEngine) -> None:
-        """Load the checkpoint into a new engine. Ranks: all, collectively."""
-        self._startup.load_engine(engine)
-
-    @property
-    def opened_checkpoint(self) -> OpenedCheckpoint | None:
-        return self._startup.opened
 
     def on_train_begin(
         self,
@@ -124,39 +98,41 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         model: Any = None,
         **_kwargs: Any,
     ) -> None:
-        step = state.global_step
-        self._startup.require_resumed(step, is_attached=self._trainer_handle.is_known)
-        if self._leaves_evaluation:
-            self._trainer_handle.require(
-                "leave_evaluation is True with trainer.train(); expected a checkpoint before each evaluation, which a callback "
-                "alone cannot store"
-            )
+        step, facts = state.global_step, self.startup.facts
+        self.startup.require_resumed(step, is_attached=self.trainer is not None)
         self._in_training = True
         self._has_finished = step >= state.max_steps > 0
-        self._save_schedule.begin(args, state, model)
+        self._checkpoints.begin(args, state, model)
         self._reporter.start(state)
         self._losses.start(step)
-        if self._startup.facts.is_rewrite:
-            self._save_schedule.rewrite(self._trainer_handle, args, state, control, str(self.checkpoint_path))
-            raise LeaveTrainingError(step)
-        self._startup.settle_best_model(state)
+        if facts.is_rewrite:
+            self._rewrite(args, state, control)
+        self.startup.settle_best_model(state)
         if step > 0:
-            self._save_schedule.last_step = step
+            self._checkpoints.last_step = step
         self._preemption.start(step)
-        if wants_system_metrics(self._startup.facts.exp_conf) and not self._startup.facts.is_measuring:
+        if wants_system_metrics(facts.exp_conf) and not facts.is_measuring:
             self.core_context.profiler.on()
-        is_last, leaves = self._has_finished, self._leaves_evaluation
-        if self._trainer_handle.owes_evaluation(args, state, is_last=is_last, leaves=leaves):
-            self._trainer_handle.trainer.evaluate()
+        if self._has_finished and self.trainer is not None:
+            raise LeaveTrainingError(step)
         if self._has_finished:
-            if self._trainer_handle.is_known:
-                raise LeaveTrainingError(step)
             logger.warning(
                 "step %d of %d: nothing is left to train, and Trainer.train() trains a step more; call "
                 "dstrial.integrations.huggingface.train(trainer, callback), which does not",
                 step,
                 state.max_steps,
             )
+
+    def _rewrite(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Save what was loaded, and leave before the first batch."""
+        if self.trainer is None:
+            raise CheckpointError(
+                "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first "
+                "batch. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
+            )
+        self.trainer._load_rng_state(str(self.checkpoint_path))
+        self._checkpoints.save_now(self.trainer, args, state, control)
+        raise LeaveTrainingError(state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -165,7 +141,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._enter(Phase.BATCH, state.global_step)
         self._reporter.speed.resume()
         self._reporter.flush(state)
-        self._telemetry.begin_step(self._trainer_handle.trainer, state.global_step)
+        self._telemetry.begin_step(self.trainer, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -183,8 +159,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             is_due=control.should_log or control.should_evaluate or control.should_save,
         ):
             self._stop(state, control)
-            if self._leaves_evaluation:
-                control.should_evaluate = False
         self._disable_eval_and_save(control)
         self._expect(args, state, control, otherwise=Phase.BATCH)
 
@@ -195,7 +169,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     def _disable_eval_and_save(self, control: TrainerControl) -> None:
         """Keep a trial of dsat, whose steps are timed, from evaluating and saving."""
-        if self._startup.facts.is_measuring:
+        if self.startup.facts.is_measuring:
             control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
@@ -203,16 +177,27 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._has_finished = True
         if arguments.evaluates_at_epochs(args):
             control.should_save = False
-        elif self._trainer_handle.can_evaluate(args):
+        elif self._can_evaluate(args):
             control.should_evaluate = True
+
+    def _can_evaluate(self, args: TrainingArguments) -> bool:
+        if self.trainer is None:
+            return arguments.evaluates(args)
+        return self.trainer.eval_dataset is not None
+
+    def _train_batch_size(self, args: TrainingArguments, state: TrainerState) -> int:
+        if self.trainer is not None:
+            return int(self.trainer.get_total_train_batch_size(args))
+        micro = int(state.train_batch_size or args.train_batch_size)
+        return micro * int(args.gradient_accumulation_steps) * int(args.world_size)
 
     def _stop(self, state: TrainerState, control: TrainerControl) -> None:
         control.should_training_stop = True
-        control.should_save = state.global_step > self._save_schedule.last_step
+        control.should_save = state.global_step > self._checkpoints.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Skip a stopped run's evaluation, unless no later one makes up for it."""
-        if self._leaves_evaluation or not arguments.is_evaluation_due(args, state):
+        if not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
     def _expect(
@@ -220,17 +205,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Prepare for the Trainer's next action: evaluate, save, or ``otherwise``."""
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
-        if may_save or self._save_schedule.is_stale(state.global_step):
-            self._save_schedule.prepare(args, state.global_step)
+        if may_save or self._checkpoints.is_stale(state.global_step):
+            self._checkpoints.prepare(args, state.global_step)
         if control.should_evaluate or control.should_save:
             self._reporter.speed.pause()
             self._telemetry.pause()
-        if (
-            control.should_evaluate
-            and self._leaves_evaluation
-            and state.global_step > self._save_schedule.last_step
-        ):
-            self._save_schedule.now(self._trainer_handle.trainer, args, state, control)
         if control.should_evaluate:
             otherwise = Phase.VALIDATION
         elif control.should_save:
@@ -243,12 +222,9 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Leave an evaluation that may be left, on all ranks at the same prediction step."""
         del args, control
         if self._in_training:
             self._enter(Phase.VALIDATION, state.global_step)
-        if self._leaves_evaluation and self._in_training and self._preemption.agree(state.global_step):
-            raise LeaveTrainingError(state.global_step)
 
     def on_log(
         self,
@@ -259,7 +235,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         **_kwargs: Any,
     ) -> None:
         if logs:
-            batch_size = self._trainer_handle.train_batch_size(args, state)
+            batch_size = self._train_batch_size(args, state)
             self._reporter.log(logs, state, batch_size, is_stopped=self.is_stopped)
             if kind_of(logs) is LogKind.TRAINING:
                 self._telemetry.report(state.global_step, float(state.num_input_tokens_seen), batch_size)
@@ -269,8 +245,9 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Report a complete evaluation, then follow a stop request that came meanwhile."""
-        if not self._in_training or self._trainer_handle.has_one_evaluation_set():
-            self._reporter.flush(state)
+        has_one_set = self.trainer is not None and not isinstance(self.trainer.eval_dataset, dict)
+        if not self._in_training or has_one_set:
+            self._reporter.flush(state)  # of several sets the next event reports
         if not self._in_training:
             return
         if control.should_training_stop and not self.is_stopped:
@@ -278,11 +255,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if not self._has_finished and self._preemption.agree(state.global_step):
             self._stop(state, control)
         self._preemption.start(state.global_step)
-        if arguments.saves_best(args) and control.should_save and self._trainer_handle.is_known:
+        if arguments.saves_best(args) and control.should_save and self.trainer is not None:
             # After this the Trainer saves what is best only, and training is about to end.
-            self._save_schedule.now(self._trainer_handle.trainer, args, state, control, rewrites_later=False)
+            self._checkpoints.save_now(self.trainer, args, state, control, shares=False)
         elif control.should_save or arguments.saves_best(args):
-            self._save_schedule.prepare(args, state.global_step)
+            self._checkpoints.prepare(args, state.global_step)
         # Other callbacks hear of the evaluation now, or the next of several sets is evaluated.
         self._heartbeat.follow(Phase.SAVE if control.should_save else Phase.SCRIPT, state.global_step)
 
@@ -296,12 +273,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Store a checkpoint of the Trainer's files, unless no loss is finite any more."""
         self._reporter.flush(state)
         if not self._losses.is_save_unsafe(state.global_step):
-            self._save_schedule.store(
-                self._trainer_handle.trainer,
-                args,
-                state,
-                self._trainer_handle.train_batch_size(args, state),
-            )
+            self._checkpoints.store(self.trainer, args, state, self._train_batch_size(args, state))
         self._heartbeat.follow(Phase.SCRIPT, state.global_step)
 
     def on_epoch_begin(
@@ -320,13 +292,13 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if control.should_training_stop or step >= state.max_steps:
             self._has_finished = not self.is_stopped
             if self._has_finished and not self._reporter.is_validated(step):
-                control.should_evaluate |= self._trainer_handle.can_evaluate(args)
+                control.should_evaluate |= self._can_evaluate(args)
             control.should_save = True
         if self.is_stopped:
             # The Trainer takes a stop for the end of the epoch.
             control.should_training_stop = True
             self._skip_evaluation(args, state, control)
-        if step == self._save_schedule.last_step:
+        if step == self._checkpoints.last_step:
             control.should_save = False  # what is stored is not written a second time
         self._disable_eval_and_save(control)
         self._expect(args, state, control, otherwise=Phase.SCRIPT)
@@ -354,8 +326,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.close()
 
     def close(self) -> None:
-        """Release threads, the hook and the opened checkpoint; idempotent."""
+        """Release the engine and the opened checkpoint; idempotent."""
         self._heartbeat.end()
         self._telemetry.close(is_complete=False)
-        self._save_schedule.close()
-        self._startup.close()
+        self.startup.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from transformers.trainer_utils import TrainOutput
 
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
@@ -21,7 +22,6 @@ from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 
 if TYPE_CHECKING:
     from transformers import Trainer
-    from transformers.trainer_utils import TrainOutput
 
 _WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -38,7 +38,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
         kwargs: further arguments of ``Trainer.train``.
 
     Returns:
-        What ``Trainer.train`` returns. Where nothing was left to train, or an evaluation was left, there is no mean loss: 0.
+        What ``Trainer.train`` returns. Where nothing was left to train there is no mean loss: 0.
 
     Raises:
         ValueError: ``resume_from_checkpoint`` is given as well.
@@ -53,12 +53,11 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
         )
     if callback not in trainer.callback_handler.callbacks:
         trainer.add_callback(callback)
-    callback.attach(trainer)
-    opened = callback.opened_checkpoint
+    callback.trainer = trainer
+    opened = callback.startup.opened
     kwargs["resume_from_checkpoint"] = callback.checkpoint_path
     with contextlib.ExitStack() as stack:
         stack.callback(callback.close)
-        stack.enter_context(_preparing_saves(trainer, callback))
         if opened is not None and not opened.continues:
             load_weights(trainer.model, opened)
             stack.enter_context(_without_model_init(trainer))
@@ -69,36 +68,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
         except LeaveTrainingError as left:
             callback.end(left.step, int(trainer.state.max_steps))
             trainer.is_in_train = False
-            return _output(left.step)
-
-
-def _output(step: int) -> TrainOutput:
-    from transformers.trainer_utils import TrainOutput
-
-    return TrainOutput(step, 0.0, {})
-
-
-@contextlib.contextmanager
-def _preparing_saves(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """Keep every save of the Trainer from writing into a stored checkpoint.
-
-    Source: transformers 4.56 and 5.23 write ``checkpoint-<step>`` in ``Trainer._save_checkpoint``, called by all ranks.
-    """
-    had_own = "_save_checkpoint" in vars(trainer)
-    save = trainer._save_checkpoint
-
-    def prepare_and_save(*args: Any, **kwargs: Any) -> Any:
-        callback.prepare_save(trainer.args, int(trainer.state.global_step))
-        return save(*args, **kwargs)
-
-    trainer._save_checkpoint = prepare_and_save
-    try:
-        yield
-    finally:
-        if had_own:
-            trainer._save_checkpoint = save
-        else:
-            del trainer._save_checkpoint
+            return TrainOutput(left.step, 0.0, {})
 
 
 @contextlib.contextmanager
@@ -141,7 +111,7 @@ def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
 
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         del args, kwargs, engine.load_checkpoint
-        callback.load_engine(engine)
+        callback.startup.load_engine(engine)
         return load_dir, {}
 
     engine.load_checkpoint = load_checkpoint

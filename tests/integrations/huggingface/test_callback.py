@@ -97,13 +97,13 @@ class Runs:
 
 
 LENGTHS = {"metric": "eval_loss", "max_length": {"batches": 7}, "max_time": 2, "time_metric": "epochs"}
-LEAVES: dict[str, Any] = {
-    "micro": 4,
-    "eval_steps": 2,
-    "leave_evaluation": True,
-    "options": {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True},
+WORSE = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,
 }
-WORSE = {**LEAVES["options"], "metric_for_best_model": "eval_loss", "greater_is_better": True}
 DECAY: dict[str, Any] = {"micro": 4, "options": {"weight_decay": 0.5}}
 OVERRIDE = {"dstrial": {"override_optimizer": True}}
 EACH_STEP: dict[str, Any] = {"eval_steps": None, "options": {"save_strategy": "steps", "save_steps": 1}}
@@ -122,9 +122,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("alone-zero2", stage=2, micro=4),
         new("alone-zero2-paused", stage=2, micro=4, pause_at=3),
         new("alone-zero3-paused", stage=3, micro=4, pause_at=3),
-        new("left", pause_in_evaluation=2, **LEAVES),
-        new("left-last", "left", pause_in_evaluation=6, forgets_output=True, resume="latest", **LEAVES),
-        new("left-resumed", "left", resume="latest", **LEAVES),
         new("late", micro=4, pause_at=6, options={"eval_strategy": "no", "save_strategy": "steps"}),
         new("early", micro=4, eval_steps=2, patience=1, pause_in_evaluation=4, options=WORSE),
         new("never-evaluated", steps=1, eval_steps=None, searcher={"metric": "eval_loss"}),
@@ -157,8 +154,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("ddp-paused", pause_at=3, options=EACH_STEP["options"]),
         new("ddp-resumed", "ddp-paused", resume_step=2, options=EACH_STEP["options"]),
         new("ended", stage=2, pause_in_evaluation=2, eval_steps=2),
-        new("left-2", stage=3, pause_in_evaluation=2, eval_steps=2, leave_evaluation=True),
-        new("left-2-resumed", "left-2", stage=3, eval_steps=2, leave_evaluation=True, resume="latest"),
         new("zero2-to-2", "alone-zero2-paused", stage=2, resume="latest"),
         new("zero3-to-2", "alone-zero3-paused", stage=3, resume="latest"),
         new("weights-zero3", stage=3, is_made_cut=True, resume=of_another_trial, **STARTS),
@@ -240,25 +235,6 @@ def test_a_wish_to_stop_in_the_last_step_leaves_the_run_complete(runs: Runs) -> 
     assert runs.steps_of_checkpoints("late") == [6]
     state = json.loads((runs.checkpoint("late") / "checkpoint-6" / "trainer_state.json").read_text())
     assert any("eval_loss" in entry for entry in state["log_history"])
-
-
-def test_all_ranks_leave_an_evaluation_at_the_same_of_its_steps(runs: Runs) -> None:
-    facts = runs.facts["left-2"]
-    assert [fact["global_step"] for fact in facts] == [2, 2]
-    assert all(fact["is_stopped"] and fact["num_evaluations"] == 0 for fact in facts)
-    assert len({fact["num_prediction_steps"] for fact in facts}) == 1
-    assert sorted(runs.evaluations("left-2")) == [2, 4, 6]
-    assert sorted(runs.losses("left-2")) == [1, 2, 3, 4, 5, 6]
-    assert runs.losses("left-2") == pytest.approx(runs.losses("zero3"), rel=2e-6)
-
-
-def test_an_evaluation_that_may_be_left_is_left_and_made_up_for_later(runs: Runs) -> None:
-    (fact,) = runs.facts["left"]
-    assert (fact["global_step"], fact["num_prediction_steps"]) == (2, 1)
-    assert runs.steps_of_checkpoints("left") == [2, 4, 6]
-    assert sorted(runs.evaluations("left")) == [2, 4, 6]
-    assert runs.evaluations("left")[4] == pytest.approx(runs.evaluations("ddp")[4])
-    assert sorted(runs.losses("left")) == [1, 2, 3, 4, 5, 6]
 
 
 def test_another_trials_checkpoint_gives_its_weights_and_counting_starts_at_0(runs: Runs) -> None:
@@ -412,8 +388,6 @@ def test_non_finite_losses_end_training_unless_allowed(runs: Runs) -> None:
         ("early", 4, False, 2),  # where another callback ends training
         ("epoch", 3, True, 0),
         ("started", 1, True, 1),
-        ("left-last", 6, True, 2),
-        ("left-resumed", 6, False, 1),  # the evaluation that was left
     ],
 )
 def test_stopped_run_evaluates_no_more(
@@ -430,7 +404,6 @@ def test_stopped_run_evaluates_no_more(
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("left", [2, 4, 6]),  # saved again after its evaluation
         ("shared", [2]),  # three runs write into one directory
         ("shared-2", [2]),
         ("shared-3", [2, 3]),

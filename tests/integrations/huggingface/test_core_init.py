@@ -43,7 +43,6 @@ with det.core.init(distributed=det.core.DistributedContext.from_torch_distribute
     trainer = Trainer(
         model=model(), args=args, train_dataset=Records(200), eval_dataset=Records(4), callbacks=[Slow(), callback]
     )
-    callback.current_op.report_progress(0)
     trainer.train(resume_from_checkpoint=callback.checkpoint_path)
     assert callback.current_op.length == {STEPS}
     assert core_context.distributed.size == args.world_size == 2

@@ -14,14 +14,14 @@ from dstrial.config.experiment_config.trainer_flags import TrainerLength, length
 from dstrial.errors import ConfigError, TrialContractError
 from dstrial.integrations.huggingface.argument_table import solve_sizes
 from dstrial.integrations.huggingface.arguments import batch_problems, given_by_arguments
-from dstrial.integrations.huggingface.context import _require_no_named_checkpoint
-from dstrial.integrations.huggingface.logged_metrics import (
+from dstrial.integrations.huggingface.metrics import (
     LogKind,
     Throughput,
     kind_of,
     reported,
     require_searcher_metrics,
 )
+from dstrial.integrations.huggingface.trial import _require_no_named_checkpoint
 from dstrial.resume.metadata import SavedRun
 
 

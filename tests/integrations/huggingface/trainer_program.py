@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -48,9 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "eval_steps": 4,
     "num_eval_sets": 1,
     "counts_tokens": False,
-    "leave_evaluation": False,
     "is_made_cut": False,  # whether the model is made under ZeRO 3, so that no rank ever has all of it
-    "forgets_output": False,  # whether the output directory of an earlier attempt is gone
     "storage": None,  # a directory: use Determined's own core context, outside of any cluster, with checkpoints there
     "exports": None,  # a checkpoint and a directory: train nothing, export it and load it with transformers
     "is_plain": False,  # trainer.train() in place of huggingface.train
@@ -90,7 +87,6 @@ class Interruption(TrainerCallback):
     def __init__(self, asked: dict[str, Any], facts: dict[str, Any]) -> None:
         self.asked = asked
         self.facts = facts
-        self.num_prediction_steps = 0
         self.num_evaluations = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -98,7 +94,6 @@ class Interruption(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.num_prediction_steps += 1
         if state.global_step == self.asked["pause_in_evaluation"] and args.process_index == 0:
             self.asked["pause_in_evaluation"] = None
             os.kill(os.getpid(), signal.SIGTERM)
@@ -184,8 +179,6 @@ def context_of(asked: dict[str, Any]) -> Any:
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    if asked["forgets_output"]:
-        shutil.rmtree(asked["output"])
     with context_of(asked) as core_context:
         evaluation = (
             {"eval_strategy": "steps", "eval_steps": asked["eval_steps"]} if asked["eval_steps"] else {}
@@ -204,9 +197,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
             deepspeed=None if asked["stage"] is None else deepspeed_config(asked["stage"]),
             **{**evaluation, "save_strategy": "no", **asked["options"]},
         )
-        callback = huggingface.DetCallback(
-            core_context, args, leave_evaluation=asked["leave_evaluation"], **asked["callback"]
-        )
+        callback = huggingface.DetCallback(core_context, args, **asked["callback"])
         set_seed(args.seed)
         interruption = Interruption(asked, facts)
         early = [EarlyStoppingCallback(asked["patience"])] if asked["patience"] else []
@@ -227,7 +218,6 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
             "weight_decay": optimizer.param_groups[0]["weight_decay"],
             "global_step": output.global_step,
             "is_stopped": callback.is_stopped,
-            "num_prediction_steps": interruption.num_prediction_steps,
             "num_evaluations": interruption.num_evaluations,
             "length": callback.current_op.length,
         }

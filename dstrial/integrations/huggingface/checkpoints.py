@@ -1,4 +1,4 @@
-"""Make a checkpoint of a directory just written, without writing it again.
+"""Makes checkpoints of the trial of the directories that a Trainer writes.
 
 Files are linked into the storage where that is the same file system, and copied where it is another one. The Trainer writes into
 files that are there already, so a directory of an earlier attempt gives its links up before it is written again.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import gc
 import json
-import logging
 import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import determined as det
 import torch
@@ -36,12 +36,14 @@ from dstrial.checkpoint.manifest import (
 )
 from dstrial.engine.files import engine_files
 from dstrial.engine.parameter_table import collect_layout
-from dstrial.errors import CheckpointError
+from dstrial.errors import CheckpointError, RankError
+from dstrial.integrations.huggingface import arguments
 from dstrial.loop.background_save import run_on_all_ranks
 from dstrial.resume.metadata import EngineRecord, run_metadata
 from dstrial.storage_guard import is_storage_gone
 
-logger = logging.getLogger("dstrial.integrations.huggingface")
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 USER_DATA_NAME = "my_data.json"
 """File of ``DetCallback(user_data=...)`` in a checkpoint, Determined's."""
@@ -63,36 +65,38 @@ class RunDescription:
     micro_batch_limit: int  # the micro batch with which the run began
 
 
-class CheckpointUploader:
-    """Stores checkpoints of one training; ``kept`` describes the run in each."""
+class TrainerCheckpoints:
+    """Stores what a Trainer saves, once for each step; all methods are collective."""
 
-    def __init__(self, context: core.Context, kept: RunDescription) -> None:
+    def __init__(self, context: core.Context, description: RunDescription) -> None:
         self._checkpoint = context.checkpoint
         self._distributed = context.distributed
-        self._description = kept
+        self._description = description
         self._stale_steps: frozenset[int] = frozenset()
+        self._model: Any = None
+        self._shares = True
+        self.last_step = -1
 
-    def begin(self, output_dir: pathlib.Path, step: int) -> None:
-        """Find older directories of later steps. Ranks: all, collectively."""
+    def begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Record the model, and find older directories of later steps."""
+        self._model = model
+        output_dir = pathlib.Path(str(args.output_dir))
         found = {
             int(path.name.removeprefix("checkpoint-"))
             for path in (output_dir.glob("checkpoint-*") if output_dir.is_dir() else ())
             if path.name.removeprefix("checkpoint-").isdecimal()
         }
-        gathered = self._distributed.allgather({one for one in found if one > step})
+        gathered = self._distributed.allgather({one for one in found if one > state.global_step})
         self._stale_steps = frozenset().union(*gathered)
 
     def is_stale(self, step: int) -> bool:
-        """Whether a step's directory may share files with a checkpoint. Ranks: all, alike."""
+        """Whether a step's directory may share files with a checkpoint; alike on all ranks."""
         return step in self._stale_steps
 
-    def prepare(self, output_dir: pathlib.Path, step: int) -> None:
-        """Break the links of a directory before it is written; checkpoints keep the files.
-
-        Ranks: all, collectively.
-        """
+    def prepare(self, args: TrainingArguments, step: int) -> None:
+        """Break the links of a directory before it is written; checkpoints keep the files."""
         self._stale_steps -= {step}
-        directory = output_dir / f"checkpoint-{step}"
+        directory = _directory(args, step)
         if self._distributed.local_rank == 0 and directory.is_dir():
             for path in sorted(directory.rglob("*")):
                 # Another machine, or another trial with the same directory, may be at it too.
@@ -101,56 +105,92 @@ class CheckpointUploader:
                         path.unlink()
         self._distributed.allgather(None)
 
-    def store(
+    def save_now(
         self,
-        directory: pathlib.Path,
-        step: int,
-        engine: DeepSpeedEngine | None,
-        plain: EngineRecord,
+        trainer: Any,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         *,
         shares: bool = True,
-    ) -> str:
-        """Store the Trainer's ``checkpoint-<step>`` as a checkpoint; return its uuid.
+    ) -> None:
+        """Have the Trainer save at once; ``shares``: it prepares a step that it writes again.
 
-        Without an ``engine``, ``plain`` is the record of the batch. ``shares``: the checkpoint may share files with the
-        directory. If a rank cannot read or write its part, CheckpointError is raised and earlier checkpoints stay.
-
-        Ranks: all, collectively.
+        Else the checkpoint is a copy that shares no file with the Trainer's directory.
         """
+        self.prepare(args, state.global_step)
+        trainer._save_checkpoint(trainer.model_wrapped, None)
+        self._shares = shares
+        try:
+            trainer.callback_handler.on_save(args, state, control)
+        finally:
+            self._shares = True
+        if not args.load_best_model_at_end:
+            control.should_save = False
+
+    def store(
+        self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
+    ) -> None:
+        """Store the Trainer's files, unless the step is stored; ``trainer`` may be None.
+
+        If a rank cannot read or write its part, CheckpointError is raised and earlier checkpoints stay.
+        """
+        step = state.global_step
+        if step == self.last_step:
+            return
+        directory, engine = _directory(args, step), self._engine(trainer, args)
         self._distributed.allgather(None)  # every rank has written its part
         layout = None if engine is None else self._layout(engine, directory)
-        metadata = self._metadata(step, engine, layout, plain)
+        metadata = self._metadata(step, layout, arguments.plain_record(args, train_batch_size))
         listings = self._distributed.allgather(self._listing(directory))
-        with self._checkpoint.store_path(metadata, shard=True) as (path, uuid):
+        with self._checkpoint.store_path(metadata, shard=True) as (path, _):
             root = pathlib.Path(path)
             mine = self._mine(listings)
 
             def put() -> tuple[dict[str, Any], tuple[str, ...]]:
                 for name in mine:
-                    _link(directory / name, root / directory.name / name, os.link if shares else shutil.copy2)
+                    target = root / directory.name / name
+                    _link(directory / name, target, os.link if self._shares else shutil.copy2)
                 names = [f"{directory.name}/{name}" for name in mine]
                 if self._distributed.rank == 0:
                     names += self._write_beside(root, directory.name)
-                return hash_files(root, names), self._read_files(engine, layout)
+                read = () if engine is None or layout is None else engine_files(engine, layout.folder).read
+                return hash_files(root, names), read
 
-            parts = run_on_all_ranks(
-                self._distributed, put, lambda error: self._describe(directory, root, error)
-            )
+            def describe(error: Exception) -> str:
+                return self._describe(directory, root, error)
 
-            def describe() -> None:
+            parts = run_on_all_ranks(self._distributed, put, describe)
+
+            def finish() -> None:
                 if self._distributed.rank == 0:
                     files = {name: entry for part, _ in parts for name, entry in part.items()}
                     write_manifest(root, _manifest(step, layout, files, [names for _, names in parts]))
                     # Read by the store when its block ends; so the master knows which files were written.
                     metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
 
-            run_on_all_ranks(
-                self._distributed, describe, lambda error: self._describe(directory, root, error)
-            )
-        if shares:
+            run_on_all_ranks(self._distributed, finish, describe)
+        if self._shares:
             # The Trainer may save the same step again, after its evaluation.
             self._stale_steps |= {step}
-        return str(uuid)
+        self.last_step = step
+
+    def _engine(self, trainer: Any, args: TrainingArguments) -> DeepSpeedEngine | None:
+        """Return the engine that trains; None for a Trainer without DeepSpeed."""
+        if not arguments.is_deepspeed(args):
+            return None
+        engine = getattr(trainer, "model_wrapped", None)
+        if not isinstance(engine, DeepSpeedEngine):
+            # A callback is given the model only, and the engine around it is registered nowhere.
+            engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
+            engine = next((one for one in engines if one.module is self._model), None)
+        if engine is None:
+            raise RankError(
+                "the Trainer was given a DeepSpeed config, and no DeepSpeed engine holds its model; expected one before the "
+                "first checkpoint. Do not wrap the model yourself, and write "
+                "dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
+            )
+        return engine
 
     def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
         """Return the layout of an engine's state; None where only the model was saved."""
@@ -164,11 +204,9 @@ class CheckpointUploader:
             return None
         return dataclasses.replace(layout, folder=f"{directory.name}/{tag}")
 
-    def _metadata(
-        self, step: int, engine: DeepSpeedEngine | None, layout: Layout | None, plain: EngineRecord
-    ) -> dict[str, Any]:
+    def _metadata(self, step: int, layout: Layout | None, plain: EngineRecord) -> dict[str, Any]:
         record = plain
-        if layout is not None and engine is not None:
+        if layout is not None:
             more = {
                 "given": dict(self._description.given),
                 "micro_batch_limit": self._description.micro_batch_limit,
@@ -219,11 +257,6 @@ class CheckpointUploader:
             names.append(name)
         return names
 
-    def _read_files(self, engine: DeepSpeedEngine | None, layout: Layout | None) -> tuple[str, ...]:
-        if engine is None or layout is None:
-            return ()
-        return engine_files(engine, layout.folder).read
-
     def _describe(self, directory: pathlib.Path, root: pathlib.Path, error: Exception) -> str:
         if isinstance(error, CheckpointError) or is_storage_gone(error):
             return str(error)
@@ -234,6 +267,10 @@ class CheckpointUploader:
             f"{directory} cannot be put into checkpoint {root} by rank {self._distributed.rank}: {error}{free}; expected a "
             "writable directory with enough room. Make room, then resume: the checkpoints before it are complete."
         )
+
+
+def _directory(args: TrainingArguments, step: int) -> pathlib.Path:
+    return pathlib.Path(str(args.output_dir)) / f"checkpoint-{step}"
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:

@@ -1,28 +1,51 @@
-"""Where a Trainer script runs: its core context and the facts of its trial."""
+"""Where a Trainer script runs: its core context, the facts of its trial, its checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
+import logging
 import os
+import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from deepspeed import DeepSpeedEngine
 from determined import core
 
-from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.engine.state import optimizer_settings
+from dstrial.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ConfigProblem
+from dstrial.integrations.huggingface import arguments
+from dstrial.integrations.huggingface.checkpoints import RunDescription
 from dstrial.integrations.huggingface.hf_args import keep_batch_sizes
+from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
 from dstrial.local.experiment_file import read_experiment
 from dstrial.local.measuring_variables import is_measuring, measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
+from dstrial.loop.checkpoint_loader import settle_optimizer_settings
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.stop_signals import StopSignals
 from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
 from dstrial.runtime import RUNTIME_ATTRIBUTE, ProcessRuntime, cluster_info, core_context
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
+
+logger = logging.getLogger("dstrial.integrations.huggingface")
+
+_MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and a trial that is paused cannot go on from them"
+
+_OWN_LOGGERS = "data.dstrial.loggers is not for Hugging Face's Trainer, which has loggers of its own: name them in args.report_to"
+
+_NOT_OVERRIDDEN = (
+    "data.dstrial.override_optimizer has no effect on this Trainer, whose optimizer settings are the checkpoint's: it needs "
+    "DeepSpeed, and dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()"
+)
 
 
 @contextlib.contextmanager
@@ -63,7 +86,10 @@ class TrialFacts:
     latest_checkpoint: str | None  # to resume from; None for a new trial
     signals: StopSignals | None  # None where no signals are collected
     is_rewrite: bool  # whether to load and save once (`dstrial checkpoint reshape`)
-    is_measuring: bool = False  # whether dsat measures its steps and keeps nothing
+    is_measuring: bool  # whether dsat measures its steps and keeps nothing
+    resumed: (
+        SavedRun | None
+    )  # the run that this trial resumes; None for a new one, and for another trial's weights
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
@@ -97,6 +123,7 @@ class TrialFacts:
             signals=None if found is None else found.signals,
             is_rewrite=is_rewrite,
             is_measuring=measures,
+            resumed=resumed_run(context, info, None, is_mirrored=is_mirrored),
         )
 
 
@@ -158,17 +185,104 @@ def hyperparameters(
     """
     facts = TrialFacts.of(core_context)
     result: dict[str, Any] = copy.deepcopy(dict(facts.hparams if hparams is None else hparams))
-    saved = saved_run_of(core_context)
-    if saved is None or not saved.engines:
-        return result
-    words = sys.argv[1:] if arguments is None else arguments
-    keep_batch_sizes(words, result, core_context.distributed.size, saved)
+    if facts.resumed is not None and facts.resumed.engines:
+        words = sys.argv[1:] if arguments is None else arguments
+        keep_batch_sizes(words, result, core_context.distributed.size, facts.resumed)
     return result
 
 
-def saved_run_of(context: core.Context) -> SavedRun | None:
-    """Return the run that this trial resumes, or None. Ranks: all, collectively."""
-    found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
-    info = cluster_info() if found is None else found.info
-    is_mirrored = isinstance(context.train, MirroredTrainContext)
-    return resumed_run(context, info, None, is_mirrored=is_mirrored)
+class Startup:
+    """Checks a Trainer's arguments and opens the checkpoint, if there is one.
+
+    ConfigError has all contradictions at once. Ranks: all, collectively.
+    """
+
+    def __init__(self, context: core.Context, args: TrainingArguments) -> None:
+        self._distributed = context.distributed
+        self.facts = TrialFacts.of(context)
+        saved = self.facts.resumed
+        problems = arguments.problems_of(args, self.facts.searcher, saved, self._distributed.size)
+        if problems:
+            raise ConfigError(problems)
+        if getattr(args, "save_only_model", False) and self._distributed.rank == 0:
+            logger.warning(_MODEL_ONLY)
+        if dstrial_section(self.facts.exp_conf).get("loggers") and self._distributed.rank == 0:
+            logger.warning(_OWN_LOGGERS)
+        self._given, self._limit = arguments.given_of(args), arguments.sizes_of(args)[0]
+        if saved is not None and saved.engines and saved.engines[0].given:
+            self._given, self._limit = dict(saved.engines[0].given), saved.engines[0].micro_batch_limit
+        self._stack = contextlib.ExitStack()
+        self._overrides = dstrial_section(self.facts.exp_conf).get("override_optimizer") is True
+        self.opened: OpenedCheckpoint | None = None
+        if self.facts.latest_checkpoint is not None:
+            self.opened = self._stack.enter_context(
+                opened(context, self.facts.latest_checkpoint, self.facts.trial_id, self.facts.exp_conf)
+            )
+            self._resumed_from = self._stack.enter_context(
+                directory_for(self.opened, int(args.train_batch_size))
+            )
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        """The directory from which the Trainer goes on; None for a trial that starts anew."""
+        if self.opened is None or not self.opened.continues:
+            return None
+        return str(self._resumed_from)
+
+    def run_description(self, user_data: Mapping[str, Any] | None) -> RunDescription:
+        facts = self.facts
+        return RunDescription(
+            facts.trial_id, facts.exp_conf, facts.hparams, user_data, self._given, self._limit
+        )
+
+    def load_engine(self, engine: DeepSpeedEngine) -> None:
+        """Load the checkpoint into a new engine. Ranks: all, collectively."""
+        assert self.opened is not None, "there is a checkpoint to load"
+        self._overrides = False
+        before = optimizer_settings(engine)
+        load_engine(engine, self.opened, self._distributed)
+        is_chief = self._distributed.rank == 0
+        settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
+
+    def require_resumed(self, step: int, *, is_attached: bool) -> None:
+        """Refuse training that begins elsewhere than the checkpoint."""
+        found = self.opened
+        if found is None or (is_attached and not found.continues):
+            return
+        if not found.continues:
+            raise CheckpointError(
+                f"trainer.train() starts without the weights of checkpoint {found.uuid}, which is another trial's; expected "
+                "this trial to begin with them. Write dstrial.integrations.huggingface.train(trainer, callback) in place "
+                "of trainer.train()."
+            )
+        if step != found.step:
+            raise CheckpointError(
+                f"trainer.train() starts at step {step}; expected step {found.step} of checkpoint {found.uuid}, from which this "
+                "trial goes on. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train(), "
+                "or trainer.train(resume_from_checkpoint=callback.checkpoint_path)."
+            )
+        if self._overrides and self._distributed.rank == 0:
+            logger.warning(_NOT_OVERRIDDEN)
+
+    def settle_best_model(self, state: TrainerState) -> None:
+        """Forget a best model whose directory, an earlier attempt's, is gone.
+
+        The Trainer expects it. Ranks: all, collectively (one exchange, only where there is a checkpoint to go on from).
+        """
+        best = state.best_model_checkpoint
+        if self.checkpoint_path is None:
+            return
+        # transformers 5 has forgotten it already on the ranks that do not see it.
+        found = self._distributed.allgather(None if best is None else pathlib.Path(best).is_dir())
+        if all(found) or all(one is None for one in found):
+            return
+        if self._distributed.rank == 0:
+            logger.warning(
+                "the best model so far%s was an earlier attempt's file and is only among the stored checkpoints: it is not "
+                "loaded at the end unless a better one comes",
+                "" if best is None else f", {pathlib.Path(best).name},",
+            )
+        state.best_model_checkpoint = None
+
+    def close(self) -> None:
+        self._stack.close()

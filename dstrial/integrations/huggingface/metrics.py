@@ -1,0 +1,299 @@
+"""Makes reports of what a Trainer logs: metrics, evaluations, speed, progress, losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from determined import core
+
+from dstrial.config.experiment_config.dstrial_section import TrainingChecks
+from dstrial.errors import TrialContractError
+from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.train_context import LocalTrainContext
+from dstrial.loop.metrics import TrailingNonFinite
+from dstrial.loop.non_finite import NonFiniteGuard
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+logger = logging.getLogger("dstrial.integrations.huggingface")
+
+_PROGRESS_INTERVAL_S = 1.0
+_EVALUATION = "eval_"
+_TEST = "test_"
+_SUMMARY = "train_loss"
+# How long a phase took and how fast it was in the Trainer's own words; samples per second of an evaluation are kept.
+_SPEED_SUFFIXES = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
+_KEPT_SPEED = "_samples_per_second"
+_POSITIONS = frozenset({"epoch", "step"})
+
+
+class LogKind(enum.Enum):
+    """The subject of a Trainer's log line."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    SUMMARY = "summary"
+    """The last line of a training, with means over all of it."""
+    OTHER = "other"
+
+
+def kind_of(logs: Mapping[str, Any]) -> LogKind:
+    """Classify a log line by its names.
+
+    Source: ``transformers`` 4.56 and 5.23, ``Trainer.log``, ``evaluate`` and ``_finalize_training``.
+    """
+    if any(name.startswith(_EVALUATION) for name in logs):
+        return LogKind.EVALUATION
+    if any(name.startswith(_TEST) for name in logs):
+        return LogKind.OTHER
+    return LogKind.SUMMARY if _SUMMARY in logs else LogKind.TRAINING
+
+
+def reported(
+    logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the metrics of a log line that are to be reported.
+
+    ``filter_metrics`` are parts of names, of which a metric must have one; None or empty reports all. Names in ``always`` pass.
+    """
+    return {
+        name: value
+        for name, value in logs.items()
+        if name in always or (_is_metric(name) and _passes(name, filter_metrics))
+    }
+
+
+def _is_metric(name: str) -> bool:
+    if name in _POSITIONS:
+        return False
+    if name.startswith(_EVALUATION) and name.endswith(_KEPT_SPEED):
+        return True
+    return not name.endswith(_SPEED_SUFFIXES)
+
+
+def _passes(name: str, filter_metrics: Sequence[str] | None) -> bool:
+    return not filter_metrics or any(part in name for part in filter_metrics)
+
+
+def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
+    """Refuse an evaluation without the ``wanted`` (config key, metric name) pairs."""
+    missing = [(key, name) for key, name in wanted if name not in metrics]
+    if not missing:
+        return
+    said = " and ".join(f"{key} is {name!r}" for key, name in missing)
+    existing = ", ".join(sorted(metrics))
+    raise TrialContractError(
+        f"{said}; expected one of the metrics that the Trainer's evaluation has: {existing}. Name one of them in the "
+        "experiment config, or return it from compute_metrics (the Trainer puts eval_ before its name)."
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class Throughput:
+    """Counts records and tokens per second, without evaluations and checkpoints."""
+
+    clock: Callable[[], float] = time.monotonic
+    _since_s: float | None = None
+    _paused_s: float = 0.0
+    _pause_began_s: float | None = None
+    _step: int = 0
+    _tokens: float = 0.0
+
+    def start(self, step: int, tokens: float) -> None:
+        self._since_s, self._paused_s, self._pause_began_s = self.clock(), 0.0, None
+        self._step, self._tokens = step, tokens
+
+    def pause(self) -> None:
+        if self._pause_began_s is None:
+            self._pause_began_s = self.clock()
+
+    def resume(self) -> None:
+        if self._pause_began_s is not None:
+            self._paused_s += self.clock() - self._pause_began_s
+            self._pause_began_s = None
+
+    def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
+        """Return the speed since the last report; ``train_batch_size`` is over all ranks."""
+        found: dict[str, float] = {}
+        if self._since_s is not None and step > self._step:
+            is_paused = self._pause_began_s is not None
+            now_s = self._pause_began_s if self._pause_began_s is not None else self.clock()
+            elapsed_s = max(now_s - self._since_s - self._paused_s, 1e-9)
+            found["samples_per_second"] = (step - self._step) * train_batch_size / elapsed_s
+            if tokens > self._tokens:
+                found["tokens_per_second"] = (tokens - self._tokens) / elapsed_s
+            self.start(step, tokens)
+            if is_paused:
+                self.pause()
+        return found
+
+
+class MetricReporter:
+    """Reports of one training: every rank counts, the chief reports."""
+
+    def __init__(
+        self, context: core.Context, searcher: Mapping[str, Any], filter_metrics: Sequence[str] | None
+    ) -> None:
+        self.speed = Throughput()
+        self._train = context.train
+        self._is_chief = context.distributed.rank == 0
+        self._filter = filter_metrics
+        wanted = [(f"searcher.{key}", searcher.get(key)) for key in ("metric", "time_metric")]
+        self._wanted = [(key, str(name)) for key, name in wanted if name]
+        self._last_training = -1
+        self._last_validation = -1
+        self._last_percent = 0
+        self._last_progress_s = 0.0
+        self._evaluated: dict[str, Any] = {}
+        self._evaluated_step = -1
+
+    def start(self, state: TrainerState) -> None:
+        if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
+            self._train.rewind_to(state.global_step)
+        self._last_percent = 100 * state.global_step // max(state.max_steps, 1)
+        self.speed.start(state.global_step, float(state.num_input_tokens_seen))
+
+    def is_validated(self, step: int) -> bool:
+        return step <= self._last_validation
+
+    def log(
+        self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
+    ) -> None:
+        """Report a line of training metrics; collect an evaluation's.
+
+        ``train_batch_size`` is over all ranks. With ``is_stopped`` the summary, a mean over a part of training, is not reported.
+        """
+        kind, step = kind_of(logs), state.global_step
+        if kind is LogKind.EVALUATION:
+            if step != self._evaluated_step:
+                self.flush(state)
+                self._evaluated, self._evaluated_step = {}, step
+            self._evaluated |= logs
+        elif step > self._last_training and (
+            kind is LogKind.TRAINING or (kind is LogKind.SUMMARY and not is_stopped)
+        ):
+            metrics = reported(logs, self._filter)
+            if kind is LogKind.TRAINING:
+                metrics |= self.speed.report(step, float(state.num_input_tokens_seen), train_batch_size)
+            self._last_training = step
+            if self._is_chief:
+                self._train.report_training_metrics(step, {**metrics, **_position(state)})
+
+    def flush(self, state: TrainerState) -> None:
+        """Report the evaluation sets of a step together, once. Ranks: all, alike."""
+        step, logs = self._evaluated_step, self._evaluated
+        if not logs:
+            return
+        self._evaluated, self._evaluated_step = {}, -1
+        if self.is_validated(step):
+            return
+        names = [name for _, name in self._wanted]
+        metrics = {**reported(logs, self._filter, names), **_position(state)}
+        require_searcher_metrics(metrics, self._wanted)
+        self._last_validation = step
+        if self._is_chief:
+            self._train.report_validation_metrics(step, metrics)
+
+    def progress(self, step: int, max_steps: int) -> None:
+        """Report how far training is: at most a hundred times, and once a second."""
+        if not self._is_chief or max_steps <= 0:
+            return
+        if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
+            self._train.report_batches(step, max_steps)
+        percent, now_s = 100 * step // max_steps, time.monotonic()
+        is_end = step >= max_steps
+        if percent > self._last_percent and (is_end or now_s - self._last_progress_s >= _PROGRESS_INTERVAL_S):
+            self._last_percent, self._last_progress_s = percent, now_s
+            self._train.report_progress(min(step / max_steps, 1.0))
+
+    def finish(self, step: int, max_steps: int) -> None:
+        """Report that training is complete; warn if the searcher has no metric."""
+        self.progress(max(step, max_steps), max_steps)
+        metric = dict(self._wanted).get("searcher.metric")
+        if self._is_chief and metric is not None and self._last_validation < 0:
+            logger.warning(
+                "searcher.metric is %r, and training has ended without an evaluation; give the Trainer an eval_dataset, or call "
+                "trainer.evaluate()",
+                metric,
+            )
+
+
+def _position(state: TrainerState) -> dict[str, Any]:
+    return {"batches": state.global_step, "epochs": float(state.epoch or 0.0)}
+
+
+class LossWatch:
+    """Counts logs in a row without a finite loss; acts by ``data.dstrial.non_finite``.
+
+    Args:
+        exp_conf: of the trial.
+        is_chief: whether this rank warns.
+        is_off: whether nothing is to be looked at.
+
+    Raises:
+        ConfigError: a setting is not one of those that are possible.
+    """
+
+    def __init__(self, exp_conf: Mapping[str, Any], *, is_chief: bool, is_off: bool) -> None:
+        self._checks = TrainingChecks.from_config(exp_conf)
+        self._is_chief = is_chief
+        self._mode: Literal["fail", "warn", "ignore"] = "ignore" if is_off else self._checks.non_finite
+        self._guard: NonFiniteGuard | None = None
+        self._last_step = 0
+        self._is_bad = False
+        self._has_warned = False
+
+    def start(self, step: int) -> None:
+        self._last_step = step
+        self._guard = NonFiniteGuard(
+            self._mode,
+            self._checks.non_finite_patience,
+            1,
+            is_chief=self._is_chief,
+            counts=[],
+            is_resumed=step > 0,
+        )
+
+    def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
+        """Judge a log line, the same on all ranks; NonFiniteError ends the patience."""
+        loss = logs.get("loss")
+        if self._guard is None or not isinstance(loss, (int, float)):
+            return
+        window, self._last_step = (self._last_step, step), step
+        self._is_bad = not _is_finite(float(loss), logs.get("grad_norm"))
+        tail = TrailingNonFinite(1 if self._is_bad else 0, 1)
+        shown = {
+            "loss": loss if not math.isfinite(loss) or not self._is_bad else "filtered out by transformers"
+        }
+        self._guard.judge([{"loss": tail}], shown, [], window, is_last=step >= max_steps > 0)
+
+    def is_save_unsafe(self, step: int) -> bool:
+        """Whether a save of the Trainer must not become a checkpoint. Ranks: all, alike."""
+        if not self._is_bad or self._mode != "fail":
+            self._has_warned = False
+            return False
+        if self._is_chief and not self._has_warned:
+            logger.warning(
+                "the state of step %d is not stored, and the checkpoints before it are kept: no loss is finite",
+                step,
+            )
+        self._has_warned = True
+        return True
+
+
+def _is_finite(loss: float, grad_norm: Any) -> bool:
+    """Say whether a logged loss stands for a finite one.
+
+    With ``logging_nan_inf_filter``, its default, transformers logs the mean of finite losses, and 0 where there is none; the
+    norm of the gradients tells that 0 from a real one (``Trainer._inner_training_loop`` of 5.23).
+    """
+    if loss == 0.0 and isinstance(grad_norm, (int, float)):
+        return math.isfinite(grad_norm)
+    return math.isfinite(loss)
