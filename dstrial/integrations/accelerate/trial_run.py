@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from determined import pytorch
+from determined import pytorch, util
 
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.dotted_keys import wants_system_metrics
-from dstrial.errors import ConfigError
+from dstrial.errors import ConfigError, TrialContractError
 from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (
     epoch_length_of,
@@ -22,11 +22,12 @@ from dstrial.integrations.accelerate.loaders import (
     require_micro_batch,
     warn_of_unrepeatable_order,
 )
-from dstrial.integrations.accelerate.metric_reports import MetricReports
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
-from dstrial.integrations.accelerate.reporter_telemetry import ReporterTelemetry
+from dstrial.integrations.loop_telemetry import ReporterTelemetry
+from dstrial.local.measuring_variables import is_measuring
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loggers.run_loggers import loggers_of
+from dstrial.loop.boundaries import asks_for_checkpoint
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
@@ -74,8 +75,8 @@ class TrialRun:
         )
         self._loggers = loggers_of(context)
         self._sinks = MetricSinks(context, self._loggers.sinks)
-        self._reports = MetricReports(self._core, self._sinks, self._plan)
-        self._telemetry = ReporterTelemetry(context, self._sinks)
+        measures = is_measuring(runtime.hparams or {})
+        self._telemetry = ReporterTelemetry(self._core, runtime.exp_conf, is_off=measures, sinks=self._sinks)
         self._sync_points = SyncPoints(context.distributed, self._stop_request)
         self._window = MetricWindow("reporter.step")
         self._window_start = 0
@@ -110,7 +111,8 @@ class TrialRun:
         self._sync_points.start(batches)
         if wants_system_metrics(self._runtime.exp_conf) and not self._is_test:
             self._core.profiler.on()
-        self._telemetry.begin(batches)
+        replica = self._runtime.adapter.data_parallel_rank
+        self._telemetry.begin(self._context.models, replica, batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
 
@@ -150,16 +152,16 @@ class TrialRun:
                 self._core.preempt.acknowledge_preemption_signal()
             return
         if tracker.batches_trained:
-            self._reports.progress(tracker.batches_trained, tracker.batches_total)
+            self._report_progress()
             self._core.train.report_progress(1.0)
-        self._telemetry.finish()
+        self._telemetry.close(is_complete=True)
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
         """Abandon a save that is under way, and end sinks and loggers."""
         self._heartbeat.end()
         self._saver.close()
-        self._telemetry.close()
+        self._telemetry.close(is_complete=False)
         self._sinks.close()
         is_stopped = self._tracker.stopped is not None
         self._loggers.end("failed" if has_failed else "stopped" if is_stopped else "completed")
@@ -226,10 +228,11 @@ class TrialRun:
         if reports:
             averages = combine([share for share, _, _ in agreement.shares], "reporter.step")
             if self._is_chief:
-                num_batches = batches - self._window_start
-                self._reports.training(
-                    dict(averages), batches, num_batches, self._records_per_batch, self._window_seconds
-                )
+                metrics = dict(averages)
+                per_second = (batches - self._window_start) / max(self._window_seconds, 1e-9)
+                metrics.setdefault("batches_per_second", per_second)
+                metrics.setdefault("samples_per_second", per_second * self._records_per_batch)
+                self._send_training(metrics)
             samples = [sample for _, _, sample in agreement.shares]
             self._telemetry.report(samples, batches, self._records_per_batch)
             self._sinks.upload(at_once=False)
@@ -237,7 +240,7 @@ class TrialRun:
             self._window_seconds = 0.0
             self._window_start = batches
         if self._is_chief:
-            self._reports.progress(batches, tracker.batches_total)
+            self._report_progress()
         self._mark_s = time.monotonic()
         if agreement.stop is not None and not tracker.is_at_end:
             tracker.stopped = agreement.stop
@@ -262,18 +265,16 @@ class TrialRun:
     # ---- reports and checkpoints ---------------------------------------------------------------------
 
     def report_training(self, metrics: Mapping[str, Any]) -> None:
-        averages = self._reports.mean_over_ranks(metrics, "report_training")
+        averages = self._mean_over_ranks(metrics, "report_training")
         if self._is_chief:
-            self._reports.training(averages, self._tracker.batches_trained)
+            self._send_training(averages)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
-        averages = self._reports.mean_over_ranks(metrics, "report_validation")
-        self._reports.require_searcher_metric(averages)
+        averages = self._mean_over_ranks(metrics, "report_validation")
+        self._require_searcher_metric(averages)
         progress = self._tracker.progress
         progress.last_validation = progress.batches_trained
-        saves = self._is_chief and self._reports.validation(
-            averages, progress.batches_trained, self._tracker.epoch_idx
-        )
+        saves = self._is_chief and self._send_validation(averages)
         self._sinks.upload()
         if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
             self.save()
@@ -281,6 +282,49 @@ class TrialRun:
         self._mark_s = time.monotonic()
         if self._heartbeat.phase is Phase.VALIDATION:
             self._heartbeat.follow(Phase.SCRIPT, progress.batches_trained)
+
+    def _mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return each metric's mean; ``where`` names the method. Ranks: all, collectively."""
+        own = MetricWindow(where)
+        own.add(metrics)
+        return dict(combine(self._core.distributed.allgather(own.totals()), where))
+
+    def _require_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse validation metrics that the searcher cannot compare."""
+        searched = self._plan.metric
+        if searched is None or searched in ("batches", "epochs"):
+            return
+        if not util.is_numerical_scalar(metrics.get(searched)):
+            raise TrialContractError(
+                f"the searcher's metric {searched!r} is {metrics.get(searched)!r} in reporter.report_validation; expected one "
+                f"number among {sorted(metrics)}. Report it, or set searcher.metric to one of them."
+            )
+
+    def _send_training(self, metrics: dict[str, Any]) -> None:
+        batches = self._tracker.batches_trained
+        self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
+        self._sinks.report("training", batches, metrics)
+
+    def _send_validation(self, metrics: Mapping[str, Any]) -> bool:
+        """Report validation metrics on rank 0; return whether to save a checkpoint."""
+        plan, train, batches = self._plan, self._core.train, self._tracker.batches_trained
+        is_best = plan.checkpoint_policy == "best"
+        best_before = train.get_experiment_best_validation() if is_best else None
+        self._sinks.report("validation", batches, metrics)
+        reported = {"batches": batches, "epochs": self._tracker.epoch_idx, **metrics}
+        train.report_validation_metrics(steps_completed=batches, metrics=reported)
+        now = reported.get(str(plan.metric))
+        return asks_for_checkpoint(
+            plan.checkpoint_policy, now, best_before, smaller_is_better=plan.smaller_is_better
+        )
+
+    def _report_progress(self) -> None:
+        batches, total = self._tracker.batches_trained, self._tracker.batches_total
+        if total is None:
+            return
+        if self._runtime.kept_reports is not None:
+            self._runtime.kept_reports.report_batches(batches, total)
+        self._core.train.report_progress(min(batches / total, 1.0))
 
     def save(self) -> str:
         self._set_status("checkpointing")

@@ -16,8 +16,8 @@ from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import TrainerCheckpoints
 from dstrial.integrations.huggingface.metrics import LogKind, LossWatch, MetricReporter, kind_of
 from dstrial.integrations.huggingface.preemption import LeaveTrainingError, PreemptionHandler
-from dstrial.integrations.huggingface.trainer_telemetry import TrainerTelemetry
 from dstrial.integrations.huggingface.trial import Startup
+from dstrial.integrations.loop_telemetry import TrainerTelemetry
 from dstrial.ranks.heartbeat import Phase, heartbeat
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             batch_size = self._train_batch_size(args, state)
             self._reporter.log(logs, state, batch_size, is_stopped=self.is_stopped)
             if kind_of(logs) is LogKind.TRAINING:
-                self._telemetry.report(state.global_step, float(state.num_input_tokens_seen), batch_size)
+                self._telemetry.report_log(state.global_step, float(state.num_input_tokens_seen), batch_size)
                 self._losses.take(logs, state.global_step, state.max_steps)
 
     def on_evaluate(

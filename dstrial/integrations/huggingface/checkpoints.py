@@ -179,11 +179,12 @@ class TrainerCheckpoints:
         """Return the engine that trains; None for a Trainer without DeepSpeed."""
         if not arguments.is_deepspeed(args):
             return None
-        engine = getattr(trainer, "model_wrapped", None)
-        if not isinstance(engine, DeepSpeedEngine):
-            # A callback is given the model only, and the engine around it is registered nowhere.
-            engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
-            engine = next((one for one in engines if one.module is self._model), None)
+        wrapped = getattr(trainer, "model_wrapped", None)
+        if isinstance(wrapped, DeepSpeedEngine):
+            return wrapped
+        # A callback is given the model only, and the engine around it is registered nowhere.
+        engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
+        engine: DeepSpeedEngine | None = next((one for one in engines if one.module is self._model), None)
         if engine is None:
             raise RankError(
                 "the Trainer was given a DeepSpeed config, and no DeepSpeed engine holds its model; expected one before the "
