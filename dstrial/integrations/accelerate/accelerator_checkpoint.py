@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from dstrial.ranks.identity import RankIdentity
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import Checkpointable
 
-_RANDOM_STATES = "random_states_0.pkl"
+_RANDOM_STATES = "random_states_*.pkl"  # one file for each process
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
@@ -38,7 +38,7 @@ class AcceleratorCheckpoint(Checkpointable):
     def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
         with contextlib.ExitStack() as stack:
             for engine in context.models:
-                stack.enter_context(_loads_or_raises(engine, load_path))
+                stack.enter_context(_loading_with(engine, _load_or_raise(engine, load_path)))
             self._accelerator.load_state(str(load_path))
 
     def _engine_tag(self, engine_idx: int) -> str:
@@ -47,9 +47,9 @@ class AcceleratorCheckpoint(Checkpointable):
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
         with contextlib.ExitStack() as stack:
             for engine in context.models:
-                stack.enter_context(_loads_nothing(engine))
+                stack.enter_context(_loading_with(engine, _load_nothing))
             self._accelerator.load_state(str(load_path))
-        self._count_scheduler_steps_of(_num_processes_of(load_path))
+        self._count_scheduler_steps_of(len(list(load_path.glob(_RANDOM_STATES))))
 
     def _count_scheduler_steps_of(self, num_saved: int) -> None:
         """Rescale schedulers that ``AcceleratedScheduler`` steps once per process."""
@@ -142,8 +142,20 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loads_or_raises(engine: DeepSpeedEngine, path: pathlib.Path) -> Iterator[None]:
-    """Make an engine raise if it finds nothing to load; DeepSpeed only warns."""
+def _loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[None]:
+    """Have an engine's ``load_checkpoint`` be another function while the block lasts."""
+    before = vars(engine).get("load_checkpoint")
+    engine.load_checkpoint = load
+    try:
+        yield
+    finally:
+        del engine.load_checkpoint
+        if before is not None:
+            engine.load_checkpoint = before
+
+
+def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
+    """Return a ``load_checkpoint`` that raises if it finds nothing; DeepSpeed only warns."""
     load = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -155,33 +167,9 @@ def _loads_or_raises(engine: DeepSpeedEngine, path: pathlib.Path) -> Iterator[No
             )
         return loaded, client_state
 
-    engine.load_checkpoint = load_checkpoint
-    try:
-        yield
-    finally:
-        _unbind(engine, load)
+    return load_checkpoint
 
 
-@contextlib.contextmanager
-def _loads_nothing(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Keep Accelerate from loading an already loaded engine, while the block lasts."""
-    load = engine.load_checkpoint
-    engine.load_checkpoint = lambda *_args, **_kwargs: (None, {})
-    try:
-        yield
-    finally:
-        _unbind(engine, load)
-
-
-def _unbind(engine: DeepSpeedEngine, load: Any) -> None:
-    if (
-        getattr(load, "__self__", None) is engine
-        and getattr(type(engine), "load_checkpoint", None) is not None
-    ):
-        vars(engine).pop("load_checkpoint", None)
-    else:
-        engine.load_checkpoint = load
-
-
-def _num_processes_of(path: pathlib.Path) -> int:
-    return len(list(path.glob(_RANDOM_STATES.replace("0", "*"))))
+def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
+    """Keep Accelerate from loading an already loaded engine."""
+    return None, {}
