@@ -1,4 +1,4 @@
-"""Telemetry of loops that are not dstrial's: a Trainer's, and one with a ``Reporter``.
+"""Telemetry of loops that are not dstrial's: a Trainer's and a ``Reporter``'s.
 
 No communication, no synchronisation of a device, and nothing where ``data.dstrial.telemetry`` is false or dsat measures.
 """
@@ -154,7 +154,7 @@ class TrainerTelemetry(LoopTelemetry):
 
 
 class ReporterTelemetry(LoopTelemetry):
-    """Measures the ranks of a loop with a ``Reporter``; samples travel with its exchange.
+    """Measures all ranks of a ``Reporter`` loop; samples travel with its exchange.
 
     Waiting for data and FLOPs are known of loops over ``Reporter.batches`` only.
     """

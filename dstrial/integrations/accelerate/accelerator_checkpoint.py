@@ -155,7 +155,7 @@ def _loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
-    """Return a ``load_checkpoint`` that raises if it finds nothing; DeepSpeed only warns."""
+    """Return a ``load_checkpoint`` that raises where DeepSpeed warns: without files."""
     load = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:

@@ -196,7 +196,7 @@ def solve_sizes(
     resumed: SavedRun | None = None,
     where: Mapping[str, str] | None = None,
 ) -> tuple[BatchSolution, bool]:
-    """Return batch sizes, and whether they keep the checkpoint's batch unlike those given.
+    """Return batch sizes, and whether they are the checkpoint's and not those given.
 
     They are kept if they are as the run began, or come to its batch on its ranks: other ones were changed on purpose, and
     ``DetCallback`` refuses them. A micro batch that is only solved is never larger than the run's, which fits into memory.

@@ -90,7 +90,7 @@ class TrainerCheckpoints:
         self._stale_steps = frozenset().union(*gathered)
 
     def is_stale(self, step: int) -> bool:
-        """Whether a step's directory may share files with a checkpoint; alike on all ranks."""
+        """Whether a step's directory may share files with a checkpoint; alike on ranks."""
         return step in self._stale_steps
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
@@ -114,9 +114,10 @@ class TrainerCheckpoints:
         *,
         shares: bool = True,
     ) -> None:
-        """Have the Trainer save at once; ``shares``: it prepares a step that it writes again.
+        """Have the Trainer save at once instead of later.
 
-        Else the checkpoint is a copy that shares no file with the Trainer's directory.
+        ``shares``: ``prepare`` is called before the Trainer writes this step's directory again; else the checkpoint is a copy
+        that shares no file with it.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)

@@ -97,7 +97,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 def keep_batch_sizes(
     args: Sequence[str], hparams: dict[str, Any], world_size: int, resumed: SavedRun
 ) -> None:
-    """Overwrite the batch sizes of ``hparams`` where a resumed run would lose its batch.
+    """Overwrite batch sizes of ``hparams`` where a resumed run would lose its batch.
 
     ConfigError if the ranks cannot share the batch evenly.
     """

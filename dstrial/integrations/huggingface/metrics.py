@@ -1,4 +1,4 @@
-"""Makes reports of what a Trainer logs: metrics, evaluations, speed, progress, losses."""
+"""Makes reports of a Trainer's logs: metrics, evaluations, speed, progress."""
 
 from __future__ import annotations
 

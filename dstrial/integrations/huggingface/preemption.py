@@ -40,7 +40,7 @@ class PreemptionHandler:
         self._sync_points.start(step)
 
     def after_step(self, step: int, *, is_due: bool) -> bool:
-        """Agree if ``is_due`` or it is time; say whether ranks stop now. Ranks: all, alike."""
+        """Agree if due; say whether ranks stop after this step. Ranks: all, alike."""
         is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
         return self.agree(step) if is_due or is_time else self.reason is not None
 

@@ -1,4 +1,4 @@
-"""Where a Trainer script runs: its core context, the facts of its trial, its checkpoint."""
+"""Where a Trainer script runs: its core context, its trial's facts and checkpoint."""
 
 from __future__ import annotations
 
