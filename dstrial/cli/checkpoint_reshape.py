@@ -325,7 +325,7 @@ def _rewrite(
         command,
         num_ranks=num_slots,
         env=_variables(source, experiment),
-        log_dir=run_directory.begin_logs(),
+        log_dir=run_directory.attempt_logs_path(1),
         serves_store=False,
     )
     return _newest(source, run_directory, outcome)
@@ -375,7 +375,7 @@ def _run_script(
             RUN_DIR_VARIABLE: str(run_directory.path),
             RESUME_VARIABLE: str(source.path),
         },
-        log_dir=run_directory.begin_logs(),
+        log_dir=run_directory.attempt_logs_path(1),
     )
 
 

@@ -6,11 +6,10 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import HostError
-from dstrial.hosts.arguments import add_host_arguments, hosts_of, port_of, python_of
+from dstrial.hosts.arguments import add_host_arguments, hosts_of, python_of
 from dstrial.hosts.preflight import Preflight, check_hosts
 from dstrial.local.run_directory import default_runs_dir
 
@@ -21,7 +20,7 @@ _PLAIN_COLUMNS = 200
 _DESCRIPTION = """\
 Log in to all hosts at once and look for everything that would keep them from training together: names, keys, Python and its
 packages, slots, clocks, the network between them, and the directory that they share. Starts nothing, and leaves nothing.
-`dstrial run --hostfile` and `python -m dstrial.launch --hostfile` do the same before they start a rank.
+`dstrial run --hostfile` and `dstrial up --hostfile` do the same before they start anything.
 """
 
 
@@ -52,9 +51,6 @@ def main(args: argparse.Namespace) -> int:
             hosts,
             python=python_of(args),
             shared_directory=default_runs_dir(args.runs_dir),
-            local_paths=[Path.cwd()],
-            interface=args.interface,
-            port=port_of(args),
             environ=os.environ,
         )
     except HostError as error:
@@ -84,7 +80,6 @@ def _document(preflight: Preflight) -> dict[str, Any]:
             "python": ready.facts.python,
             "versions": dict(ready.facts.versions),
             "clock_ahead_s": round(ready.facts.skew_s, 3),
-            "sees_this_directory": all(ready.sees.values()),
         }
         for ready in preflight.hosts
     ]
@@ -97,7 +92,7 @@ def _print(preflight: Preflight) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("host", "slots", "devices", "address", "Python", "torch", "clock", "code"):
+    for heading in ("host", "slots", "devices", "address", "Python", "torch", "clock"):
         table.add_column(heading)
     for ready in preflight.hosts:
         facts = ready.facts
@@ -109,7 +104,6 @@ def _print(preflight: Preflight) -> None:
             facts.python,
             str(facts.versions["torch"]),
             f"{facts.skew_s:+.2f} s",
-            "shared" if all(ready.sees.values()) else "travels",
         )
         table.add_row(*map(Text, row))
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)

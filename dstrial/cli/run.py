@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
+import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +44,13 @@ from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
-from dstrial.hosts.arguments import add_host_arguments, require_hostfile
+from dstrial.hosts.arguments import add_host_arguments, given_slots, hosts_of, python_of
 from dstrial.hosts.hostfile import Host
+from dstrial.hosts.srun import hosts_of_allocation
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import (
+    RUN_DIR_VARIABLE,
     RunDirectory,
     RunState,
     default_runs_dir,
@@ -57,6 +59,7 @@ from dstrial.local.run_directory import (
     utc_now,
 )
 from dstrial.local.run_monitor import RunMonitor, RunView
+from dstrial.master import daemon
 from dstrial.storage_guard import STORAGE_MARKER
 from dstrial.visible_text import visible
 
@@ -65,9 +68,7 @@ if TYPE_CHECKING:
 
     from dstrial.cli.run_display import Display
     from dstrial.cli.run_follow import FollowResult
-    from dstrial.cli.run_site import RunSite
     from dstrial.cli.run_submission import Master
-    from dstrial.hosts.preflight import Preflight
     from dstrial.launch.failures import LaunchOutcome
     from dstrial.master.store.views.observe import ExperimentView
     from dstrial.slurm.allocation import Allocation
@@ -134,6 +135,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="predict where memory goes before training, as `dstrial memory` does, and show it beside what was measured",
     )
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="train on one rank in this process, without a master: breakpoint() has the terminal",
+    )
     add_host_arguments(parser)
     run_slurm.add_slurm_arguments(parser)
 
@@ -149,16 +155,10 @@ class _Request:
     is_search: bool
     max_restarts: int
     overrides: tuple[str, ...]
+    num_slots: int  # of the trial, over all hosts
     hosts: tuple[Host, ...] = ()
     allocation: Allocation | None = None
     known_run: RunDirectory | None = None
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the trial, over all hosts."""
-        if self.hosts:
-            return sum(len(host.slots) for host in self.hosts)
-        return self.args.slots if self.args.slots is not None else self.experiment.slots_per_trial
 
 
 def main(args: argparse.Namespace) -> int:
@@ -170,29 +170,35 @@ def main(args: argparse.Namespace) -> int:
         inner = _own_arguments(args, slots=request.num_slots)
         submission = prepare(args, request.experiment, inner, None if known is None else known.path)
         return submit_and_follow(args, submission)
-    if not request.hosts:
-        return _run(request, _attempt)
-    from dstrial.cli.run_site import BatchJob, RunSite
-
-    site = RunSite() if request.allocation is None else BatchJob(request.allocation)
-    with site.watched():
-        return _run_on_hosts(request, site)
+    if request.hosts:
+        _check_hosts(request)
+    return _run(request)
 
 
-def _run_on_hosts(request: _Request, site: RunSite) -> int:
-    from dstrial.cli.run_hosts import ready_hosts
+def _check_hosts(request: _Request) -> None:
+    """Check whether the hosts can train together, and show them."""
+    from dstrial.cli.run_submission import require_hosts
+    from dstrial.hosts.arguments import placement_lines
+    from dstrial.hosts.preflight import check_hosts
+    from dstrial.hosts.srun import transport_of
 
-    args = request.args
+    args, allocation = request.args, request.allocation
+    if allocation is None:
+        require_hosts(request.hosts)
     own = request.known_run or run_directory_of(args)
-    runs_dir = default_runs_dir(args.runs_dir) if own is None else own.path.parent
-    preflight = ready_hosts(args, request.experiment, request.hosts, runs_dir, site.transport)
-    try:
-        return _run(request, functools.partial(_attempt_on_hosts, preflight=preflight, site=site))
-    finally:
-        preflight.close()
+    preflight = check_hosts(
+        request.hosts,
+        python=python_of(args),
+        shared_directory=default_runs_dir(args.runs_dir) if own is None else own.path.parent,
+        environ={**os.environ, **request.experiment.environment_variables},
+        transport=None if allocation is None else transport_of(allocation),
+    )
+    preflight.close()
+    out = LossTolerantStream(sys.stdout)
+    out.write("".join(f"{'host:':<15}{line}\n" for line in placement_lines(preflight)))
 
 
-def _run(request: _Request, attempt: Callable[[_Request, RunDirectory], int]) -> int:
+def _run(request: _Request) -> int:
     """Create or open the run's directory, and train in it."""
     args = request.args
     command = ["dstrial", *_own_arguments(args)]
@@ -215,7 +221,7 @@ def _run(request: _Request, attempt: Callable[[_Request, RunDirectory], int]) ->
             problem = predict_run(run_directory, experiment, request.num_slots)
             if problem is not None:
                 sys.stdout.write(f"where memory goes is not predicted: {problem}\n")
-        return attempt(request, run_directory)
+        return _debug(request, run_directory) if args.debug else _attempt(request, run_directory)
 
 
 def _read_request(args: argparse.Namespace) -> _Request:
@@ -226,14 +232,8 @@ def _read_request(args: argparse.Namespace) -> _Request:
     if args.override_optimizer:
         overrides.append("data.dstrial.override_optimizer=true")
     run_slurm.require_slurm_flags(args)
-    require_hostfile(args, is_under_slurm=args.slurm)
     allocation = run_slurm.own_allocation(args)
-    hosts: tuple[Host, ...] = ()
-    if args.hostfile is not None or allocation is not None:
-        from dstrial.cli.run_hosts import chosen_hosts
-
-        hosts = chosen_hosts(args, allocation)
-    slots = sum(len(host.slots) for host in hosts) if hosts else args.slots
+    hosts, slots = _hosts_and_slots(args, allocation)
     given = load_experiment(
         args.experiment,
         args.context_dir,
@@ -255,14 +255,9 @@ def _read_request(args: argparse.Namespace) -> _Request:
         )
     entrypoint = parse_entrypoint(given.entrypoint, str(given.path))
     _require_trainable(args, given, entrypoint, is_search=is_search)
-    if hosts or args.slurm:
-        from dstrial.cli.run_hosts import require_trainable_on_hosts
-
-        require_trainable_on_hosts(given, entrypoint, is_search=is_search)
-    else:
-        context = list_context(given.context_dir)
-        context.require_packable()
-        given = dataclasses.replace(given, warnings=(*given.warnings, *context.warnings()))
+    context = list_context(given.context_dir)
+    context.require_packable()
+    given = dataclasses.replace(given, warnings=(*given.warnings, *context.warnings()))
     _show_warnings(args, given, point)
     return _Request(
         args,
@@ -272,10 +267,35 @@ def _read_request(args: argparse.Namespace) -> _Request:
         is_search,
         _max_restarts(args, given),
         tuple(overrides),
+        slots if slots is not None else given.slots_per_trial,
         hosts,
         allocation,
         _known_run(args, point),
     )
+
+
+def _hosts_and_slots(
+    args: argparse.Namespace, allocation: Allocation | None
+) -> tuple[tuple[Host, ...], int | None]:
+    """Return the hosts, none for this machine, and the slots of the trial, None by default.
+
+    Over hosts that is ``--slots``, or a ``slots_per_trial`` that the user has written, else all slots.
+    """
+    if args.hostfile is None and allocation is None:
+        return (), 1 if args.debug else args.slots
+    wanted = args.slots or given_slots(Path(args.experiment), args.config)
+    hosts = hosts_of(args) if allocation is None else hosts_of_allocation(allocation, wanted)
+    present = sum(len(host.slots) for host in hosts)
+    if wanted is not None and wanted > present:
+        shown = ", ".join(f"{host.name} {len(host.slots)}" for host in hosts)
+        problem = ConfigProblem(
+            "the number of slots",
+            str(wanted),
+            f"at most {present}, what {args.hostfile} offers ({shown})",
+            "Ask for fewer slots, or add hosts.",
+        )
+        raise ConfigError([problem])
+    return hosts, wanted or present
 
 
 def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: ResumePoint | None) -> None:
@@ -285,12 +305,10 @@ def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: Res
         err.write(f"warning: {hint}\n")
     for warning in given.warnings:
         err.write(f"warning: {warning}\n")
-    has_master = not args.slurm and args.hostfile is None
-    has_slurm = args.slurm or (has_master and _has_engine())
-    if unused := unused_by_run(given.raw, has_master=has_master, has_slurm=has_slurm):
+    if unused := unused_by_run(given.raw, has_slurm=args.slurm or _has_engine()):
         err.write(
             f"warning: {given.path}: `dstrial run` does not use {', '.join(unused)}: ranks are processes "
-            f"without containers{'' if has_master else ' and without a master'}, checkpoints lie in the run directory\n"
+            "without containers, checkpoints lie in the run directory\n"
         )
     if point is None:
         return
@@ -372,13 +390,22 @@ def _require_trainable(
     args: argparse.Namespace, experiment: ExperimentConfig, entrypoint: Entrypoint, *, is_search: bool
 ) -> None:
     problem: ConfigProblem | None = None
-    if is_search and (args.test or args.resume):
+    if is_search and args.slurm:
         problem = ConfigProblem(
             f"{experiment.path}: searcher.name",
-            f"{experiment.raw['searcher']['name']!r} with {'--test' if args.test else '--resume'}",
+            f"{experiment.raw['searcher']['name']!r} with --slurm",
+            "'single', one trial",
+            "Add --config searcher.name=single and concrete hyperparameters, or start a master: dstrial up --backend slurm, or "
+            "--slurm in an allocation.",
+        )
+    elif is_search and (args.test or args.resume or args.debug):
+        problem = ConfigProblem(
+            f"{experiment.path}: searcher.name",
+            f"{experiment.raw['searcher']['name']!r} with "
+            f"{'--test' if args.test else '--debug' if args.debug else '--resume'}",
             "'single', one trial",
             "Add --config searcher.name=single and concrete hyperparameters."
-            if args.test
+            if args.test or args.debug
             else "Go on with a search by the command that it printed as `resume with`.",
         )
     elif entrypoint.trial is None and args.test:
@@ -387,6 +414,20 @@ def _require_trainable(
             f"{experiment.entrypoint!r} with --test",
             "a trial class, which can be stopped after two batches",
             "Run the script without --test, or write entrypoint: model_def:MyTrial.",
+        )
+    elif args.debug and entrypoint.trial is None:
+        problem = ConfigProblem(
+            f"{experiment.path}: entrypoint",
+            f"{experiment.entrypoint!r} with --debug",
+            "a trial class",
+            "Start the script itself under the debugger: python -m pdb SCRIPT.",
+        )
+    elif args.debug and (args.slurm or args.hostfile is not None or (args.slots or 1) > 1):
+        problem = ConfigProblem(
+            "--debug",
+            "given with --slurm, --hostfile or --slots",
+            "one rank in this process",
+            "Leave the others out.",
         )
     if problem is not None:
         raise ConfigError([problem])
@@ -407,10 +448,10 @@ def _own_arguments(
         words += ["--slots", str(slots or args.slots)]
     if args.runs_dir is not None:
         words += ["--runs-dir", args.runs_dir]
-    for flag in ("hostfile", "include", "exclude", "interface", "master_port", "python"):
+    for flag in ("hostfile", "include", "exclude", "python"):
         value = getattr(args, flag)
         if value:
-            words += [f"--{flag.replace('_', '-')}", str(value)]
+            words += [f"--{flag}", str(value)]
     if args.slurm:
         words.append("--slurm")
     for argument in args.sbatch_arg:
@@ -427,6 +468,8 @@ def _own_arguments(
         words.append("--override-optimizer")
     if args.test:
         words.append("--test")
+    if args.debug:
+        words.append("--debug")
     if (resume or args.resume) is not None:
         words += ["--resume", resume or args.resume]
     return words
@@ -434,16 +477,13 @@ def _own_arguments(
 
 def _attempt(request: _Request, run_directory: RunDirectory) -> int:
     """Train in a run directory that this process owns; record and print the outcome."""
-    from dstrial.cli.run_submission import find_or_start_master
     from dstrial.ranks.stop_signals import noted_signals
 
-    num_slots = request.num_slots
     _require_startable(request)
     out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
-    with noted_signals() as signals:
-        master, is_new_master = find_or_start_master(num_slots)
-        if is_new_master:
-            out.write(f"started a master at {master.record.address}, which `{typed('dstrial')} down` ends\n")
+    job = None if request.allocation is None else run_slurm.BatchJob(request.allocation, run_directory)
+    noted = noted_signals(*([] if job is None else [signal.SIGUSR1]))
+    with noted as signals, _master_of(request, run_directory, out) as master:
         if request.is_search:
             from dstrial.cli.run_search import search
 
@@ -454,56 +494,79 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
                 run_directory,
                 signals,
                 out,
-                num_slots=num_slots,
+                num_slots=request.num_slots,
                 max_restarts=request.max_restarts,
+                python=python_of(request.args),
             )
-        return _train(request, master, run_directory, signals, out, err, num_slots)
-
-
-def _attempt_on_hosts(
-    request: _Request, run_directory: RunDirectory, *, preflight: Preflight, site: RunSite
-) -> int:
-    """Train on hosts, without a master; record and print the outcome."""
-    from dstrial.cli.run_display import Refresher, make_display
-    from dstrial.cli.run_hosts import HostRun
-
-    args, point, metric = request.args, request.point, request.experiment.metric
-    out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
-    if request.known_run is not None:
-        run_directory.begin_attempt(["dstrial", *_own_arguments(args)])
-        run_directory.write_config(request.experiment.raw)
-    site.begin(run_directory)
-    monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
-    display = make_display(out, err, num_ranks=request.num_slots, metric=metric, is_plain=args.no_progress)
-    try:
-        display.message(f"run directory: {shown_path(run_directory.path)}")
-        if point is not None:
-            display.message(f"resuming from checkpoint {point.checkpoint}")
-        run = HostRun(
-            args,
-            request.experiment,
-            request.entrypoint,
-            request.hosts,
-            run_directory,
-            resume=None if point is None else point.checkpoint,
-            overrides=request.overrides,
-            max_restarts=request.max_restarts,
-            display=display,
-            site=site,
-        )
-        with Refresher(monitor.poll, display.view):
-            outcome = run.train(preflight)
-    finally:
-        display.close()
-    status = read_json(run_directory.status_path) or {}
-    verdict = judge(outcome, status)
-    verdict = site.judged(verdict, outcome.stopped_by, run_directory)
-    lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
-    if site.is_started_again:  # nobody has to type it
-        lines = [line for line in lines if not line.startswith("resume with:")]
-    _print_end(lines, outcome, out, err)
-    site.leave(out)
+        if job is not None:
+            job.watch(signals)
+        exit_code = _train(request, master, run_directory, signals, job, out, err)
+    if request.args.test and exit_code == 0:
+        shutil.rmtree(run_directory.path)
+        with contextlib.suppress(OSError):
+            run_directory.path.parent.rmdir()
+    if job is not None:
+        job.requeue(out)
     return exit_code
+
+
+@contextlib.contextmanager
+def _master_of(request: _Request, run_directory: RunDirectory, out: LossTolerantStream) -> Iterator[Master]:
+    """Return the master that trains: the user's, started if none runs; in a job one of the run's own."""
+    from dstrial.cli.run_submission import find_or_start_master, own_master
+    from dstrial.master.daemon import MasterOptions
+
+    args = request.args
+    if request.allocation is not None:
+        options = MasterOptions(num_slots=request.num_slots, python=args.python, is_under_slurm=True)
+        with own_master(run_directory, options) as master:
+            yield master
+        return
+    options = MasterOptions(
+        hostfile=str(args.hostfile.absolute()) if request.hosts else None,
+        include=args.include,
+        exclude=args.exclude,
+        python=args.python,
+    )
+    master, is_new = find_or_start_master(request.num_slots, options if request.hosts else None)
+    if is_new:
+        out.write(f"started a master at {master.record.address}, which `{typed('dstrial')} down` ends\n")
+    yield master
+
+
+def _debug(request: _Request, run_directory: RunDirectory) -> int:
+    """Train on one rank in this process, which keeps its terminal; record the outcome."""
+    from dstrial import determined_imports
+    from dstrial.launch import rank_main
+
+    experiment, point = request.experiment, request.point
+    assert request.entrypoint.trial is not None
+    if request.known_run is not None:
+        run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
+        run_directory.write_config(experiment.raw)
+    os.environ.update(experiment.environment_variables)
+    os.environ[RUN_DIR_VARIABLE] = str(run_directory.path)
+    os.environ.update(determined_imports.variables(os.environ, experiment.raw))
+    determined_imports.install_if_asked()
+    sys.stdout.write(f"run directory: {shown_path(run_directory.path)}\n")
+    command = rank_main.trial_command(
+        request.entrypoint.trial,
+        context_dir=experiment.context_dir,
+        config=experiment.path,
+        overrides=request.overrides,
+        run_dir=run_directory.path,
+        resume=None if point is None else str(point.checkpoint),
+        test_mode=request.args.test,
+    )
+    exit_code = 0
+    try:
+        rank_main.main(command[3:])
+    except SystemExit as exit_:
+        exit_code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    is_completed = (read_json(run_directory.status_path) or {}).get("status") == "completed"
+    state = RunState.FAILED if exit_code else RunState.COMPLETED if is_completed else RunState.STOPPED
+    run_directory.end_attempt(state, f"exit code {exit_code}" if exit_code else None)
+    return exit_code or (0 if is_completed else 128 + signal.SIGINT)
 
 
 def _require_startable(request: _Request) -> None:
@@ -529,9 +592,9 @@ def _train(
     master: Master,
     run_directory: RunDirectory,
     signals: list[signal.Signals],
+    job: run_slurm.BatchJob | None,
     out: LossTolerantStream,
     err: LossTolerantStream,
-    num_slots: int,
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
     from dstrial.cli.run_follow import LogTail, follow, kill_command
@@ -539,7 +602,7 @@ def _train(
 
     experiment, args, point = request.experiment, request.args, request.point
     metric = experiment.metric
-    num_ranks = 1 if request.entrypoint.starts_ranks else max(num_slots, 1)
+    num_ranks = 1 if request.entrypoint.starts_ranks else max(request.num_slots, 1)
     since = utc_now()
     monitor = RunMonitor(run_directory, metric=metric, since=since)
     display = make_display(out, err, num_ranks=num_ranks, metric=metric, is_plain=args.no_progress)
@@ -549,11 +612,13 @@ def _train(
             display.message(f"resuming from checkpoint {point.checkpoint}")
         context = list_context(experiment.context_dir)
         display.message(f"context:       {context_text(context)}")
-        experiment_id, known = _start(request, master, run_directory, num_slots, context)
-        display.message(
-            f"experiment:    {experiment_id} ({det_for(master.record.address)} experiment describe {experiment_id})"
-        )
-        display.message(f"page:          {page_of(master.record.address, experiment_id)}")
+        experiment_id, known = _start(request, master, run_directory, context)
+        if not master.is_own:
+            address = master.record.address
+            display.message(
+                f"experiment:    {experiment_id} ({det_for(address)} experiment describe {experiment_id})"
+            )
+            display.message(f"page:          {page_of(address, experiment_id)}")
         log = LogTail(master, _shower(display), known)
 
         looked = {"waited_until_s": time.time()}
@@ -575,7 +640,7 @@ def _train(
             has_trained = (
                 RunMonitor(run_directory, metric=None, since=since).poll().batches_trained is not None
             )
-            display.message(_stop_text(request, has_trained=has_trained))
+            display.message(_stop_text(request, master, has_trained=has_trained))
 
         with Refresher(monitor.poll, display.view):
             followed = follow(
@@ -583,8 +648,10 @@ def _train(
             )
     finally:
         display.close()
-    lines, exit_code, outcome = _end(request, master, run_directory, followed, monitor)
-    if followed.is_detached:
+    lines, exit_code, outcome = _end(request, master, run_directory, followed, monitor, job)
+    if followed.is_detached and master.is_own:
+        daemon.request_stop(master.record, is_kill=True)
+    elif followed.is_detached:
         lines.append(f"{'kill with:':<15}{kill_command(master, experiment_id)}")
     _print_end(lines, outcome, out, err)
     return exit_code
@@ -599,7 +666,7 @@ def _print_end(
     err.write(visible(failure_text(outcome)))
 
 
-def _stop_text(request: _Request, *, has_trained: bool) -> str:
+def _stop_text(request: _Request, master: Master, *, has_trained: bool) -> str:
     what = "stopping all ranks"
     if has_trained:
         what = "stopping all ranks at the same batch, saving a checkpoint"
@@ -608,7 +675,7 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
     limit_s = request.experiment.preemption_timeout_s
     return (
         f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed "
-        "(Ctrl-C again to leave that to the master)"
+        f"(Ctrl-C again {'kills them now' if master.is_own else 'to leave that to the master'})"
     )
 
 
@@ -618,11 +685,18 @@ def _end(
     run_directory: RunDirectory,
     followed: FollowResult,
     monitor: RunMonitor,
+    job: run_slurm.BatchJob | None,
 ) -> tuple[list[str], int, LaunchOutcome]:
     outcome = outcome_of(run_directory, followed)
-    verdict = judge_experiment(followed, judge(outcome, read_json(run_directory.status_path) or {}))
+    judged = judge(outcome, read_json(run_directory.status_path) or {})
+    verdict = judge_experiment(followed, judged, has_own_master=master.is_own)
+    if job is not None:
+        verdict = job.judged(verdict, outcome.stopped_by, run_directory)
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
-    if not request.args.test and verdict.state is not RunState.COMPLETED and followed.view is not None:
+    if job is not None and job.will_requeue:  # nobody has to type it
+        lines = [line for line in lines if not line.startswith("resume with:")]
+    is_over = request.args.test or master.is_own or verdict.state is RunState.COMPLETED
+    if not is_over and followed.view is not None:
         lines += _ways_on(followed, master)
     return lines, exit_code, outcome
 
@@ -644,7 +718,7 @@ def _recorded(
 
 
 def _start(
-    request: _Request, master: Master, run_directory: RunDirectory, num_slots: int, context: Context
+    request: _Request, master: Master, run_directory: RunDirectory, context: Context
 ) -> tuple[int, dict[int, int]]:
     """Submit the run, activate its paused experiment, or join the active one.
 
@@ -656,15 +730,12 @@ def _start(
     experiment, point = request.experiment, request.point
     files = context.v1_files()
     config = submission.submitted_config(
-        experiment, request.entrypoint, num_slots=num_slots, max_restarts=request.max_restarts
+        experiment, request.entrypoint, num_slots=request.num_slots, max_restarts=request.max_restarts
     )
     mark = submission.fingerprint(config, files)
-    if point is None and request.known_run is not None:
-        run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
-        run_directory.write_config(experiment.raw)
-    if point is not None and point.run_directory is not None:
+    if request.known_run is not None:
         newest = newest_checkpoint(run_directory.checkpoints_path)
-        is_newest = newest is not None and newest.path == point.checkpoint
+        is_newest = (None if newest is None else newest.path) == (None if point is None else point.checkpoint)
         living = submission.running_experiment(master, run_directory, mark, is_newest=is_newest)
         if living is None or living.state == "PAUSED":
             run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
@@ -682,6 +753,7 @@ def _start(
         checkpoint=None if point is None else point.checkpoint,
         is_test=request.args.test,
         is_search=False,
+        python=python_of(request.args),
         shows_progress=not request.args.no_progress,
     )
     # Before the trial can start, which reads it.
@@ -746,9 +818,6 @@ def _summary_of(
 def _end_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> tuple[list[str], int]:
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     if verdict.state is RunState.COMPLETED and checkpoint is not None:
-        shutil.rmtree(run_directory.path)
-        with contextlib.suppress(OSError):
-            run_directory.path.parent.rmdir()
         batches = checkpoint.steps_completed
         return [f"test passed: {batches} batches, one validation, one checkpoint written and loaded again"], 0
     if verdict.state is RunState.STOPPED and outcome.stopped_by is not None:

@@ -122,7 +122,9 @@ def follow(
         on_look(view)
         if view.is_settled:
             return FollowResult(view, asked.name if asked else None)
-        if gone_since_s is not None and time.monotonic() - gone_since_s > _GONE_AFTER_S:
+        # A run's own master is not started again, and ends by the signals that this process gets.
+        limit_s = 0.0 if master.is_own else _GONE_AFTER_S
+        if gone_since_s is not None and time.monotonic() - gone_since_s > limit_s:
             return FollowResult(view, asked.name if asked else None, is_master_gone=True)
         time.sleep(_POLL_PERIOD_S)
 

@@ -36,11 +36,15 @@ class Verdict:
 
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
     """Return how the last attempt's ranks ended, by their launcher or else the master."""
-    fields = None
+    found = []
     with contextlib.suppress(DstrialError):
-        fields = read_json(run_directory.outcome_path)
-    if fields is not None:
-        outcome = LaunchOutcome.from_json(fields)
+        found = [fields for path in run_directory.outcome_paths() if (fields := read_json(path))]
+    # Of several hosts, the one whose rank failed by itself.
+    found.sort(
+        key=lambda fields: (fields["first_failure"] is None, fields["is_consequence"], -fields["exit_code"])
+    )
+    if found:
+        outcome = LaunchOutcome.from_json(found[0])
     else:
         trials = () if followed.view is None else followed.view.trials
         exit_code = next((trial.exit_code for trial in trials if trial.exit_code is not None), 0)
@@ -50,11 +54,16 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
     return dataclasses.replace(outcome, stopped_by=followed.stopped_by)
 
 
-def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
+def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
     """Correct a verdict on the ranks by the experiment's state."""
     view = followed.view
     if view is None:
         return Verdict(RunState.FAILED, 1, "the experiment was deleted")
+    if has_own_master and followed.is_detached:
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, "ended at once")
+    if has_own_master and followed.is_master_gone:
+        # Signals that end a job reach its master, too, which stops the trial.
+        return Verdict(RunState.FAILED, 1, "its master has ended") if followed.stopped_by is None else judged
     if followed.is_detached:
         saved = max(
             (trial.batches_saved for trial in view.trials if trial.batches_saved is not None), default=None

@@ -37,12 +37,15 @@ def search(
     *,
     num_slots: int,
     max_restarts: int,
+    python: str,
 ) -> int:
     """Submit a search, follow it, print its trials, and return the exit status."""
     context = list_context(experiment.context_dir)
     files = context.v1_files()
     config = config_of(experiment, entrypoint, num_slots=num_slots, max_restarts=max_restarts)
-    whole = config_of_run(config, experiment, run_directory, checkpoint=None, is_test=False, is_search=True)
+    whole = config_of_run(
+        config, experiment, run_directory, checkpoint=None, is_test=False, is_search=True, python=python
+    )
     out.write(f"run directory: {shown_path(run_directory.path)}\n")
     out.write(f"context:       {context_text(context)}\n")
     experiment_id = submit(master, whole, files)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from dstrial.cli.streams import det_for
 from dstrial.config import ExperimentConfig
 from dstrial.config.documents import yaml_text
 from dstrial.errors import DstrialError, MasterError
+from dstrial.hosts.hostfile import Host
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
 from dstrial.master import daemon
@@ -36,6 +38,9 @@ _NO_BARS = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
 _RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
+_HOSTS_S = 12.0  # until a new master has connected to its hosts, or knows why it cannot
+_END_S = 60.0  # until a run's own master has deleted what it has to, and as long until it has ended
+_POLL_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Master:
     state: StateDirectory
     record: MasterRecord
     client: Client
+    is_own: bool = False  # of this run alone, and ends with it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,10 +74,10 @@ class Submission:
         write_json_atomically(run_directory.submission_path, dataclasses.asdict(self))
 
 
-def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
+def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None = None) -> tuple[Master, bool]:
     """Return the user's master and whether it was started now.
 
-    A master on the CPU is started with at least ``num_slots``.
+    A master on the CPU is started with at least ``num_slots``; one with hosts as ``on_hosts`` says.
     """
     from dstrial.master.login import log_in, session
 
@@ -83,7 +89,11 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
             f"`kill -CONT {record.pid}`, or end it with `dstrial down`."
         )
     is_new = record is None
-    if record is None:
+    if record is None and on_hosts is not None:
+        record = daemon.start(state, on_hosts, may_take_another_port=True)
+        await_hosts(state)
+        log_in(record, lambda _address: False)
+    elif record is None:
         from dstrial.master.backends.devices import find_slots
         from dstrial.ranks.devices import may_share
 
@@ -96,6 +106,56 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
         record = daemon.start(state, options, may_take_another_port=True)
         log_in(record, lambda _address: False)
     return Master(state, record, session(record)), is_new
+
+
+def require_hosts(hosts: Sequence[Host]) -> None:
+    """Refuse a running master that has other hosts than these."""
+    from dstrial.master.backends.hosts.backend import shown_hosts
+
+    state = StateDirectory.choose()
+    record = state.running()
+    if record is None:
+        return
+    found = {host.name: host.num_slots for host in shown_hosts(state.path)}
+    wanted = {host.name: len(host.slots) for host in hosts}
+    if found != wanted:
+        raise MasterError(
+            f"the master at {record.address} has {_described(found) or 'no hosts'}; expected {_described(wanted)}. End it with "
+            "`dstrial down`, or name another state directory by DSTRIAL_STATE_DIR."
+        )
+
+
+def _described(slots: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} slots={count}" for name, count in slots.items())
+
+
+def await_hosts(state: StateDirectory) -> None:
+    """Wait until a new master has connected to its hosts, or knows why it cannot."""
+    from dstrial.master.backends.hosts.backend import shown_hosts
+
+    give_up_at_s = time.monotonic() + _HOSTS_S
+    while not shown_hosts(state.path) and time.monotonic() < give_up_at_s:
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> Iterator[Master]:
+    """Run a master in a run directory; it ends with the block, or with this process."""
+    from dstrial.master.login import session
+
+    state = StateDirectory(run_directory.master_path)
+    # What an earlier attempt has left reports to the port of its master.
+    port = None if daemon.living_allocations(state) else 0
+    record = daemon.start(state, dataclasses.replace(options, port=port, owner_pid=os.getpid()))
+    try:
+        await_hosts(state)
+        yield Master(state, record, session(record), is_own=True)
+        give_up_at_s = time.monotonic() + _END_S
+        while state.running() and observe.num_pending_jobs(state) and time.monotonic() < give_up_at_s:
+            time.sleep(_POLL_S)
+    finally:
+        daemon.request_stop(record, is_kill=False)
+        daemon.wait_for_end(state, record, _END_S)
 
 
 def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
@@ -133,15 +193,16 @@ def config_of_run(
     checkpoint: Path | None,
     is_test: bool,
     is_search: bool,
+    python: str,
     shows_progress: bool = True,
 ) -> dict[str, Any]:
     """Return a config whose trial keeps its files in a run directory.
 
-    ``checkpoint`` is the directory to resume; ``is_search`` leaves reports to the master.
+    ``checkpoint`` is the directory to resume; ``is_search`` leaves reports to the master; ``python`` runs the entrypoint.
     """
     result = copy.deepcopy(dict(config))
     quiet = {} if shows_progress else _NO_BARS
-    variables = {**quiet, **experiment.environment_variables, "DET_PYTHON_EXECUTABLE": sys.executable}
+    variables = {**quiet, **experiment.environment_variables, "DET_PYTHON_EXECUTABLE": python}
     if not is_search:
         variables[RUN_DIR_VARIABLE] = str(run_directory.path)
     if checkpoint is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrial.cli.run_submission import await_hosts
 from dstrial.cli.streams import det_reaches
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
-from dstrial.hosts.arguments import FILTER, placement_lines
+from dstrial.hosts.arguments import add_host_arguments, placement_lines, require_hostfile
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
 from dstrial.master.state_directory import MasterRecord, StateDirectory
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dstrial.master.settings import MasterSettings
 
 BACKENDS = ("agent", "slurm", "ray")
-_HOSTS_S = 12.0
-_POLL_S = 0.05
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,7 +47,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="offer N slots (default: all accelerators, or one slot per CPU core where there are none)",
     )
-    _add_host_arguments(parser)
+    hosts = add_host_arguments(parser)
+    hosts.add_argument(
+        "--slurm", action="store_true", help="in an allocation (salloc, sbatch): its nodes are the hosts"
+    )
+    hosts.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help="slurm: a job for each trial; ray: a placement group (default: agent, this machine or its hosts)",
+    )
     add_state_dir_argument(parser)
     parser.add_argument(
         "--config-file", metavar="master.yaml", help="settings with the keys of Determined's master"
@@ -62,26 +68,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--foreground", action="store_true", help="serve in this process and show the log, until Ctrl-C"
-    )
-
-
-def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "hosts", "Run trials on several machines, which ssh reaches without a password."
-    )
-    group.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="lines `NAME slots=N`, DeepSpeed's format"
-    )
-    group.add_argument("--include", default="", metavar=FILTER, help="use only these hosts and slots")
-    group.add_argument("--exclude", default="", metavar=FILTER, help="use all hosts and slots but these")
-    group.add_argument("--python", metavar="PATH", help="interpreter on each host (default: this one's path)")
-    group.add_argument(
-        "--slurm", action="store_true", help="in an allocation (salloc, sbatch): its nodes are the hosts"
-    )
-    group.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        help="slurm: a job for each trial; ray: a placement group (default: agent, this machine or its hosts)",
     )
 
 
@@ -123,18 +109,18 @@ def main(args: argparse.Namespace) -> int:
                 f"warning: {', '.join(ignored)} changes nothing while it runs; end it with `dstrial down` first\n"
             )
     elif args.foreground:
-        _check_hosts(state, options)
+        _check_hosts(args, state, options)
         return _serve(state, options)
     else:
-        has_hosts = _check_hosts(state, options)
+        has_hosts = _check_hosts(args, state, options)
         record = daemon.start(state, options, meanwhile=_import_login)
         if has_hosts:
-            _await_hosts(state)
+            await_hosts(state)
     _print_login(state, record)
     return 0
 
 
-def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
+def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemon.MasterOptions) -> bool:
     """Check whether all hosts can train together, and show them; False without any.
 
     If trials of an earlier master go on there, problems of the hosts raise nothing.
@@ -153,7 +139,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
         and not options.is_under_slurm
         and options.backend is None
     ):
-        _require_hostfile(options)
+        require_hostfile(args)
         return False
     from dstrial.master.server import hosts_of, with_options
     from dstrial.master.settings import MasterSettings
@@ -168,7 +154,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
         return True
     hosts = hosts_of(options, settings)
     if not hosts:
-        _require_hostfile(options)
+        require_hostfile(args)
         return False
     if options.num_slots is not None:
         problem = ConfigProblem(
@@ -203,7 +189,7 @@ def _show_hosts(
         sys.stderr.write(f"warning: {error}\n")
         return
     try:
-        for line in placement_lines(preflight, unit="slot"):
+        for line in placement_lines(preflight):
             sys.stdout.write(f"{'host:':<10}{line}\n")
     finally:
         preflight.close()
@@ -251,26 +237,6 @@ def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name:
         )
         for flag, value in given.items()
         if value not in (None, "", False)
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _await_hosts(state: StateDirectory) -> None:
-    """Wait until the master has connected to its hosts, or knows why it cannot."""
-    from dstrial.master.backends.hosts.backend import shown_hosts
-
-    give_up_at_s = time.monotonic() + _HOSTS_S
-    while not shown_hosts(state.path) and time.monotonic() < give_up_at_s:
-        time.sleep(_POLL_S)
-
-
-def _require_hostfile(options: daemon.MasterOptions) -> None:
-    given = {"--include": options.include, "--exclude": options.exclude, "--python": options.python}
-    problems = [
-        ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
-        for flag, value in given.items()
-        if value
     ]
     if problems:
         raise ConfigError(problems)

@@ -35,12 +35,8 @@ class Host:
     is_filtered: bool = False
 
 
-def read_hosts(
-    path: Path, *, include: str = "", exclude: str = "", num_slots: int | None = None
-) -> tuple[Host, ...]:
-    """Return the filtered hosts of a hostfile, in its order.
-
-    Filters look like ``host1@host2:0,2``; ``num_slots`` takes so many slots, from the first host on.
+def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
+    """Return the filtered hosts of a hostfile, in its order. Filters look like ``host1@host2:0,2``.
 
     Raises:
         ConfigError: with everything that is wrong with the file and the filters.
@@ -66,17 +62,7 @@ def read_hosts(
         )
     if problems:
         raise ConfigError(problems)
-    present = sum(len(host.slots) for host in hosts)
-    if num_slots is not None and num_slots > present:
-        shown = ", ".join(f"{host.name} {len(host.slots)}" for host in hosts)
-        problem = ConfigProblem(
-            "the number of slots",
-            str(num_slots),
-            f"at most {present}, what {path} offers ({shown})",
-            "Ask for fewer slots, or add hosts.",
-        )
-        raise ConfigError([problem])
-    return hosts if num_slots is None else first_slots(hosts, num_slots)
+    return hosts
 
 
 def _read(path: Path) -> tuple[Host, ...]:
@@ -172,17 +158,3 @@ def _filtered(
         if left:
             kept.append(Host(host.name, tuple(sorted(left)), is_filtered=left != {*host.slots}))
     return tuple(kept)
-
-
-def first_slots(hosts: Sequence[Host], num_slots: int) -> tuple[Host, ...]:
-    """Return the first hosts with ``num_slots`` slots; the last may lose some."""
-    chosen: list[Host] = []
-    left = num_slots
-    for host in hosts:
-        if left <= 0:
-            break
-        taken = host.slots[:left]
-        is_filtered = host.is_filtered or taken != host.slots
-        chosen.append(dataclasses.replace(host, slots=taken, is_filtered=is_filtered))
-        left -= len(taken)
-    return tuple(chosen)

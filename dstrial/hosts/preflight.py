@@ -63,14 +63,12 @@ class ReadyHost:
 
     Attributes:
         address: at which the other hosts reach it, on ``interface``.
-        sees: for each path asked about, whether it is the same there as here.
     """
 
     connection: HostConnection
     facts: Facts
     address: str
     interface: str
-    sees: Mapping[str, bool]
 
     @property
     def host(self) -> Host:
@@ -82,23 +80,12 @@ class Preflight:
     """Hosts that can train together.
 
     Attributes:
-        hosts: in rank order; the first serves the rendezvous.
-        port: free on the first host's address.
+        hosts: in the order of the hostfile.
         seconds: duration of the check.
     """
 
     hosts: tuple[ReadyHost, ...]
-    port: int
     seconds: float
-
-    def keep(self, hosts: Sequence[Host]) -> None:
-        """Drop hosts, and slots of the others."""
-        wanted = {host.name: host for host in hosts}
-        unwanted = [ready.connection for ready in self.hosts if ready.host.name not in wanted]
-        _on_all(unwanted, HostConnection.close)
-        self.hosts = tuple(ready for ready in self.hosts if ready.host.name in wanted)
-        for ready in self.hosts:
-            ready.connection.host = wanted[ready.host.name]
 
     def close(self) -> None:
         _on_all([ready.connection for ready in self.hosts], HostConnection.close)
@@ -109,9 +96,6 @@ def check_hosts(
     *,
     python: str,
     shared_directory: Path,
-    local_paths: Sequence[Path] = (),
-    interface: str | None = None,
-    port: int = 0,
     environ: Mapping[str, str] = os.environ,
     transport: Transport | None = None,
 ) -> Preflight:
@@ -121,10 +105,7 @@ def check_hosts(
         hosts: at least one.
         python: path of the interpreter on each host.
         shared_directory: of checkpoints; made on the first host, and all have to see it.
-        local_paths: of this machine; ``sees`` reports who sees the same ones.
-        interface: to use on each host; None for one by which all reach each other, or that ``GLOO_SOCKET_IFNAME`` names.
-        port: for the rendezvous on the first host; 0 for any free one.
-        environ: of what is to train.
+        environ: of what is to train; ``GLOO_SOCKET_IFNAME`` names the interface to use on each host.
         transport: None for ssh.
 
     Returns:
@@ -143,19 +124,17 @@ def check_hosts(
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
         here = _own_versions()
-        named = interface or next((environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)), None)
+        named = next((environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)), None)
         problems += fact_problems([one.host for one in known], facts, here, environ=environ, interface=named)
-        places, port_found, found = _connectivity(known, facts, named, port)
+        places, found = _connectivity(known, facts, named)
         problems += found
         problems += _shared_problems(known, shared_directory)
         if problems:
             raise HostError(_in_order(problems, hosts), len(hosts))
-        sees = _sees(known, local_paths)
         ready = tuple(
-            ReadyHost(one, fact, *place, seen)
-            for one, fact, place, seen in zip(known, facts, places, sees, strict=True)
+            ReadyHost(one, fact, *place) for one, fact, place in zip(known, facts, places, strict=True)
         )
-        return Preflight(ready, port_found, time.monotonic() - began_s)
+        return Preflight(ready, time.monotonic() - began_s)
 
 
 @contextlib.contextmanager
@@ -271,26 +250,25 @@ def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> 
         shown = ", ".join(f"{name} {address}" for name, address in fact.addresses) or "none"
         yield (
             f"without an IPv4 address on interface {interface} (it has {shown})",
-            "Name another by --interface.",
+            "Name another by GLOO_SOCKET_IFNAME.",
         )
     elif not fact.addresses and not is_alone:
         yield "without an IPv4 address but loopback", "Connect it to the others' network."
 
 
 def _connectivity(
-    connections: Sequence[HostConnection], facts: Sequence[Facts], interface: str | None, port: int
-) -> tuple[list[tuple[str, str]], int, list[HostProblem]]:
+    connections: Sequence[HostConnection], facts: Sequence[Facts], interface: str | None
+) -> tuple[list[tuple[str, str]], list[HostProblem]]:
     """Have every host connect to every other one.
 
     Returns:
-        Address and interface of each host, the first host's port, and problems, with which the others are empty.
+        Address and interface of each host, and problems.
     """
     offered = [[pair for pair in fact.addresses if interface in (None, pair[0])] for fact in facts]
 
     def listen(number: int) -> list[list[Any]]:
         wanted = [address for _, address in offered[number]]
-        message = {"do": "listen", "addresses": wanted, "port": port if number == 0 else 0}
-        answer = connections[number].ask(message, _STEP_S)
+        answer = connections[number].ask({"do": "listen", "addresses": wanted}, _STEP_S)
         return [] if answer is None else list(answer["listening"])
 
     numbers = range(len(connections))
@@ -315,24 +293,11 @@ def _connectivity(
     problems: list[HostProblem] = []
     places: list[tuple[str, str]] = []
     for number in numbers:
-        refused = {error for _, found_port, error in listening[number] if not found_port}
-        if number == 0 and port and refused and len(refused) == len(listening[0]):
-            problems.append(
-                HostProblem(
-                    names[0],
-                    f"unable to listen on port {port} ({', '.join(sorted(refused))})",
-                    "End what listens there, or choose another port by --master-port (MASTER_PORT).",
-                )
-            )
-            continue
         place, found = _place(number, names, offered[number], reached)
         problems += found
         if place is not None:
             places.append(place)
-    if problems or not places:
-        return [], 0, problems
-    first = places[0][0]
-    return places, int(next(p for address, p, _ in listening[0] if address == first)), []
+    return places, problems
 
 
 def _place(
@@ -355,7 +320,7 @@ def _place(
                 HostProblem(
                     names[other],
                     f"unable to connect to {names[number]} ({shown})",
-                    "Open TCP ports between the hosts in their firewalls, or name another network by --interface.",
+                    "Open TCP ports between the hosts in their firewalls, or name another network by GLOO_SOCKET_IFNAME.",
                 )
             )
     if not problems and offered:
@@ -363,7 +328,7 @@ def _place(
             HostProblem(
                 names[number],
                 "not reachable by all others at one address",
-                "Name a network that all share by --interface.",
+                "Name a network that all share by GLOO_SOCKET_IFNAME.",
             )
         )
     return None, problems
@@ -398,18 +363,6 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
         for one, answer in zip(others, answers, strict=True)
         if answer.get("word") != left["word"]
     ]
-
-
-def _sees(connections: Sequence[HostConnection], paths: Sequence[Path]) -> list[dict[str, bool]]:
-    names = [str(path) for path in paths]
-    own = remote.identities(names)
-
-    def look(one: HostConnection) -> dict[str, bool]:
-        answer = one.ask({"do": "identities", "paths": names}, _STEP_S) or {"identities": [None] * len(names)}
-        found = zip(names, own, answer["identities"], strict=True)
-        return {name: mine is not None and mine == theirs for name, mine, theirs in found}
-
-    return _on_all(connections, look)
 
 
 def _in_order(problems: Sequence[HostProblem], hosts: Sequence[Host]) -> list[HostProblem]:

@@ -18,7 +18,6 @@ import re
 import secrets
 import select
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -107,12 +106,12 @@ class _Listeners:
         self._sockets: list[socket.socket] = []
         self.greeting = secrets.token_hex(_GREETING_BYTES // 2)
 
-    def listen(self, where: list[str], port: int) -> list[list[Any]]:
+    def listen(self, where: list[str]) -> list[list[Any]]:
         """Return ``[address, port, error]`` of each address; the port is 0 with an error."""
         found: list[list[Any]] = []
         for address in where:
             try:
-                one = socket.create_server((address, port))
+                one = socket.create_server((address, 0))
             except OSError as error:
                 found.append([address, 0, os.strerror(error.errno or 0)])
                 continue
@@ -162,19 +161,6 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
     for _, one in waiting.values():
         one.close()
     return verdicts
-
-
-def identities(paths: list[str]) -> list[list[int] | None]:
-    """Return inode, time and type of each path, which identify it; None if absent."""
-    found: list[list[int] | None] = []
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except OSError:
-            found.append(None)
-        else:
-            found.append([status.st_ino, status.st_mtime_ns, stat.S_IFMT(status.st_mode)])
-    return found
 
 
 def write_probe(directory: str) -> dict[str, Any]:
@@ -244,14 +230,12 @@ def main() -> None:
         request = json.loads(line)
         what = request.pop("do")
         if what == "listen":
-            _answer({"listening": listeners.listen(request["addresses"], request["port"])})
+            _answer({"listening": listeners.listen(request["addresses"])})
         elif what == "connect":
             _answer({"verdicts": connect(request["targets"], request["timeout_s"])})
         elif what == "close":
             listeners.close()
             _answer({})
-        elif what == "identities":
-            _answer({"identities": identities(request["paths"])})
         elif what == "write_probe":
             _answer(write_probe(request["directory"]))
         elif what == "read_probe":

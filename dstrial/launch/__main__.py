@@ -19,15 +19,7 @@ from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.file_writes import replace_file
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, ENDING_NAME
-from dstrial.hosts.arguments import (
-    add_host_arguments,
-    given_slots,
-    hosts_of,
-    placement_lines,
-    port_of,
-    python_of,
-    require_hostfile,
-)
+from dstrial.hosts.arguments import given_slots
 from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
@@ -54,7 +46,7 @@ if TYPE_CHECKING:
     from dstrial.launch.failures import LaunchOutcome
     from dstrial.launch.local_ranks import RunningRanks
 
-_USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR] [--hostfile FILE]
+_USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
 
 
@@ -86,8 +78,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dstrial.launch",
         usage=_USAGE,
-        description="Run one training process per slot on this machine, on those of a hostfile, or per slot of a Determined "
-        "trial.",
+        description="Run one training process per slot on this machine, or per slot of a Determined trial.",
     )
     parser.add_argument("--slots", type=slots_argument, metavar="N", help="number of ranks to start")
     parser.add_argument("--config", type=Path, metavar="EXP.yaml", help="experiment config, off a cluster")
@@ -95,7 +86,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--context-dir", type=Path, metavar="DIR", default=Path(), help="directory of the model definition"
     )
     parser.add_argument("--trial", metavar="model_def:MyTrial", help="trial class to train")
-    add_host_arguments(parser)
+    parser.add_argument("--hostfile", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="or a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="or a script")
     options = parser.parse_args(arguments)
@@ -103,15 +94,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.script = options.script[1:]
     if options.module:
         options.script = ["-m", *options.module]
+    if options.hostfile:
+        parser.exit(
+            2, "dstrial.launch: --hostfile is not its option; use `dstrial run EXP.yaml --hostfile FILE`\n"
+        )
     if bool(options.trial) == bool(options.script):
         parser.error("expected either --trial model_def:MyTrial or a script to run")
     return options
 
 
 def _launch(options: argparse.Namespace) -> LaunchOutcome:
-    require_hostfile(options)
-    if options.hostfile is not None:
-        return _launch_on_hosts(options)
     if is_on_cluster(os.environ):
         with collector.paused_for_good():
             info = cluster_info()  # imports Determined's package
@@ -175,68 +167,6 @@ def _launch_off_cluster(
         )
 
 
-def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
-    if is_on_cluster(os.environ):
-        raise LaunchError(
-            f"--hostfile is {str(options.hostfile)!r} in a trial of a master, which has its own hosts; expected one of the "
-            "two. Leave --hostfile out."
-        )
-    hosts_of(options)  # before anything that takes longer
-    with collector.paused_for_good():
-        from dstrial.hosts.preflight import check_hosts
-        from dstrial.launch.over_hosts import Job, run_on_hosts
-
-    num_slots = options.slots or (given_slots(options.config) if options.config else None)
-    hosts = hosts_of(options, num_slots)
-    num_ranks = sum(len(host.slots) for host in hosts)
-    experiment = _load(options, num_ranks)
-    context_dir = options.context_dir if options.trial else Path()
-    if options.trial:
-        if experiment is None:
-            raise LaunchError(_CONFIG_IS_MISSING)
-        command = trial_command(
-            options.trial, context_dir=context_dir, config=options.config, python=python_of(options)
-        )
-    else:
-        command = script_command(options.script, directory=Path())
-        command[0] = python_of(options) if command[0] == sys.executable else command[0]
-    job = Job(
-        command=command,
-        env=_variables_of_hosts(experiment),
-        is_trial=bool(options.trial),
-        context_dir=context_dir,
-        config_path=options.config if options.trial else None,
-        config=None if experiment is None else experiment.raw,
-        hyperparameters={} if experiment is None else experiment.hyperparameters,
-        tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
-        shutdown_timeout_s=_stop_timeout_s(experiment),
-    )
-    preflight = check_hosts(
-        hosts,
-        python=python_of(options),
-        shared_directory=default_runs_dir(),
-        local_paths=job.paths,
-        interface=options.interface,
-        port=port_of(options),
-        environ={**os.environ, **job.env},
-    )
-    for line in placement_lines(preflight):
-        _warn(line)
-    return run_on_hosts(
-        job,
-        preflight,
-        python=python_of(options),
-        on_line=_print_for_cluster,
-        on_note=_warn,
-        on_stop=functools.partial(_tell_stopping, job.shutdown_timeout_s),
-    )
-
-
-def _variables_of_hosts(experiment: ExperimentConfig | None) -> dict[str, str]:
-    env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
-    return env if experiment is None else env | experiment.environment_variables
-
-
 def _script_variables(
     experiment: ExperimentConfig, num_ranks: int, directory: Path, env: Mapping[str, str]
 ) -> dict[str, str]:
@@ -292,7 +222,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             command,
             num_ranks=max(len(info.slot_ids), 1),
             env=env,
-            log_dir=None if run is None else run.begin_logs(),
+            log_dir=None if run is None else run.begin_logs(info.allocation_id),
             shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
             on_stop=functools.partial(_tell_stopping, float(timeout_s)),
@@ -304,19 +234,15 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             stall_memory=_stall_memory(),
             on_ready=running.append,
         )
-    _leave_ending(running)
-    if run is not None:
-        write_json_atomically(run.outcome_path, outcome.to_json())
-    return outcome
-
-
-def _leave_ending(running: Sequence[RunningRanks]) -> None:
-    directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
     ending = running[0].supervisor.first_ending() if running else None
-    if directory and ending is not None:
-        record = {"is_consequence": ending.is_consequence}
+    record = {"is_consequence": ending is not None and ending.is_consequence}
+    allocation_dir = os.environ.get(ALLOCATION_DIR_VARIABLE)
+    if allocation_dir and ending is not None:
         with contextlib.suppress(OSError):
-            replace_file(Path(directory, ENDING_NAME), json.dumps(record), sync=False)
+            replace_file(Path(allocation_dir, ENDING_NAME), json.dumps(record), sync=False)
+    if run is not None:
+        write_json_atomically(run.outcome_path(info.container_rank), outcome.to_json() | record)
+    return outcome
 
 
 def _require_resumable(info: ClusterInfo) -> None:

@@ -11,8 +11,9 @@
     progress.json             how far training is
     status.json               what the trial says about itself: status text, early exit
     telemetry.json            where the last attempt's time and memory went, and how fast it was
-    outcome.json              how the ranks of the last attempt ended
+    outcome.json              how the ranks of the last attempt ended; outcome.node<n>.json of another node than the first
     submission.json           the master's experiment that trains the run
+    master/                   state directory of the run's own master, in a job of Slurm's
     slurm.json                the job of Slurm's that trains the run, whose script is sbatch.sh and whose output slurm.log
     metadata.json             what ``set_metadata`` stored
     tensorboard/              event files
@@ -79,6 +80,7 @@ class RunRecord:
     num_attempts: int = 1
     ended: str | None = None  # end of the last attempt; None while it runs
     failure: str | None = None  # one line
+    allocation_id: str | None = None  # the master's, whose ranks write the last attempt's logs
 
 
 def utc_now() -> str:
@@ -159,14 +161,21 @@ class RunDirectory:
         """Predicted memory, by a dry run; missing without one."""
         return self.path / "memory.json"
 
-    @property
-    def outcome_path(self) -> Path:
-        # Written as dstrial.launch.failures.LaunchOutcome.
-        return self.path / "outcome.json"
+    def outcome_path(self, node_idx: int = 0) -> Path:
+        # Written as dstrial.launch.failures.LaunchOutcome, with ``is_consequence``: whether a rank of another node failed first.
+        return self.path / (f"outcome.node{node_idx}.json" if node_idx else "outcome.json")
+
+    def outcome_paths(self) -> list[Path]:
+        """Return the outcomes of all nodes, as far as their launchers have ended."""
+        return sorted(self.path.glob("outcome*.json"))
 
     @property
     def submission_path(self) -> Path:
         return self.path / "submission.json"
+
+    @property
+    def master_path(self) -> Path:
+        return self.path / "master"
 
     @property
     def slurm_job_path(self) -> Path:
@@ -191,13 +200,17 @@ class RunDirectory:
     def attempt_logs_path(self, attempt: int) -> Path:
         return self.logs_path / f"attempt_{attempt}"
 
-    def begin_logs(self) -> Path:
-        """Return the directory, not created yet, for the ranks' output from now on."""
-        # Where the attempt has one already, the master has started the trial again (a restart, an activation), and
-        # that is an attempt of its own.
+    def begin_logs(self, allocation_id: str) -> Path:
+        """Return the directory, not created yet, for the output of an allocation's ranks.
+
+        The launchers of all its hosts get the same one. If the attempt has logs of another allocation, the master has started
+        the trial again (a restart, an activation), and a new attempt begins.
+        """
         record = self.read_record()
-        if self.attempt_logs_path(record.num_attempts).exists():
-            self.begin_attempt(record.command)
+        if record.allocation_id is None:
+            self._write_record(dataclasses.replace(record, allocation_id=allocation_id))
+        elif record.allocation_id != allocation_id:
+            self.begin_attempt(record.command, allocation_id)
         return self.attempt_logs_path(self.read_record().num_attempts)
 
     @classmethod
@@ -289,6 +302,7 @@ class RunDirectory:
                 num_attempts=int(raw["num_attempts"]),
                 ended=raw["ended"],
                 failure=raw["failure"],
+                allocation_id=raw["allocation_id"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DstrialError(
@@ -296,10 +310,10 @@ class RunDirectory:
                 "a new run."
             ) from error
 
-    def begin_attempt(self, command: Sequence[str]) -> None:
+    def begin_attempt(self, command: Sequence[str], allocation_id: str | None = None) -> None:
         """Record that the run is started again, and remove the last attempt's status."""
         record = self.read_record()
-        for path in (self.status_path, self.progress_path, self.outcome_path):
+        for path in (self.status_path, self.progress_path, *self.outcome_paths()):
             path.unlink(missing_ok=True)
         self._write_record(
             dataclasses.replace(
@@ -309,6 +323,7 @@ class RunDirectory:
                 num_attempts=record.num_attempts + 1,
                 ended=None,
                 failure=None,
+                allocation_id=allocation_id,
             )
         )
 

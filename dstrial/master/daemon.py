@@ -51,7 +51,7 @@ class MasterOptions:
     """Options of ``dstrial up``; None leaves a value to the config file."""
 
     port: int | None = None  # 0 lets the system choose
-    num_slots: int | None = None  # CPU slots, or how many of the accelerators
+    num_slots: int | None = None  # CPU slots, how many of the accelerators, or slots in an allocation
     config_file: str | None = None
     has_passwords: bool = True  # the first users get random passwords
     hostfile: str | None = None
@@ -60,6 +60,7 @@ class MasterOptions:
     python: str | None = None  # path of the interpreter on each host
     is_under_slurm: bool = False  # the hosts are the nodes of the master's own allocation
     backend: str | None = None
+    owner_pid: int | None = None  # of the parent process with which the master ends
 
     def to_arguments(self) -> list[str]:
         return [json.dumps(dataclasses.asdict(self))]

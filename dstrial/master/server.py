@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -32,6 +33,7 @@ from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import (
+    STATE_DIR_VARIABLE,
     MasterRecord,
     StateDirectory,
     StateInUseError,
@@ -59,6 +61,7 @@ _STOP_TIMEOUT_S = 24 * 3600.0
 _DRAIN_S = 5.0  # How long the master goes on to send what webhooks have not been told when it ends, seconds
 
 _PRIVATE_UMASK = 0o077
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _BACKLOG = 2048
 _SUBMISSIONS = frozenset(
     f"/api/v1/{path}"
@@ -199,7 +202,7 @@ def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSett
 def hosts_of(options: MasterOptions, settings: MasterSettings) -> tuple[Host, ...]:
     """Return the hosts that run allocations; none where this machine does."""
     if options.is_under_slurm:
-        return hosts_of_allocation(own_allocation())
+        return hosts_of_allocation(own_allocation(), options.num_slots)
     hostfile = options.hostfile or settings.hostfile
     if hostfile is None:
         return ()
@@ -392,14 +395,26 @@ def main(words: list[str]) -> int:
     def on_ready(record: MasterRecord) -> None:
         tell({"record": dataclasses.asdict(record)})
 
+    options = MasterOptions.from_arguments(words[2:])
+    if options.owner_pid is not None:
+        _end_with(options.owner_pid)
+        # Its agents keep their files here as well, so that nothing of the run is left elsewhere.
+        os.environ[STATE_DIR_VARIABLE] = str(state.path)
     try:
-        serve(state, MasterOptions.from_arguments(words[2:]), on_ready=on_ready)
+        serve(state, options, on_ready=on_ready)
     except DstrialError as error:
         logger.error("%s", error)
         with contextlib.suppress(OSError):
             tell({"error": str(error), "is_in_use": isinstance(error, StateInUseError)})
         return 1
     return 0
+
+
+def _end_with(owner_pid: int) -> None:
+    """Have Linux send SIGTERM when the parent process dies: trials are stopped with a checkpoint."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != owner_pid:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def noted_signals() -> Iterator[list[signal.Signals]]:
-    """Note SIGINT, SIGTERM and SIGHUP in a list while the block lasts; none ends it.
+def noted_signals(*more: signal.Signals) -> Iterator[list[signal.Signals]]:
+    """Note SIGINT, SIGTERM, SIGHUP and ``more`` in a list while the block lasts; none ends it.
 
     For a command that starts or follows processes and decides itself what a request to stop means; ranks take
     :class:`StopSignals`.
@@ -85,9 +85,8 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
     def note(number: int, _frame: object) -> None:
         noted.append(signal.Signals(number))
 
-    before = {
-        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted
     finally:

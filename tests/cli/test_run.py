@@ -704,3 +704,21 @@ def test_a_trial_that_is_stopped_before_it_trains_promises_no_checkpoint(make_pr
     assert code == 130, output
     assert "stopping all ranks, training has not begun; ranks that have not ended after 600 s" in output
     assert "test stopped by SIGINT; its files are in" in output
+
+
+@pytest.mark.ranks
+def test_debug_trains_in_this_process_with_its_terminal(make_project: MakeProject) -> None:
+    asks = "        if batch_idx == 2:\n            import os\n            print('at', os.getpid(), input())\n        loss ="
+    project = make_project(TRIAL.replace("        loss =", asks, 1))
+    project.config.write_text(TRIAL_CONFIG)
+    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+    command = project.command("--debug", "--config", "searcher.max_length.batches=5")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=dict(project.env), text=True, **pipes) as process:  # type: ignore[call-overload]
+        output, _ = process.communicate("a word\n", timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    assert f"at {process.pid} a word" in output
+    (run_directory,) = project.run_directories()
+    record = run_directory.read_record()
+    assert (record.state, record.num_attempts) == (RunState.COMPLETED, 1)
+    assert [found.steps_completed for found in list_checkpoints(run_directory.checkpoints_path)] == [5]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,25 @@ def test_the_launcher_knows_better_than_the_master_how_ranks_ended(tmp_path: Pat
     run_directory = RunDirectory.create(tmp_path, name="x", context_dir=tmp_path, command=["x"], config={})
     followed = FollowResult(experiment("ERROR", exit_code=7), None)
     assert outcome_of(run_directory, followed).exit_code == 7
-    write_json_atomically(run_directory.outcome_path, outcome(3, FAILURE).to_json())
+    write_json_atomically(
+        run_directory.outcome_path(), outcome(3, FAILURE).to_json() | {"is_consequence": False}
+    )
     assert outcome_of(run_directory, followed) == outcome(3, FAILURE)
+
+
+def test_outcome_of_several_hosts_is_that_of_the_first_failure(tmp_path: Path) -> None:
+    run_directory = RunDirectory.create(tmp_path, name="x", context_dir=tmp_path, command=["x"], config={})
+    lost_peer = dataclasses.replace(FAILURE, rank=0, exit_code=1)
+    for node_idx, (ended, is_consequence) in enumerate(
+        [(outcome(1, lost_peer), True), (outcome(3, FAILURE), False), (outcome(), False)]
+    ):
+        fields = ended.to_json() | {"is_consequence": is_consequence}
+        write_json_atomically(run_directory.outcome_path(node_idx), fields)
+    assert outcome_of(run_directory, FollowResult(experiment("ERROR", exit_code=1), None)) == outcome(
+        3, FAILURE
+    )
+    run_directory.begin_attempt(["x"])
+    assert run_directory.outcome_paths() == []
 
 
 def test_a_trial_that_was_ended_for_a_pause_has_not_failed(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from dstrial.cli.run_entrypoint import parse_entrypoint
 from dstrial.cli.run_submission import (
@@ -16,6 +18,7 @@ from dstrial.cli.run_submission import (
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.context_directory import list_context
 from dstrial.local.run_directory import RunDirectory
+from dstrial.master.state_directory import process_start_time
 
 CONFIG = """
 name: x
@@ -72,10 +75,11 @@ def test_the_trial_is_told_its_run_directory_and_keeps_its_checkpoints_there(
         checkpoint=tmp_path / "checkpoint",
         is_test=True,
         is_search=False,
+        python="/hosts/python",
     )
     assert set(whole["environment"]["environment_variables"]) == {
         "FROM_CONFIG=a b",
-        f"DET_PYTHON_EXECUTABLE={sys.executable}",
+        "DET_PYTHON_EXECUTABLE=/hosts/python",
         f"DSTRIAL_RUN_DIR={run_directory.path}",
         f"DSTRIAL_RESUME={tmp_path / 'checkpoint'}",
         "DSTRIAL_TEST=1",
@@ -96,7 +100,9 @@ def test_the_master_is_told_which_checkpoints_to_keep_only_where_the_config_says
 ) -> None:
     experiment = experiment_of(tmp_path, more=more)
     config = submitted_config(experiment, parse_entrypoint("ls", "x"), num_slots=1, max_restarts=0)
-    whole = config_of_run(config, experiment, run_directory, checkpoint=None, is_test=False, is_search=False)
+    whole = config_of_run(
+        config, experiment, run_directory, checkpoint=None, is_test=False, is_search=False, python="python"
+    )
     storage = whole["checkpoint_storage"]
     assert {key: value for key, value in storage.items() if key.startswith("save_")} == kept
 
@@ -122,3 +128,29 @@ def test_what_was_submitted_is_remembered(run_directory: RunDirectory) -> None:
     assert Submission.read(run_directory) == submission
     run_directory.submission_path.write_text("{}")
     assert Submission.read(run_directory) is None
+
+
+_OWNER = """
+import sys
+from pathlib import Path
+from dstrial.cli.run_submission import own_master
+from dstrial.local.run_directory import RunDirectory
+from dstrial.master.daemon import MasterOptions
+with own_master(RunDirectory(Path(sys.argv[1])), MasterOptions(num_slots=1)) as master:
+    print(master.record.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_own_master_ends_with_its_command(tmp_path: Path, is_killed: bool) -> None:
+    command = [sys.executable, "-c", _OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert process_start_time(pid) is not None
+        if is_killed:
+            owner.kill()
+        owner.communicate()
+    wait_for(lambda: process_start_time(pid) is None)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dstrial.errors import ConfigError
 from dstrial.hosts.arguments import given_slots
-from dstrial.hosts.hostfile import Host, first_slots, read_hosts
+from dstrial.hosts.hostfile import Host, read_hosts
 
 
 @pytest.fixture
@@ -96,22 +94,6 @@ def test_wrong_filters(hostfile: Path, filters: dict[str, str], named: list[str]
     problems = _problems(hostfile, **filters)
     assert len(problems) == len(named)
     assert all(word in problem for word, problem in zip(named, problems, strict=True))
-
-
-def test_no_more_slots_than_there_are(hostfile: Path) -> None:
-    assert _slots(read_hosts(hostfile, num_slots=3)) == {"host1": (0, 1), "host2": (0,)}
-    with pytest.raises(ConfigError, match="host1 2, host2 4"):
-        read_hosts(hostfile, num_slots=8)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
-def test_the_first_slots_are_as_many_as_asked_for(counts: list[int], data: st.DataObject) -> None:
-    hosts = [Host(f"host{i}", tuple(range(count))) for i, count in enumerate(counts)]
-    wanted = data.draw(st.integers(1, sum(counts)))
-    chosen = first_slots(hosts, wanted)
-    assert sum(len(host.slots) for host in chosen) == wanted
-    assert [host.name for host in chosen] == [host.name for host in hosts[: len(chosen)]]
-    assert all(one.slots == all_.slots for one, all_ in zip(chosen[:-1], hosts, strict=False))
 
 
 def test_slots_that_the_user_has_written_count_and_the_default_does_not(tmp_path: Path) -> None:

@@ -282,3 +282,11 @@ def test_a_wrong_command_line_is_one_clear_error(words: list[str], message: str,
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_hostfile_names_the_command_that_takes_one(tmp_path: Path) -> None:
+    done = launch("--hostfile", "hosts", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "dstrial.launch: --hostfile is not its option; use `dstrial run EXP.yaml --hostfile FILE`\n"
+    )

@@ -152,3 +152,13 @@ def test_a_run_is_owned_by_one_process_until_that_process_dies(tmp_path: Path) -
             owner.stdout.close()
     with run_directory.lock():
         pass
+
+
+def test_launchers_of_an_allocation_write_one_attempt(tmp_path: Path) -> None:
+    run_directory = RunDirectory.create(tmp_path, name="x", context_dir=tmp_path, command=["x"], config={})
+    first = run_directory.attempt_logs_path(1)
+    assert [run_directory.begin_logs("1.1") for _ in range(2)] == [first, first]
+    second = run_directory.attempt_logs_path(2)
+    assert [run_directory.begin_logs("1.2") for _ in range(2)] == [second, second], "a restart"
+    run_directory.begin_attempt(["x"])
+    assert run_directory.begin_logs("1.3") == run_directory.attempt_logs_path(3)

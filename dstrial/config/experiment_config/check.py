@@ -17,13 +17,6 @@ _UNUSED = {
     "environment": "add_capabilities drop_capabilities force_pull_image image pod_spec ports registry_auth",
     "resources": "agent_label devices native_parallel shm_size weight",
 }
-_OF_A_MASTER = {
-    "": "debug description integrations labels log_policies project records_per_epoch retention_policy workspace",
-    "data.dstrial": "min_slots max_slots resize_period requirements",
-    "environment": "proxy_ports requirements",
-    "resources": "is_single_node max_slots priority resource_pool",
-    "searcher": "source_checkpoint_uuid source_trial_id",
-}
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -85,11 +78,10 @@ def _check_searcher_fields(
             findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
 
 
-def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) -> list[str]:
+def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
     """Return the keys that a run ignores although they differ from the default."""
     unused = [f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")]
-    for table in [_UNUSED] if has_master else [_UNUSED, _OF_A_MASTER]:
-        unused += [f"{section}.{key}".lstrip(".") for section in table for key in table[section].split()]
+    unused += [f"{section}.{key}".lstrip(".") for section in _UNUSED for key in _UNUSED[section].split()]
     if not has_slurm:
         unused.append("slurm")
     defaults = check_keys(EXPERIMENT, {}, Dialect(name=""), Diagnostics({}, ""))

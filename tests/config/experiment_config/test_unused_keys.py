@@ -23,8 +23,6 @@ USED = {
     "resources.slots",  # has a warning of its own, as have keys of the searcher and of profiling
     "resources.slots_per_trial",
     "scheduling_unit",
-}
-BY_A_MASTER = {
     "debug",
     "description",
     "environment.proxy_ports",
@@ -59,18 +57,16 @@ def unused(name, key=None, **options):
         raw[name] = "given"
     else:
         raw[name][key] = "given"
-    return unused_by_run(raw, **{"has_master": True, "has_slurm": True, **options})
+    return unused_by_run(raw, **{"has_slurm": True, **options})
 
 
 @pytest.mark.parametrize(("name", "key"), KEYS)
 def test_every_key_is_used_or_warned_about(name, key):
     dotted = name if key is None else f"{name}.{key}"
-    is_used = dotted in USED or dotted in BY_A_MASTER or name in ("searcher", "profiling", "slurm")
+    is_used = dotted in USED or name in ("searcher", "profiling", "slurm")
     is_used = is_used or dotted.startswith("checkpoint_storage.save_")
     shown = name if name in ("optimizations", "retention_policy") else dotted
     assert unused(name, key) == ([] if is_used else [shown])
-    over_hosts = unused(name, key, has_master=False)
-    assert over_hosts == ([] if is_used and dotted not in BY_A_MASTER else [shown])
 
 
 def test_slurm_is_unused_without_slurm():

@@ -238,6 +238,12 @@ def num_live_allocations(state: StateDirectory) -> int:
     return int(rows[0][0]) if rows else 0
 
 
+def num_pending_jobs(state: StateDirectory) -> int:
+    """Return how many deletions of files the master has still to do."""
+    rows = _query(state, "SELECT COUNT(*) FROM work WHERE ended_us IS NULL")
+    return int(rows[0][0]) if rows else 0
+
+
 def supervisors(state: StateDirectory) -> list[Supervisor]:
     """Return the supervisors of the allocations that have not ended, oldest first."""
     rows = _query(
