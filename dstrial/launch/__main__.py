@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from dstrial.config import ExperimentConfig
     from dstrial.launch.failures import LaunchOutcome
-    from dstrial.launch.local_ranks import RunningRanks
+    from dstrial.launch.supervisor import Supervisor
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
@@ -202,7 +202,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     _require_resumable(info)
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
-    running: list[RunningRanks] = []
+    running: list[Supervisor] = []
     env = {"DET_CHIEF_IP": placement.master_addr}
     with scratch_directory("dstrial-script-") as directory:
         if not options.trial:
@@ -234,7 +234,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             stall_memory=_stall_memory(),
             on_ready=running.append,
         )
-    ending = running[0].supervisor.first_ending() if running else None
+    ending = running[0].first_ending() if running else None
     record = {"is_consequence": ending is not None and ending.is_consequence}
     allocation_dir = os.environ.get(ALLOCATION_DIR_VARIABLE)
     if allocation_dir and ending is not None:

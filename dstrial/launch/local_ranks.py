@@ -39,7 +39,7 @@ from dstrial.launch.start_watch import watched_start
 from dstrial.launch.store_process import StoreProcess
 from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
 from dstrial.launch.watches import watching
-from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Phase, make_heartbeat_file, read_beat
+from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.sockets import free_port, loopback_only
@@ -86,25 +86,6 @@ class Placement:
         return sum(self.ranks_by_node[: self.node_rank])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunningRanks:
-    """The ranks of one launch; ``watched`` is None if they have no heartbeats."""
-
-    supervisor: Supervisor
-    watched: WatchedRanks | None
-
-    def positions(self) -> dict[int, int]:
-        """Return the batches that each rank of this machine says it has trained."""
-        if self.watched is None:
-            return {}
-        beats = {rank: read_beat(self.watched.beats, slot) for slot, rank in self.watched.ranks.items()}
-        return {
-            rank: beat.batch
-            for rank, beat in beats.items()
-            if beat is not None and beat.phase is not Phase.NONE
-        }
-
-
 def run_ranks(
     command: Sequence[str],
     *,
@@ -121,7 +102,7 @@ def run_ranks(
     on_start: Callable[[str], None] | None = None,
     stalls: StallSettings | None = None,
     stall_memory: Path | None = None,
-    on_ready: Callable[[RunningRanks], None] | None = None,
+    on_ready: Callable[[Supervisor], None] | None = None,
 ) -> LaunchOutcome:
     """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
@@ -199,7 +180,7 @@ def run_ranks(
                 watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=LOOK_EVERY_S)
             )
         if on_ready is not None:
-            on_ready(RunningRanks(supervisor, watched))
+            on_ready(supervisor)
         while not supervisor.tick():
             time.sleep(_POLL_S)
         failure = supervisor.first_failure()

@@ -42,7 +42,7 @@ _TRACKER_TIMEOUT_S = 5.0
 class Supervisor:
     """The state of the ranks of one launch on this machine.
 
-    ``tick`` is called every 50 ms, ``request_stop`` and ``kill_now`` by signal handlers. After ``shutdown_timeout_s``
+    ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. After ``shutdown_timeout_s``
     from a request to stop, and ``failure_grace_s`` from the first failure, ranks that are alive are killed.
     """
 
@@ -88,23 +88,11 @@ class Supervisor:
             target=self._await_end, args=(local_rank, pid), name=f"dstrial-rank-{rank}-waiter", daemon=True
         ).start()
 
-    def kill_now(self) -> None:
-        self._kill_requested = True
-
     def end_left(self, local_rank: int) -> None:
         """Kill a rank whose program has ended with exit code 0, which stays its exit code."""
         if local_rank not in self._ended:
             self._end_left.add(local_rank)
             _kill_group(self._pids[local_rank])
-
-    def tell_peer_failed(self) -> None:
-        """Note that a rank of another machine has failed."""
-        if self._failing_since_s is None:
-            self._failing_since_s = time.monotonic()
-
-    @property
-    def is_failing(self) -> bool:
-        return self._has_failure()
 
     def request_stop(self, signal_: signal.Signals) -> None:
         """Ask all ranks to stop when they can; a SIGINT after the first request kills."""
