@@ -132,7 +132,7 @@ def _launch_off_cluster(
     options: argparse.Namespace, experiment: ExperimentConfig | None, step: SlurmStep | None
 ) -> LaunchOutcome:
     from dstrial.launch.local_ranks import run_ranks
-    from dstrial.launch.stalls.stall_rules import StallSettings
+    from dstrial.launch.stalls.diagnosis import StallSettings
 
     configured = experiment.slots_per_trial if experiment is not None else None
     if options.trial:
@@ -188,7 +188,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     """Launch as the cluster says; lines carry the prefix that its log view filters by."""
     from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.slots import cluster_placement
-    from dstrial.launch.stalls.stall_rules import StallSettings
+    from dstrial.launch.stalls.diagnosis import StallSettings
 
     run = _run_directory()
     for name, value in (("--slots", options.slots), ("--config", options.config)):
@@ -231,7 +231,6 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             serves_store=not options.trial,
             tracebacks_dir=None if run is not None else _tracebacks_directory(),
             stalls=StallSettings.from_config(info.trial._config),
-            stall_memory=_stall_memory(),
             on_ready=running.append,
         )
     ending = running[0].first_ending() if running else None
@@ -261,12 +260,6 @@ def _tracebacks_directory() -> Path | None:
     """Where a master keeps whole tracebacks; None elsewhere: the log then has them."""
     path = os.environ.get(TRACEBACKS_DIR_VARIABLE)
     return Path(path) if path else None
-
-
-def _stall_memory() -> Path | None:
-    """Where a trial's launches remember what they were ended for; None off a master."""
-    directory = _tracebacks_directory()
-    return None if directory is None else directory.parent / "stalls.json"
 
 
 def _run_directory() -> RunDirectory | None:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import LaunchError, RankStalledError
@@ -33,8 +33,8 @@ from dstrial.launch.failures import (
 )
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.stale_locks import remove_stale_locks
-from dstrial.launch.stalls.stall_rules import StallSettings
-from dstrial.launch.stalls.stall_watch import LOOK_EVERY_S, StallWatch, WatchedRanks
+from dstrial.launch.stalls.diagnosis import StallSettings
+from dstrial.launch.stalls.watch import POLL_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.store_process import StoreProcess
 from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
@@ -47,9 +47,6 @@ from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 from dstrial.ranks.startup_phase import FIRST_BATCH, PHASE_FILE_VARIABLE, TRAINING, read_phase
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.scratch import compile_cache, scratch_directory
-
-if TYPE_CHECKING:
-    from dstrial.launch.stalls.stall_board import StallBoard
 
 logger = logging.getLogger("dstrial.launch")
 
@@ -101,7 +98,6 @@ def run_ranks(
     tracebacks_dir: Path | None = None,
     on_start: Callable[[str], None] | None = None,
     stalls: StallSettings | None = None,
-    stall_memory: Path | None = None,
     on_ready: Callable[[Supervisor], None] | None = None,
 ) -> LaunchOutcome:
     """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
@@ -127,7 +123,6 @@ def run_ranks(
         tracebacks_dir: for whole tracebacks, ``rank_<n>.txt``; ``rank_<n>/traceback.txt`` below ``log_dir`` if None.
         on_start: called from another thread with lines on a long start and on stalls; None logs them.
         stalls: when ranks count as stalled, and what follows.
-        stall_memory: file of the positions that ranks were ended at, over the launches of one trial.
         on_ready: called once, after the ranks have been started.
 
     Returns:
@@ -146,7 +141,7 @@ def run_ranks(
     with contextlib.ExitStack() as stack:
         work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
         addr, port = where.master_addr, where.master_port
-        # Launchers of several machines publish stalls in it.
+        # Ranks of several machines meet in it.
         has_store = serves_store or where.num_nodes > 1
         if has_store and where.node_rank == 0:
             store = stack.enter_context(contextlib.closing(StoreProcess(addr, port)))
@@ -157,7 +152,7 @@ def run_ranks(
         if where.num_nodes == 1:
             variables |= _private_variables(env or {}, work_dir, port, num_ranks)
         ranks = _Ranks(work_dir, log_dir, tracebacks_dir, where, supervisor, is_trial=not serves_store)
-        watched = ranks.make_heartbeats(stall_memory, _stall_board(where, addr, port))
+        watched = ranks.make_heartbeats(has_other_nodes=where.num_nodes > 1)
         stack.enter_context(_stop_on_signals(supervisor))
         stack.callback(ranks.end)
         readable = ranks.start(command, variables, is_read=on_line is not None)
@@ -176,9 +171,7 @@ def run_ranks(
                 ranks.end_stalled,
                 supervisor.end_left,
             )
-            stack.enter_context(
-                watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=LOOK_EVERY_S)
-            )
+            stack.enter_context(watching(watch.poll, watch.close, name="dstrial-stall-watch", every_s=POLL_S))
         if on_ready is not None:
             on_ready(supervisor)
         while not supervisor.tick():
@@ -274,14 +267,6 @@ def _private_variables(
     }
 
 
-def _stall_board(placement: Placement, addr: str, port: int) -> StallBoard | None:
-    if placement.num_nodes == 1:
-        return None
-    from dstrial.launch.stalls.stall_board import StallBoard
-
-    return StallBoard(addr, port, placement.node_rank, placement.num_nodes)
-
-
 class _Ranks:
     """The processes of this machine's ranks, and their files."""
 
@@ -305,7 +290,7 @@ class _Ranks:
         self._beats: mmap.mmap | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def make_heartbeats(self, memory: Path | None, board: StallBoard | None) -> WatchedRanks | None:
+    def make_heartbeats(self, *, has_other_nodes: bool) -> WatchedRanks | None:
         """Make the heartbeat file; None if that fails, and stalls are not watched for."""
         try:
             self._beats = make_heartbeat_file(self._heartbeats, len(self._ranks))
@@ -314,7 +299,7 @@ class _Ranks:
             return None
         stacks_files = {rank: self._file(rank, "stacks") for rank in self._ranks.values()}
         kept = self._tracebacks_dir or self._log_dir
-        return WatchedRanks(self._beats, self._ranks, stacks_files, kept, memory, board)
+        return WatchedRanks(self._beats, self._ranks, stacks_files, kept, has_other_nodes)
 
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], *, is_read: bool

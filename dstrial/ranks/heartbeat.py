@@ -1,10 +1,11 @@
 """Where this rank is in training, in a file that its launcher has mapped as well.
 
-A rank writes and the launcher reads: no lock, no system call. Without a launcher of ours the same is written into private
-memory. The file has one slot for each rank of this machine, ``SLOT_BYTES`` long.
+A rank writes and the launcher reads: no lock, no system call. Without a launcher of ours the rank writes into private memory.
+The file has one slot of ``SLOT_BYTES`` for each rank of this machine: a lane for the main thread, a lane for the thread that
+saves in the background, the owner, and the longest duration of each phase.
 
-What a beat costs is not its instructions (0.3 us in a row) but their cache misses, as a training step has filled the caches with
-its own: ten times that. So the hot path stores through views and touches as little as it can; ``struct`` touches twice as much.
+A beat costs cache misses rather than instructions, because a training step fills the caches: the hot path stores through views,
+which touch half as much memory as ``struct`` does.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import enum
 import functools
 import mmap
 import os
-import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,28 +26,19 @@ from dstrial.process_state import start_ticks
 HEARTBEAT_VARIABLE = "DSTRIAL_HEARTBEAT"
 """Environment variable with the slot of a rank and the file, as ``SLOT:PATH``."""
 
-SLOT_BYTES = 128
-
-# Little-endian and without padding, as the launcher may run another Python than its ranks.
-_MAIN = struct.Struct(
-    "<Iiqd"
-)  # phase, whether it waits for data, batches trained, since when (CLOCK_MONOTONIC)
-_WAITS_AT = 4
-_BATCH_AT = 8
-_SINCE_AT = 16
-_SAVE = struct.Struct("<qd")  # batches trained, since when; 0.0 if nothing is saved in the background
-_SAVE_AT = 24
-_OWNER = struct.Struct("<QQQ")  # pid, its start in ticks since boot, the identifier of its main thread
-_OWNER_AT = 40
-_LONGEST = struct.Struct("<d")
-_LONGEST_AT = 64
+# A slot is 32 words of eight bytes in the machine's order. Times are of CLOCK_MONOTONIC.
+SLOT_BYTES = 256
+_PHASE, _WAITS, _BATCH, _SINCE, _THREAD = range(5)  # of a lane
+MAIN_LANE, SAVE_LANE = 0, 8
+_PID, _TICKS = 16, 17
+_LONGEST = 24
 
 
 class Phase(enum.IntEnum):
-    """What the main thread of a rank does."""
+    """What a lane's thread does."""
 
     NONE = 0
-    """What nothing is known of: a start, a script, the end."""
+    """Unknown: a start, a script, the end; of the save lane: no save."""
     BATCH = 1
     BETWEEN = 2
     """Exchanges and reports between batches."""
@@ -57,116 +47,87 @@ class Phase(enum.IntEnum):
     CALLBACK = 5
     """A callback of the user's, between batches."""
     SCRIPT = 6
-    """Code between two batches of which nothing is known: how long it may take is its own affair."""
+    """User code between two batches; it may take any time."""
     LEAVING = 7
-    """Nothing: the program has ended, and threads and exit handlers keep the process."""
+    """The program has ended; threads and exit handlers keep the process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """One slot's content.
+    """One lane of a slot.
 
-    ``since_s`` is when the phase began, for a batch when that very batch began, by the machine's monotonic clock; ``save_*``
-    are of the checkpoint that is written in the background (0: none). ``longest_s`` has the longest ended so far of each phase
-    (0: none); of a row of batches only the last counts.
+    ``since_s`` is when the phase began; of batches, when the latest one began. ``longest_s`` has the longest duration so far of
+    each phase (0: none has ended); of consecutive batches only the last one is measured.
     """
 
     phase: Phase
     waits_for_data: bool
     batch: int
     since_s: float
-    save_batch: int
-    save_since_s: float
+    thread_id: int
     pid: int
     start_ticks: int
-    thread_id: int
     longest_s: tuple[float, ...]
 
 
 class Heartbeat:
-    """Writes this rank's slot; into private memory without a buffer.
+    """Writes this rank's slot; private memory without one."""
 
-    The main thread and the thread of saves use it.
-    """
-
-    def __init__(self, buffer: mmap.mmap | bytearray | None = None, offset: int = 0) -> None:
-        self._buffer = bytearray(SLOT_BYTES) if buffer is None else buffer
-        self._offset = offset
-        slot = memoryview(self._buffer)[offset : offset + SLOT_BYTES]
-        self._waits = slot[_WAITS_AT:_BATCH_AT]  # little-endian, so that its first byte is what changes
-        if sys.byteorder == "little":
-            self._phase_and_waits = slot[:_BATCH_AT].cast("q")
-            self._batch = slot[_BATCH_AT:_SINCE_AT].cast("q")
-            self._since = slot[_SINCE_AT:_SAVE_AT].cast("d")
-        else:
-            self.begin_batch = self._begin_batch_slowly  # type: ignore[method-assign]
+    def __init__(self, slot: memoryview | None = None) -> None:
+        words = memoryview(bytearray(SLOT_BYTES)) if slot is None else slot
+        self._integers = words.cast("q")
+        self._seconds = words.cast("d")
 
     def begin_batch(self, batch: int) -> None:
         """Say that the batch after ``batch`` trained ones begins. Hot path."""
-        # In this order: read in between, the last batch seems younger than it is, and never the new one older.
-        self._since[0] = time.monotonic()
-        self._batch[0] = batch
-        self._phase_and_waits[0] = 1
-
-    def _begin_batch_slowly(self, batch: int) -> None:
-        _MAIN.pack_into(self._buffer, self._offset, 1, 0, batch, time.monotonic())
+        # In this order: a reader in between takes the previous batch for younger, and never the new one for older.
+        self._seconds[_SINCE] = time.monotonic()
+        self._integers[_BATCH] = batch
+        self._integers[_PHASE] = 1
 
     def await_data(self) -> None:
-        """Say that the main thread waits for its loader, inside what it does. Hot path."""
-        self._waits[0] = 1
+        """Say that the main thread waits for its loader, within its phase. Hot path."""
+        self._integers[_WAITS] = 1
 
     def end_wait(self) -> None:
         """Say that the loader has answered. Hot path."""
-        self._waits[0] = 0
+        self._integers[_WAITS] = 0
 
     def begin(self, phase: Phase, batch: int) -> None:
-        """Say what the main thread does from now on, after ``batch`` trained batches."""
-        now_s = time.monotonic()
-        number, _, _, since_s = _MAIN.unpack_from(self._buffer, self._offset)
-        if number == Phase.BATCH:  # the last of a row: a launcher sees the others only by chance
-            self._note(Phase.BATCH, now_s - since_s)
-        _MAIN.pack_into(self._buffer, self._offset, int(phase), 0, batch, now_s)
-
-    def follow(self, phase: Phase, batch: int) -> None:
-        """Say what the main thread does from now on, what it did before having ended well."""
-        now_s = time.monotonic()
-        number, _, _, since_s = _MAIN.unpack_from(self._buffer, self._offset)
-        if number != Phase.NONE:
-            self._note(number, now_s - since_s)
-        _MAIN.pack_into(self._buffer, self._offset, int(phase), 0, batch, now_s)
+        """Enter a phase of the main thread after ``batch`` trained batches."""
+        self._begin(MAIN_LANE, phase, batch)
 
     @property
     def phase(self) -> Phase:
-        return Phase(_MAIN.unpack_from(self._buffer, self._offset)[0])
+        return Phase(self._integers[_PHASE])
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Say what the main thread does in a block; keep how long if it ends well."""
+        """Be in a phase during a block, and between batches if the block ends well."""
         self.begin(phase, batch)
-        began_s = time.monotonic()
         yield
-        self._note(phase, time.monotonic() - began_s)
         self.begin(Phase.BETWEEN, batch)
 
     def begin_save(self, batch: int) -> None:
-        _SAVE.pack_into(self._buffer, self._offset + _SAVE_AT, batch, time.monotonic())
+        """Say that this thread saves the checkpoint after ``batch`` batches."""
+        self._begin(SAVE_LANE, Phase.SAVE, batch)
 
     def end_save(self) -> None:
-        batch, since_s = _SAVE.unpack_from(self._buffer, self._offset + _SAVE_AT)
-        if since_s:
-            self._note(Phase.SAVE, time.monotonic() - since_s)
-        _SAVE.pack_into(self._buffer, self._offset + _SAVE_AT, batch, 0.0)
+        self._begin(SAVE_LANE, Phase.NONE, self._integers[SAVE_LANE + _BATCH])
 
     def end(self, phase: Phase = Phase.NONE) -> None:
-        """Say that nothing is known from now on but how many batches were trained."""
-        _, _, batch, _ = _MAIN.unpack_from(self._buffer, self._offset)
-        self.begin(phase, batch)
+        """Leave all phases; the number of trained batches stays."""
+        self.begin(phase, self._integers[_BATCH])
 
-    def _note(self, phase: Phase, seconds: float) -> None:
-        at = self._offset + _LONGEST_AT + _LONGEST.size * int(phase)
-        (longest_s,) = _LONGEST.unpack_from(self._buffer, at)
-        if seconds > longest_s:
-            _LONGEST.pack_into(self._buffer, at, seconds)
+    def _begin(self, lane: int, phase: Phase, batch: int) -> None:
+        now_s = time.monotonic()
+        longest = _LONGEST + self._integers[lane + _PHASE]
+        self._seconds[longest] = max(self._seconds[longest], now_s - self._seconds[lane + _SINCE])
+        self._seconds[lane + _SINCE] = now_s
+        self._integers[lane + _BATCH] = batch
+        self._integers[lane + _WAITS] = 0
+        self._integers[lane + _THREAD] = threading.get_ident()
+        self._integers[lane + _PHASE] = phase
 
 
 def heartbeat() -> Heartbeat:
@@ -175,7 +136,7 @@ def heartbeat() -> Heartbeat:
 
 
 def leave() -> None:
-    """Say that this rank's program has ended; nothing where it has not trained."""
+    """Say that this rank's program has ended; a no-op if the rank has not trained."""
     if _opened.cache_info().currsize:
         heartbeat().end(Phase.LEAVING)
 
@@ -187,44 +148,43 @@ def _opened(named: str, pid: int) -> Heartbeat:
         return Heartbeat()
     try:
         with Path(path).open("r+b") as file:
-            buffer = mmap.mmap(file.fileno(), 0)
+            words = _slot(mmap.mmap(file.fileno(), 0), int(slot))
     except (OSError, ValueError):  # its launcher was killed and the directory is gone
         return Heartbeat()
-    offset = int(slot) * SLOT_BYTES
-    owner_pid, owner_ticks, _ = _OWNER.unpack_from(buffer, offset + _OWNER_AT)
-    # What a rank starts has its variables, too.
-    if owner_pid not in (0, pid) and start_ticks(owner_pid) == owner_ticks:
+    integers = words.cast("q")
+    # The processes that a rank starts inherit the variable and must not write into the rank's slot.
+    if integers[_PID] not in (0, pid) and start_ticks(integers[_PID]) == integers[_TICKS]:
         return Heartbeat()
-    main_id = threading.main_thread().ident or 0
-    _OWNER.pack_into(buffer, offset + _OWNER_AT, pid, start_ticks(pid) or 0, main_id)
-    return Heartbeat(buffer, offset)
+    integers[_THREAD] = threading.main_thread().ident or 0
+    integers[_TICKS] = start_ticks(pid) or 0
+    integers[_PID] = pid
+    return Heartbeat(words)
+
+
+def _slot(buffer: mmap.mmap | bytearray, slot: int) -> memoryview:
+    return memoryview(buffer)[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
 
 def make_heartbeat_file(path: Path, num_slots: int) -> mmap.mmap:
-    # Written, not only sized: a write to a mapped page that the disk has no room for ends a process by SIGBUS.
+    # Written, not only sized: a write to a mapped page without room on the disk ends a process by SIGBUS.
     path.write_bytes(bytes(num_slots * SLOT_BYTES))
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), 0)
 
 
-def read_beat(buffer: mmap.mmap | bytearray, slot: int) -> Beat | None:
-    """Return what a slot says; None as long as no rank has claimed it."""
-    offset = slot * SLOT_BYTES
-    before = bytes(buffer[offset : offset + SLOT_BYTES])
-    for _ in range(3):  # a rank may write meanwhile
-        after = bytes(buffer[offset : offset + SLOT_BYTES])
-        if after == before:
-            break
-        before = after
-    pid, ticks, thread_id = _OWNER.unpack_from(before, _OWNER_AT)
-    if not pid:
+def read_beat(buffer: mmap.mmap | bytearray, slot: int, lane: int = MAIN_LANE) -> Beat | None:
+    """Return one lane of a slot; None as long as no rank has claimed the slot."""
+    words = memoryview(bytes(_slot(buffer, slot)))
+    integers, seconds = words.cast("q"), words.cast("d")
+    if not integers[_PID]:
         return None
-    number, waits, batch, since_s = _MAIN.unpack_from(before, 0)
-    save_batch, save_since_s = _SAVE.unpack_from(before, _SAVE_AT)
-    longest_s = tuple(
-        float(_LONGEST.unpack_from(before, _LONGEST_AT + _LONGEST.size * phase)[0]) for phase in Phase
-    )
-    phase = Phase(number) if number in set(Phase) else Phase.NONE
     return Beat(
-        phase, bool(waits), batch, since_s, save_batch, save_since_s, pid, ticks, thread_id, longest_s
+        phase=Phase(integers[lane + _PHASE]),
+        waits_for_data=bool(integers[lane + _WAITS]),
+        batch=integers[lane + _BATCH],
+        since_s=seconds[lane + _SINCE],
+        thread_id=integers[lane + _THREAD],
+        pid=integers[_PID],
+        start_ticks=integers[_TICKS],
+        longest_s=(0.0, *seconds[_LONGEST + 1 : _LONGEST + len(Phase)]),
     )

@@ -17,20 +17,16 @@ FOREVER_S = 600
 
 
 class StoppedTrial(DataParallelTrial):
-    """Rank 1 is stopped, once or in every run, and adds its process id to a file before."""
+    """Rank 1 is stopped once, and writes its process id to a file before."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        pids = pathlib.Path(self.hparams["pid_file"])
-        said = pids.read_text().split() if pids.exists() else []
-        # Once for each process: a batch is two calls.
-        stops = str(os.getpid()) not in said if self.hparams.get("stops_always") else not said
+        pid_file = pathlib.Path(self.hparams["pid_file"])
         if (
             batch_idx == self.hparams["stall_at"]
             and self.context.distributed.get_rank() == self.hparams.get("stall_rank", 1)
-            and stops
+            and not pid_file.exists()
         ):
-            with pids.open("a") as file:
-                file.write(f"{os.getpid()}\n")
+            pid_file.write_text(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 

@@ -42,8 +42,8 @@ def test_exit_0_before_training_fails_a_trial(tmp_path, how):
 # A launcher whose ranks may take 3 s to end instead of a minute.
 HURRIED = """
 import sys
-from dstrial.launch.stalls import stall_watch
-stall_watch.EXIT_TIMEOUT_S = 3.0
+from dstrial.launch.stalls import watch
+watch.EXIT_TIMEOUT_S = 3.0
 from dstrial.launch.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """

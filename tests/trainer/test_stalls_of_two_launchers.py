@@ -1,4 +1,4 @@
-"""A stall over two machines, each with a launcher of its own: both say which rank holds the others up."""
+"""A stall over two machines, each with its own launcher: only the straggler's launcher ends its ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from dstrial.launch import Placement, run_ranks
 from dstrial.launch.rank_main import trial_command
-from dstrial.launch.stalls.stall_rules import StallSettings
+from dstrial.launch.stalls.diagnosis import StallSettings
 # That it is a launcher, whose ranks are forks too, stands before its arguments.
 node, port, trial, config, definitions = sys.argv[2:]
 outcome = run_ranks(
@@ -87,12 +87,12 @@ def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
     return outputs
 
 
-def test_a_machine_whose_ranks_only_wait_says_what_the_other_tells(tmp_path: Path) -> None:
+def test_launcher_of_waiting_ranks_leaves_the_end_to_the_straggler(tmp_path: Path) -> None:
     waiting, stopped = launch_both(tmp_path, "stalling_trials:StoppedTrial")
     assert "stalled: rank 2 is stopped (SIGSTOP) at batch 5 in train_batch" in stopped, stopped
     (line,) = re.findall("(stalled: .*Nothing has moved.*)", waiting)
     assert line.startswith("stalled: all 2 ranks are in all")
-    assert "stalled: node 1 says: rank 2 is stopped (SIGSTOP) at batch 5 in train_batch" in waiting
+    assert "stalled: the straggler may be on another machine" in waiting
     # Those that only wait are not ended for it, and none of them is blamed for a stall.
     assert "stalled: the ranks are ended, as data.dstrial.stall_action says" in stopped
     assert "the ranks are ended, as data.dstrial.stall_action says" not in waiting

@@ -105,32 +105,6 @@ def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
     assert "rank 1 failed first" in log
 
 
-def test_what_stalls_at_the_same_batch_again_is_not_ended_again(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
-    client = shared_master.client()
-    trial_id = create(shared_master, tmp_path, action="restart", max_restarts=2, stops_always=True)
-    pids = tmp_path / "pids"
-    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, deadline_s=240)
-    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=120)
-    assert stalled(shared_master, trial_id)
-    told = "the ranks are not ended again"
-    logs = shared_master.state.allocations_path
-    wait_for(lambda: any(told in path.read_text(errors="replace") for path in logs.glob("*/output.log")))
-    log = ""
-
-    def is_told() -> bool:
-        nonlocal log
-        log = shared_master.det("trial", "logs", str(trial_id)).stdout
-        return told in log
-
-    wait_for(is_told)
-    assert log.count("stalled: the ranks are ended") == 1
-    os.kill(int(pids.read_text().split()[-1]), signal.SIGCONT)
-    wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
-    assert trial_of(client, trial_id)["restarts"] == 1
-
-
 def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="report")

@@ -178,7 +178,7 @@ class TrialRun:
             this_epoch = self._accelerator.skip_first_batches(loader, done * self._steps) if done else loader
             this_epoch.set_epoch(epoch)
             num_left = (epoch_length - done) * self._steps
-            self._heartbeat.follow(Phase.BATCH, tracker.batches_trained)
+            self._heartbeat.begin(Phase.BATCH, tracker.batches_trained)
             for idx, item in enumerate(self._telemetry.watched(this_epoch)):
                 if idx >= num_left:
                     continue  # of a batch that is not whole; the loader comes to its own end
@@ -211,7 +211,7 @@ class TrialRun:
             self._exchange()
         # Until the next micro batch is asked for, the script does what only it knows, unless that is to validate.
         next_phase = Phase.VALIDATION if self._tracker.needs_validation else Phase.SCRIPT
-        self._heartbeat.follow(next_phase, batches)
+        self._heartbeat.begin(next_phase, batches)
         return True
 
     def _exchange(self) -> None:
@@ -259,7 +259,7 @@ class TrialRun:
         if self._tracker.pauses_training:
             self._sync_points.start(self._tracker.batches_trained)
             self._mark_s = time.monotonic()
-        self._heartbeat.follow(Phase.BATCH, self._tracker.batches_trained)
+        self._heartbeat.begin(Phase.BATCH, self._tracker.batches_trained)
         return self._tracker.is_over
 
     # ---- reports and checkpoints ---------------------------------------------------------------------
@@ -281,7 +281,7 @@ class TrialRun:
         self._telemetry.resume()
         self._mark_s = time.monotonic()
         if self._heartbeat.phase is Phase.VALIDATION:
-            self._heartbeat.follow(Phase.SCRIPT, progress.batches_trained)
+            self._heartbeat.begin(Phase.SCRIPT, progress.batches_trained)
 
     def _mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return each metric's mean; ``where`` names the method. Ranks: all, collectively."""
@@ -329,7 +329,7 @@ class TrialRun:
     def save(self) -> str:
         self._set_status("checkpointing")
         phase_before, batches = self._heartbeat.phase, self._tracker.batches_trained
-        self._heartbeat.follow(Phase.SAVE, batches)
+        self._heartbeat.begin(Phase.SAVE, batches)
         uuid = self._saver.save(
             {
                 "window_seconds": self._window_seconds,
@@ -337,7 +337,7 @@ class TrialRun:
                 "epoch_length": self._tracker.epoch_length,
             }
         )
-        self._heartbeat.follow(phase_before, batches)
+        self._heartbeat.begin(phase_before, batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
         return uuid

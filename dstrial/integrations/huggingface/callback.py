@@ -165,7 +165,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def _enter(self, phase: Phase, step: int) -> None:
         """Send the phase to the launcher, unless it is the current one."""
         if self._heartbeat.phase is not phase:
-            self._heartbeat.follow(phase, step)
+            self._heartbeat.begin(phase, step)
 
     def _disable_eval_and_save(self, control: TrainerControl) -> None:
         """Keep a trial of dsat, whose steps are timed, from evaluating and saving."""
@@ -217,7 +217,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         elif control.should_training_stop or self._has_finished:
             otherwise = Phase.SCRIPT
         # What another callback asks for behind this one shows at its first prediction step.
-        self._heartbeat.follow(otherwise, state.global_step)
+        self._heartbeat.begin(otherwise, state.global_step)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -261,7 +261,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         elif control.should_save or arguments.saves_best(args):
             self._checkpoints.prepare(args, state.global_step)
         # Other callbacks hear of the evaluation now, or the next of several sets is evaluated.
-        self._heartbeat.follow(Phase.SAVE if control.should_save else Phase.SCRIPT, state.global_step)
+        self._heartbeat.begin(Phase.SAVE if control.should_save else Phase.SCRIPT, state.global_step)
 
     def on_save(
         self,
@@ -274,14 +274,14 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._reporter.flush(state)
         if not self._losses.is_save_unsafe(state.global_step):
             self._checkpoints.store(self.trainer, args, state, self._train_batch_size(args, state))
-        self._heartbeat.follow(Phase.SCRIPT, state.global_step)
+        self._heartbeat.begin(Phase.SCRIPT, state.global_step)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         del args, control
         self._reporter.flush(state)
-        self._heartbeat.follow(Phase.BATCH, state.global_step)
+        self._heartbeat.begin(Phase.BATCH, state.global_step)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any

@@ -1,1 +1,1 @@
-"""Ranks that go on no more: seen, asked for stacks, told of, perhaps ended."""
+"""Find ranks that make no progress, name the straggler, restart them if asked."""

@@ -1,44 +1,52 @@
-"""Reads what faulthandler has written of a rank, and says where the rank is.
+"""Asks ranks for their Python stacks, and says what each rank waits for.
 
-Pure: texts in, values out. The source line of a call is asked of who has it.
+The signal is sent only to processes that catch it: it would end any other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from dstrial.process_state import catches, children, has_open
+from dstrial.ranks.stack_dump import STACKS_SIGNAL
+
+_DUMP_TIMEOUT_S = 5.0
+_QUIET_S = 0.15  # a dump is complete once its file has not grown for so long
+_MAX_WORKERS = 8
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[.*\])? \(most recent call first\):")
 _NAME = re.compile(r"^Thread 0x([0-9a-fA-F]+) is named (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
-# Whatever of these is innermost waits for other ranks.
+# A rank whose innermost calls are in these files waits for other ranks.
 _COLLECTIVE = (
     "/torch/distributed/",
     "/deepspeed/comm/",
     "/dstrial/ranks/",
 )
-# Names of collectives are taken from here; what wraps them says less.
+# Names of collectives are taken from these files first; wrappers of them say less.
 _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control_channel.py")
-# ZeRO 3 waits here for handles of C++, which have no calls of their own in a stack.
+_WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
+# ZeRO 3 waits here for handles of C++, which have no frames of their own.
 _ZERO_GATHERS = "/deepspeed/runtime/zero/partition_parameters.py"
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
+_FETCH = "/torch/utils/data/_utils/fetch.py"
 _MASTER = ("/determined/common/api/",)
-_SAVES = "/dstrial/loop/background_save.py"
-_WRITES = "/dstrial/loop/report_writer.py"
-_FETCHES = ("/torch/utils/data/_utils/fetch.py",)
+_REPORT_WRITER = "/dstrial/loop/report_writer.py"
 _DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
-# These are written in C++ and so have no call of their own in a stack: only the line that calls them tells. On the CPU they take
-# no time in which they could be met.
+# These are written in C++ and have no frame of their own: only the calling line tells. On the CPU they take no time.
 _DEVICE_CALL = re.compile(r"\.(?:item|cpu|tolist|numpy|synchronize|nonzero)\(")
 _BACKWARD = "_engine_run_backward"
 _OURS = str(Path(__file__).parents[2])
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", "<string>")
 _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+/")
-_WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,38 +70,71 @@ class ThreadStack:
 
 
 class Wait(enum.Enum):
-    """What a rank waits for, as far as its stack tells."""
+    """What a rank waits for, as far as its stack shows."""
 
     RANKS = "ranks"
     DATA = "data"
     MASTER = "master"
     DEVICE = "device"
-    """Its accelerator: that may itself wait for other ranks, in a collective that was started before."""
+    """Its accelerator, which may itself wait for other ranks in an earlier collective."""
     UNKNOWN = "unknown"
-    """Nothing of the above: it works, or waits for what only its code knows."""
+    """None of these: the rank computes, or waits for something that only its code knows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """Where a rank is, and what it waits for.
 
-    ``user_frame`` is the innermost call of the user's code, of the loader worker ``worker_pid`` where that is not 0.
+    ``frame`` is the innermost call of the user's code, or of dstrial's if the thread runs none of the user's; in the loader
+    worker ``worker_pid`` if that is not 0.
     """
 
     wait: Wait
     operation: str = ""
-    user_frame: Frame | None = None
+    frame: Frame | None = None
     worker_pid: int = 0
 
     @property
-    def user_call(self) -> str:
-        """The innermost call of the user's code as people name it; empty without one."""
-        frame = self.user_frame
+    def call(self) -> str:
+        """The function and line to look at; empty if unknown."""
+        frame = self.frame
         return "" if frame is None else f"{frame.function} ({frame.file.rpartition('/')[2]}:{frame.line})"
 
 
+def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
+    """Return the stacks that processes write into files, by pid, within 5 s."""
+    sizes: dict[int, int] = {}
+    for pid, path in files.items():
+        if catches(pid, STACKS_SIGNAL):
+            size = _size(path)
+            with contextlib.suppress(OSError):
+                os.kill(pid, STACKS_SIGNAL)
+                sizes[pid] = size
+    deadline_s = time.monotonic() + _DUMP_TIMEOUT_S
+    last, grown_at_s = sizes, time.monotonic()
+    while sizes and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        now = {pid: _size(files[pid]) for pid in sizes}
+        if now != last:
+            last, grown_at_s = now, time.monotonic()
+        if all(now[pid] > sizes[pid] for pid in sizes) and time.monotonic() - grown_at_s >= _QUIET_S:
+            break
+    found = {}
+    for pid, size in sizes.items():
+        with contextlib.suppress(OSError):
+            found[pid] = files[pid].read_bytes()[size:].decode(errors="replace")
+    return {pid: text for pid, text in found.items() if text}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def parse_stacks(text: str) -> list[ThreadStack]:
-    """Read one or more dumps of faulthandler; of several, all threads in a row."""
+    """Return the threads of one or more dumps of faulthandler."""
     found: list[tuple[int, list[Frame]]] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)
@@ -108,126 +149,103 @@ def parse_stacks(text: str) -> list[ThreadStack]:
 
 
 def thread_names(text: str) -> dict[int, str]:
-    """Return the threads that keep a process from ending, as it has named them."""
+    """Return the names of non-daemon threads that a leaving rank has written."""
     return {int(number, 16): name for number, name in _NAME.findall(text)}
 
 
-def main_stack(stacks: Sequence[ThreadStack], thread_id: int) -> ThreadStack | None:
-    """Return the main thread's calls; the last of a dump is the oldest thread."""
+def stack_of(stacks: Sequence[ThreadStack], thread_id: int) -> ThreadStack | None:
+    """Return one thread's calls, or the oldest thread's if there is no such thread."""
     for stack in reversed(stacks):
         if stack.thread_id == thread_id:
             return stack
     return stacks[-1] if stacks else None
 
 
-def _no_line(_file: str, _line: int) -> str:
-    return ""
-
-
 def place_of(
-    stacks: Sequence[ThreadStack], thread_id: int, line_of: Callable[[str, int], str] = _no_line
+    stacks: Sequence[ThreadStack],
+    thread_id: int,
+    source_line: Callable[[str, int], str] = lambda _file, _line: "",
 ) -> Place | None:
-    """Return where a rank is by its threads' stacks; ``line_of`` reads a source line."""
-    stack = main_stack(stacks, thread_id)
+    """Return where a thread is; None without a stack."""
+    stack = stack_of(stacks, thread_id)
     if stack is None or not stack.frames:
         return None
-    user_frame = next((frame for frame in stack.frames if _is_users(frame)), None)
     wait, operation = _wait_of(stack.frames)
+    others = [other.frames for other in stacks if other is not stack]
     if wait is Wait.UNKNOWN and any(frame.function == _BACKWARD for frame in stack.frames[:3]):
-        # Hooks of a backward pass on an accelerator run in threads of autograd's.
-        for other in stacks:
-            if other is stack:
-                continue
-            other_wait, other_operation = _wait_of(other.frames)
-            if other_wait is Wait.RANKS and not _is_background(other.frames):
-                wait, operation = other_wait, other_operation
-    if wait is Wait.UNKNOWN and any(frame.file.endswith(_WRITES) for frame in stack.frames):
-        # It waits for the thread that writes its reports, which may wait for the master.
-        for other in stacks:
-            if any(frame.file.endswith(_WRITES) and frame.function == "_run" for frame in other.frames):
-                wait, operation = _wait_of(other.frames)
-    if wait is Wait.UNKNOWN and _DEVICE_CALL.search(line_of(stack.frames[0].file, stack.frames[0].line)):
+        # Hooks of a backward pass on an accelerator run in autograd's threads, which Python has not started.
+        for frames in others:
+            found = _wait_of(frames)
+            if found[0] is Wait.RANKS and not _has(frames, "threading.py", "_bootstrap_inner"):
+                wait, operation = found
+    if wait is Wait.UNKNOWN and _has(stack.frames, _REPORT_WRITER):
+        # The thread waits for the report writer, which may wait for the master.
+        for frames in others:
+            if _has(frames, _REPORT_WRITER, "_run"):
+                wait, operation = _wait_of(frames)
+    if wait is Wait.UNKNOWN and _DEVICE_CALL.search(source_line(stack.frames[0].file, stack.frames[0].line)):
         wait = Wait.DEVICE
-    return Place(wait, operation, user_frame)
+    frame = next(filter(_is_users, stack.frames), None) or next(filter(_is_ours, stack.frames), None)
+    return Place(wait, operation, frame)
 
 
-def saving_stack(stacks: Sequence[ThreadStack]) -> ThreadStack | None:
-    """Return the calls of the thread that saves in the background; None without one."""
-    for stack in stacks:
-        if any(frame.file.endswith(_SAVES) and frame.function == "run" for frame in stack.frames):
-            return stack
-    return None
+def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
+    """Return the place in the rank's loader worker that reads data, if there is one.
 
-
-def place_of_save(stacks: Sequence[ThreadStack]) -> Place | None:
-    """Return where a rank's save in the background is; its call may be dstrial's."""
-    stack = saving_stack(stacks)
-    if stack is None:
-        return None
-    wait, operation = _wait_of(stack.frames)
-    return Place(wait, operation, next((frame for frame in stack.frames if not _is_of_library(frame)), None))
-
-
-def place_in_worker(place: Place, workers: Mapping[int, Sequence[ThreadStack]]) -> Place:
-    """Return the place of a rank that waits for data, with the worker that reads."""
-    for pid, stacks in workers.items():
-        # The main thread of a worker: the one that reads, where others are the libraries'.
-        for stack in reversed(stacks):
-            if not any(part in frame.file for frame in stack.frames for part in _FETCHES):
-                continue
-            user_frame = next((frame for frame in stack.frames if _is_users(frame)), None)
-            return dataclasses.replace(place, user_frame=user_frame, worker_pid=pid)
+    Workers are forks of the rank and write their stacks into its file, one worker after the other.
+    """
+    for pid in children(rank_pid)[:_MAX_WORKERS]:
+        # A child that is no fork of the rank may use the signal for something else.
+        if not has_open(pid, path):
+            continue
+        for stack in reversed(parse_stacks(dump_stacks({pid: path}).get(pid, ""))):
+            if _has(stack.frames, _FETCH):
+                frame = next(filter(_is_users, stack.frames), None)
+                return dataclasses.replace(place, frame=frame, worker_pid=pid)
     return place
 
 
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
-    """Say what the innermost calls wait for, up to the user's own."""
-    inner: list[Frame] = []
-    for frame in frames:
-        if _is_users(frame):
-            break
-        inner.append(frame)
-    if any(frame.function == "wait" and frame.file.endswith(_ZERO_GATHERS) for frame in inner[:2]):
+    """Return what the innermost calls, up to the user's own, wait for."""
+    num_inner = next((idx for idx, frame in enumerate(frames) if _is_users(frame)), len(frames))
+    inner = frames[:num_inner]
+    if _has(inner[:2], _ZERO_GATHERS, "wait"):
         return Wait.RANKS, "all_gather"
-    # The data first: a loader's worker processes and threads are asked through no module of torch.distributed.
     for frame in inner:
-        if any(part in frame.file for part in _COLLECTIVE):
+        if _is_in(frame, _COLLECTIVE):
             return Wait.RANKS, _operation(inner)
-        if any(part in frame.file for part in _MASTER):
+        if _is_in(frame, _MASTER):
             return Wait.MASTER, ""
-        if any(part in frame.file for part in _DATA):
+        if _is_in(frame, _DATA):
             return Wait.DATA, ""
-    # User code inside a data set, which the loader has called in the rank itself.
-    if any("/torch/utils/data/" in frame.file for frame in frames[: len(inner) + 12]):
+    # User code in a data set that the loader has called in the rank itself.
+    if any("/torch/utils/data/" in frame.file for frame in frames[: num_inner + 12]):
         return Wait.DATA, ""
-    if any(part in frame.file for frame in inner for part in _DEVICE):
+    if any(_is_in(frame, _DEVICE) for frame in inner):
         return Wait.DEVICE, ""
     return Wait.UNKNOWN, ""
 
 
 def _operation(frames: Sequence[Frame]) -> str:
-    named = [
-        frame.function
-        for frame in frames
-        if any(part in frame.file for part in _OPERATIONS) and frame.function not in _WRAPPERS
-    ]
-    if named:
-        return named[0].lstrip("_")
-    others = [
-        frame.function
-        for frame in frames
-        if any(part in frame.file for part in _COLLECTIVE) and frame.function not in _WRAPPERS
-    ]
-    return others[0].lstrip("_") if others else ""
+    for files in (_OPERATIONS, _COLLECTIVE):
+        for frame in frames:
+            if _is_in(frame, files) and frame.function not in _WRAPPERS:
+                return frame.function.lstrip("_")
+    return ""
 
 
-def _is_background(frames: Sequence[Frame]) -> bool:
-    return any(frame.function == "_bootstrap_inner" for frame in frames)
+def _has(frames: Sequence[Frame], file: str, function: str = "") -> bool:
+    return any(frame.file.endswith(file) and function in ("", frame.function) for frame in frames)
+
+
+def _is_in(frame: Frame, files: Sequence[str]) -> bool:
+    return any(part in frame.file for part in files)
 
 
 def _is_users(frame: Frame) -> bool:
-    return not (_is_of_library(frame) or f"{_OURS}/" in frame.file)
+    is_library = _is_in(frame, _LIBRARIES) or _STANDARD_LIBRARY.search(frame.file)
+    return not (is_library or f"{_OURS}/" in frame.file)
 
 
-def _is_of_library(frame: Frame) -> bool:
-    return any(part in frame.file for part in _LIBRARIES) or bool(_STANDARD_LIBRARY.search(frame.file))
+def _is_ours(frame: Frame) -> bool:
+    return f"{_OURS}/" in frame.file and not _is_in(frame, _COLLECTIVE)

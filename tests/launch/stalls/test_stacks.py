@@ -13,12 +13,10 @@ from waiting import wait_for
 
 from dstrial.launch.stalls.stacks import (
     Frame,
-    Place,
     Wait,
-    main_stack,
     parse_stacks,
-    place_in_worker,
     place_of,
+    stack_of,
 )
 from dstrial.process_state import catches, read_state
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE, STACKS_SIGNAL
@@ -51,7 +49,7 @@ def test_a_rank_in_a_collective_is_found_with_its_operation_and_the_users_call()
     place = place_of(parse_stacks(WORKER + dump(*BARRIER)), 0x7F01)
     assert place is not None
     assert (place.wait, place.operation) == (Wait.RANKS, "barrier")
-    assert place.user_call == "train_batch (model_def.py:31)"
+    assert place.call == "train_batch (model_def.py:31)"
 
 
 def test_names_of_what_wraps_a_collective_are_left_out() -> None:
@@ -66,7 +64,7 @@ def test_names_of_what_wraps_a_collective_are_left_out() -> None:
     )
     place = place_of(parse_stacks(dump(*reduce)), 0x7F01)
     assert place is not None
-    assert (place.wait, place.operation, place.user_call) == (
+    assert (place.wait, place.operation, place.call) == (
         Wait.RANKS,
         "all_reduce",
         "train_batch (model_def.py:40)",
@@ -139,24 +137,10 @@ def test_a_rank_in_its_loader_waits_for_data(frames: tuple[str, ...]) -> None:
     assert place.wait is Wait.DATA
 
 
-def test_of_a_loaders_workers_the_one_that_reads_is_told() -> None:
-    loop = f"{SITE}/torch/utils/data/_utils/worker.py:240 _worker_loop"
-    idle = parse_stacks(
-        dump("/usr/lib/python3.12/selectors.py:415 select", loop, "/home/me/main.py:1 <module>")
-    )
-    reads = parse_stacks(
-        dump("/home/me/records.py:12 __getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:52 fetch", loop)
-    )
-    waiting = Place(Wait.DATA, "", Frame("/home/me/model_def.py", 30, "train_batch"))
-    place = place_in_worker(waiting, {71: idle, 72: reads})
-    assert (place.worker_pid, place.user_call) == (72, "__getitem__ (records.py:12)")
-    assert place_in_worker(waiting, {71: idle}) == waiting
-
-
 def test_what_is_no_dump_has_no_place() -> None:
     assert parse_stacks("Fatal Python error\n  nothing") == []
     assert place_of([], 1) is None
-    assert main_stack([], 1) is None
+    assert stack_of([], 1) is None
     stacks = parse_stacks(dump("/a.py:??? f", head="Current thread 0x1 (most recent call first):\n"))
     assert stacks[0].frames == (Frame("/a.py", 0, "f"),)
 
@@ -186,7 +170,7 @@ def test_a_rank_writes_its_stacks_while_it_is_blocked_and_what_it_waits_for_goes
             for time in range(1, 3):
                 os.kill(process.pid, STACKS_SIGNAL)
                 wait_for(lambda time=time: path.read_text().count("in <module>") == time)  # type: ignore[misc]
-            stack = main_stack(parse_stacks(path.read_text()), 0)
+            stack = stack_of(parse_stacks(path.read_text()), 0)
             assert stack is not None
             assert stack.frames[-1].function == "<module>"
             assert process.poll() is None
@@ -222,7 +206,7 @@ def test_who_asks_for_a_value_of_the_device_waits_for_the_device(text: str) -> N
     place = place_of(parse_stacks(text), 0x7F01, line_of)
     assert place is not None
     assert place.wait is Wait.DEVICE
-    assert place.user_call.startswith("train_batch (model_def.py:4")
+    assert place.call.startswith("train_batch (model_def.py:4")
 
 
 def test_a_collective_that_synchronizes_its_device_is_a_wait_for_ranks_and_no_word_alone_is_one_for_a_device() -> (

@@ -192,7 +192,7 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
     """Return an allocation's stall and its begin (epoch seconds), or None."""
-    # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.stall_watch, and for a stopped launcher by
+    # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.watch, and for a stopped launcher by
     # dstrial.master.backends.supervisor. The launcher knows nothing of a stopped supervisor, which so has a file of its own.
     return _said(directory / STOPPED_SUPERVISOR_NAME, "text") or _said(directory / "stalled.json", "text")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from dstrial.launch.stalls.stall_rules import StallSettings
-from dstrial.launch.stalls.stall_watch import StallWatch, WatchedRanks
+from dstrial.launch.stalls.diagnosis import StallSettings
+from dstrial.launch.stalls.watch import StallWatch, WatchedRanks
 from dstrial.process_state import read_state
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
@@ -46,7 +46,7 @@ while word := read_records():
 class Ranks:
     """Two real ranks, and a watch over them with a clock of the test's."""
 
-    def __init__(self, directory: Path, settings: StallSettings) -> None:
+    def __init__(self, directory: Path, settings: StallSettings, *, has_other_nodes: bool = False) -> None:
         self.lines: list[str] = []
         self.ended: list[int | None] = []
         self.ended_slots: list[int] = []
@@ -68,7 +68,7 @@ class Ranks:
             )
             for rank in range(2)
         ]
-        watched = WatchedRanks(beats, {0: 0, 1: 1}, files, directory / "kept", directory / "memory.json")
+        watched = WatchedRanks(beats, {0: 0, 1: 1}, files, directory / "kept", has_other_nodes)
         self.watch = StallWatch(
             watched,
             settings,
@@ -96,7 +96,7 @@ class Ranks:
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.5)):
             self.now_s += 0.5
-            self.watch.look()
+            self.watch.poll()
 
     def close_input(self, rank: int) -> None:
         process = self.processes[rank]
@@ -112,8 +112,8 @@ class Ranks:
 def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
 
-    def make(**settings: object) -> Ranks:
-        made.append(Ranks(tmp_path, StallSettings(**settings)))  # type: ignore[arg-type]
+    def make(*, has_other_nodes: bool = False, **settings: object) -> Ranks:
+        made.append(Ranks(tmp_path, StallSettings(**settings), has_other_nodes=has_other_nodes))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -135,7 +135,7 @@ def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
     assert "read_records" in (tmp_path / "kept" / "rank_1.stacks.txt").read_text()
     assert both.ended == []
     both.train(3)
-    assert both.lines[-1] == "stalled: no longer, training goes on at batch 3"
+    assert both.lines[-1] == "stalled: no longer; training is at batch 3"
 
 
 @pytest.mark.parametrize("looks", [True, False])
@@ -156,7 +156,7 @@ def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
         both.pass_time(0.5)
     both.watch.close()
     assert [line for line in both.lines if "no longer" in line] == [
-        "stalled: no longer, training went on to batch 4"
+        "stalled: no longer; training is at batch 4"
     ]
 
 
@@ -194,21 +194,19 @@ def test_a_stopped_rank_is_told_before_the_timeout_and_ever_more_rarely(
     assert len([line for line in both.lines if "is stopped" in line]) == 6  # at 10, 20, 40, 80, 160 and 320 s
     os.kill(pid, signal.SIGCONT)
     both.train(3, 4)
-    assert both.lines[-1] == "stalled: no longer, training goes on at batch 3"
+    assert both.lines[-1] == "stalled: no longer; training is at batch 3"
 
 
 def test_time_in_which_the_launcher_itself_was_stopped_does_not_count(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
     both.now_s += 3600
-    both.watch.look()
+    both.watch.poll()
     both.pass_time(10)
     assert both.lines == []
 
 
-def test_ranks_are_ended_once_for_a_position_and_not_before_a_first_batch_has_ended(
-    ranks: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_ranks_are_ended_once_and_not_in_a_slow_first_batch(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=5.0, action="restart")
     both.train(0)
     both.pass_time(35)  # less than eight timeouts
@@ -219,7 +217,17 @@ def test_ranks_are_ended_once_for_a_position_and_not_before_a_first_batch_has_en
     both.say(1, "data")
     both.pass_time(200)
     assert both.ended == [1]
-    assert (tmp_path / "memory.json").read_text() == '["batch 2"]'
+
+
+def test_ranks_without_straggler_are_ended_later_with_other_nodes(ranks: Callable[..., Ranks]) -> None:
+    both = ranks(timeout_s=5.0, action="restart", has_other_nodes=True)
+    both.train(0, 1, 2)
+    both.pass_time(9)
+    assert both.lines[0].startswith("stalled: rank 0 is at batch 2 in train_batch")
+    assert both.lines[-1].startswith("stalled: the straggler may be on another machine")
+    assert both.ended == []
+    both.pass_time(9)
+    assert both.ended == [None]
 
 
 def test_rank_left_too_long_ago_is_ended_once(ranks: Callable[..., Ranks]) -> None:

@@ -1,0 +1,291 @@
+"""Decides whether ranks have stalled, and names the straggler. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dstrial.config.experiment_config.dstrial_section import TrainingChecks
+from dstrial.launch.stalls.stacks import Place, Wait
+from dstrial.ranks.heartbeat import Beat, Phase
+
+STOPPED_AFTER_S = 10.0  # a stopped process is reported after this long, whatever the timeout
+FIRST_FACTOR = 8  # timeouts until the first of a phase, which may compile, has stalled: 16 minutes by default
+
+_PHASES = {
+    Phase.BATCH: ("batch", "in train_batch"),
+    Phase.BETWEEN: ("batch", "between batches"),
+    Phase.VALIDATION: ("validation", "in validation"),
+    Phase.SAVE: ("checkpoint", "in a checkpoint"),
+    Phase.CALLBACK: ("callback", "in a callback"),
+    Phase.SCRIPT: ("pause between batches", "between batches"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StallSettings:
+    """The keys of ``data.dstrial`` about stalls."""
+
+    timeout_s: float = TrainingChecks().stall_timeout
+    action: Literal["report", "restart"] = "report"
+
+    @classmethod
+    def from_config(cls, exp_conf: Mapping[str, Any] | None) -> StallSettings:
+        checks = TrainingChecks.from_config(exp_conf)
+        return cls(float(checks.stall_timeout), checks.stall_action)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank at one moment: its heartbeat, and its process's state letter (proc(5)).
+
+    ``age_s`` is how long the phase has lasted, ``stopped_s`` how long the process has been stopped.
+    """
+
+    rank: int
+    beat: Beat
+    age_s: float
+    state: str = "S"
+    stopped_s: float = 0.0
+    kernel_function: str = ""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    @property
+    def kind(self) -> Phase:
+        """The phase by which the rank is timed: an exchange waits for the slowest batch."""
+        return Phase.BATCH if self.beat.phase is Phase.BETWEEN else self.beat.phase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stall:
+    """Ranks that have made no progress for ``lasted_s`` after ``batch`` batches.
+
+    ``longest_s`` is the longest phase of this kind so far. Without ``is_certain`` the ranks may only be slow.
+    """
+
+    kind: Phase
+    batch: int
+    lasted_s: float
+    longest_s: float | None
+    is_certain: bool
+
+    @property
+    def prefix(self) -> str:
+        """How each line about the stall begins."""
+        return "stalled:" if self.is_certain else "slow:"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Where the ranks are, which rank the others wait for if known, and a hint."""
+
+    text: str
+    straggler: int | None
+    hint: str = ""
+    is_of_master: bool = False
+
+
+def find_longest(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
+    """Return the longest finished phase of each kind over all ranks.
+
+    ``longest_batch_s`` is what the launcher has measured, as ranks measure few batches.
+    """
+    found = {} if longest_batch_s is None else {Phase.BATCH: longest_batch_s}
+    for view in views:
+        for phase, seconds in zip(Phase, view.beat.longest_s, strict=True):
+            if seconds > 0:
+                found[phase] = max(found.get(phase, 0.0), seconds)
+    return found
+
+
+def find_stall(
+    views: Sequence[RankView], longest_s: Mapping[Phase, float], settings: StallSettings
+) -> Stall | None:
+    """Return the stall of the ranks, or None.
+
+    Ranks have stalled if none has entered a new phase for the timeout plus the longest so far of any phase that a rank is in,
+    because a rank that waits for another one is quiet for as long as that one. The first of a phase is certain after
+    ``FIRST_FACTOR`` timeouts. A stopped process counts after ten seconds. User code between batches is never certain.
+    """
+    views = [view for view in views if view.beat.phase is not Phase.NONE]
+    if not views:
+        return None
+    for view in views:
+        if view.is_stopped and view.stopped_s >= STOPPED_AFTER_S:
+            return Stall(view.kind, view.beat.batch, view.stopped_s, longest_s.get(view.kind), True)
+    quiet_s = min(view.age_s for view in views)
+    kinds = {view.kind for view in views}
+    if quiet_s <= settings.timeout_s + max(longest_s.get(kind, 0.0) for kind in kinds):
+        return None
+    last = min(views, key=lambda view: (view.beat.batch, view.beat.phase is not Phase.BATCH))
+    has_measured = kinds <= longest_s.keys() or quiet_s > FIRST_FACTOR * settings.timeout_s
+    is_certain = has_measured and Phase.SCRIPT not in kinds
+    return Stall(last.kind, last.beat.batch, quiet_s, longest_s.get(last.kind), is_certain)
+
+
+def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
+    """Return the rank that the others wait for; of several, the farthest behind."""
+    # On an accelerator a rank may wait for others without a call that shows it: a rank that computes is the straggler only if
+    # another rank is seen to wait.
+    is_awaited = len(views) == 1 or any(_waits(place) for place in places.values())
+    for is_straggler in (
+        lambda view: view.is_stopped,
+        lambda view: _is_blocked(view, places.get(view.rank)),
+        lambda view: _waits_for_data(view, places.get(view.rank)),
+        lambda view: is_awaited and view.rank in places and not _waits(places[view.rank]),
+        lambda view: view.rank not in places and len(places) == len(views) - 1,
+    ):
+        found = [view for view in views if is_straggler(view)]
+        if found:
+            return min(found, key=lambda view: (view.beat.batch, -view.age_s))
+    return None
+
+
+def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
+    """Say where each rank is, the straggler first.
+
+    ``places`` lacks ranks without stacks; the text has no full stop.
+    """
+    views = [view for view in views if view.beat.phase is not Phase.NONE]
+    straggler = find_straggler(views, places)
+    if straggler is None:
+        return _diagnose_collectives(views, places)
+    texts = [_state_of(straggler, places.get(straggler.rank))]
+    others = [view for view in views if view is not straggler]
+    waiting = [view for view in others if _waits_for_ranks(places.get(view.rank))]
+    if waiting:
+        operations = sorted({places[view.rank].operation for view in waiting} - {""})
+        calls = f" ({', '.join(operations)})" if operations else ""
+        verb = "waits" if len(waiting) == 1 else "wait"
+        texts.append(f"{_name([view.rank for view in waiting])} {verb} for it in a collective{calls}")
+    texts += [_state_of(view, places.get(view.rank)) for view in others if view not in waiting]
+    place = places.get(straggler.rank)
+    is_of_master = place is not None and place.wait is Wait.MASTER
+    return Diagnosis("; ".join(texts), straggler.rank, _hint(straggler, place), is_of_master)
+
+
+def sentence(stall: Stall, diagnosis: Diagnosis) -> str:
+    """Return the line about a stall."""
+    unit = _PHASES[stall.kind][0]
+    if stall.longest_s is not None:
+        so_far = f"the longest {unit} so far took {_seconds(stall.longest_s)}"
+    elif stall.is_certain:
+        so_far = f"no {unit} has ended so far"
+    else:
+        so_far = f"no {unit} has ended so far, and the first may take long"
+    hint = f" {diagnosis.hint}" if diagnosis.hint else ""
+    # Training may go on while a checkpoint is written in the background.
+    what = "It has not ended" if stall.kind is Phase.SAVE else "Nothing has moved"
+    return f"{stall.prefix} {diagnosis.text}. {what} for {_seconds(stall.lasted_s)}; {so_far}.{hint}"
+
+
+def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
+    states = "; ".join(_state_of(view, places.get(view.rank)) for view in views)
+    if len(places) < len(views) or not all(_waits(place) for place in places.values()):
+        return Diagnosis(states, None)
+    if any(place.wait is Wait.DEVICE for place in places.values()):
+        # A device may wait for a collective that another rank has not called; that is not seen.
+        return Diagnosis(states, None, "See whether all ranks call the same collectives, in the same order.")
+    groups: dict[str, list[int]] = {}
+    for view in views:
+        place = places[view.rank]
+        call = f" of {place.call}" if place.call else ""
+        groups.setdefault(f"in {place.operation or 'a collective'}{call} {_where(view)}", []).append(
+            view.rank
+        )
+    if len(groups) == 1:
+        hint = "Look at a rank on another machine, or at the network between them."
+        (where,) = groups
+        ranks = f"all {len(views)} ranks are" if len(views) > 1 else f"{_name([views[0].rank])} is"
+        return Diagnosis(f"{ranks} {where}", None, hint)
+    texts = [f"{_name(ranks)} {'is' if len(ranks) == 1 else 'are'} {at}" for at, ranks in groups.items()]
+    ahead = max(views, key=lambda view: view.beat.batch)
+    # A rank that has gone past an exchange in which the others still wait has left it out.
+    is_ahead = any(view.beat.batch != ahead.beat.batch for view in views)
+    named = _name([ahead.rank]) if is_ahead else "one of them"
+    return Diagnosis(
+        f"{'; '.join(texts)}: {named} has left a collective out",
+        ahead.rank if is_ahead else None,
+        "Call every collective on all ranks, in the same order.",
+    )
+
+
+def _state_of(view: RankView, place: Place | None) -> str:
+    call = f", in {place.call}" if place is not None and place.call else ""
+    wait = None if place is None else place.wait
+    if view.state == "t":
+        what, call = "is held by a debugger", ""
+    elif view.is_stopped:
+        what, call = "is stopped (SIGSTOP)", ""
+    elif _is_blocked(view, place):
+        function = f" ({view.kernel_function})" if view.kernel_function else ""
+        what = f"waits in the kernel for a device or a storage{function}"
+    elif _waits_for_data(view, place):
+        what = "waits for its data loader"
+        if place is not None and place.worker_pid:
+            call = f", whose worker (process {place.worker_pid}) is{call.removeprefix(',')}"
+    elif wait is Wait.MASTER:
+        what, call = "waits for an answer of the master", ""
+    elif wait is Wait.DEVICE:
+        what = "waits for its device"
+    elif place is not None and wait is Wait.RANKS:
+        what, call = f"is in {place.operation or 'a collective'}", ""
+    else:
+        what = "is"
+    return f"{_name([view.rank])} {what} {_where(view)}{call}"
+
+
+def _where(view: RankView) -> str:
+    return f"at batch {view.beat.batch} {_PHASES[view.beat.phase][1]}"
+
+
+def _hint(view: RankView, place: Place | None) -> str:
+    if view.state == "t":
+        return f"End the debugger of process {view.beat.pid}."
+    if view.is_stopped:
+        return f"Let it go on with `kill -CONT {view.beat.pid}`."
+    if _is_blocked(view, place):
+        return "Look at the storage and the kernel's log; no signal ends such a process."
+    if _waits_for_data(view, place):
+        return "Look at what the data set waits for; a timeout of the loader would make this an error."
+    if place is not None and place.wait is Wait.MASTER:
+        return "See whether the master runs, or is stopped, with `dstrial status`."
+    return "Look at the storage." if view.beat.phase is Phase.SAVE else ""
+
+
+def _is_blocked(view: RankView, place: Place | None) -> bool:
+    # A process that writes its stacks has left the kernel.
+    return view.state == "D" and place is None
+
+
+def _waits(place: Place | None) -> bool:
+    return place is not None and place.wait in (Wait.RANKS, Wait.DEVICE)
+
+
+def _waits_for_ranks(place: Place | None) -> bool:
+    return place is not None and place.wait is Wait.RANKS
+
+
+def _waits_for_data(view: RankView, place: Place | None) -> bool:
+    # A loader may itself talk to other ranks, as the Trainer's does; then the rank waits for those.
+    if _waits(place):
+        return False
+    return view.beat.waits_for_data or (place is not None and place.wait is Wait.DATA)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks from {min(ranks)} to {max(ranks)}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
