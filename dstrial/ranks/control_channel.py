@@ -63,7 +63,6 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         self.timeout_s = timeout_from_environ() if timeout_s is None else timeout_s
         self._group_channel: GroupChannel | None = None
         self._local_group_channel: GroupChannel | None = None
-        self._is_closed = False
         super().__init__(
             rank=identity.rank,
             size=identity.world_size,
@@ -78,27 +77,27 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         if self.size < 2:
             return
         name = f"dstrial/control/{next(_channel_numbers)}"
-        self._group_channel = GroupChannel(name, tuple(range(self.size)), self.rank, self.timeout_s)
-        identities = self._group_channel.allgather_identities(self.identity)
+        channel = GroupChannel(name, tuple(range(self.size)), self.rank, self.timeout_s)
+        self._group_channel = channel
+        identities = channel.allgather_identities(self.identity)
         try:
             _check_consistent(identities)
-            key = self._agree_on_key(self._group_channel)
+            self._agree_on_key(channel)
         except RankError:
             self.close()
             raise
         if self.local_size == self.size:
-            self._local_group_channel = self._group_channel
+            self._local_group_channel = channel
             return
         node_rank = self.identity.node_rank
         members = tuple(i.rank for i in sorted(identities, key=_local_order) if i.node_rank == node_rank)
         if len(members) > 1:
-            self._local_group_channel = GroupChannel(
-                f"{name}/node{node_rank}", members, self.rank, self.timeout_s
-            )
-            self._local_group_channel.key = key
+            local = GroupChannel(f"{name}/node{node_rank}", members, self.rank, self.timeout_s)
+            local.key = channel.key
+            self._local_group_channel = local
 
-    def _agree_on_key(self, lane: GroupChannel) -> bytes:
-        """Give the lane the key that tags all ranks' messages, and return it. Ranks: all."""
+    def _agree_on_key(self, channel: GroupChannel) -> None:
+        """Give the channel the key that tags all ranks' messages. Ranks: all."""
         key = key_from_environ(os.environ)
         if key is None and self.cross_size > 1:
             if self.rank == 0:
@@ -110,14 +109,11 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
                 )
             key = b""
         with contextlib.ExitStack() as stack:
-            if key is None:
-                key = lane.agree_on_key(stack)
-            lane.key = key
-            lane.allgather(None, "start of the control channel")
-        return key
+            channel.key = channel.agree_on_key(stack) if key is None else key
+            channel.allgather(None, "start of the control channel")
 
     def allgather(self, stuff: Any) -> list[Any]:
-        return [stuff] if self._group_channel is None else self._group_channel.allgather(stuff, "allgather")
+        return _allgather(self._group_channel, stuff, "allgather")
 
     def begin_allgather(self, stuff: Any) -> PendingGather | None:
         """Start an ``allgather`` without blocking; ``wait`` of the result has the values.
@@ -130,33 +126,21 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return self._group_channel.begin_allgather(stuff, "allgather")
 
     def gather(self, stuff: Any) -> list[Any] | None:
-        if self._group_channel is None:
-            return [stuff]
-        everything = self._group_channel.allgather(stuff, "gather")
+        everything = _allgather(self._group_channel, stuff, "gather")
         return everything if self.rank == 0 else None
 
     def broadcast(self, stuff: Any) -> Any:
-        return stuff if self._group_channel is None else self._group_channel.broadcast(stuff, "broadcast")
+        return _broadcast(self._group_channel, stuff, "broadcast")
 
     def allgather_local(self, stuff: Any) -> list[Any]:
-        return (
-            [stuff]
-            if self._local_group_channel is None
-            else self._local_group_channel.allgather(stuff, "allgather_local")
-        )
+        return _allgather(self._local_group_channel, stuff, "allgather_local")
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
-        if self._local_group_channel is None:
-            return [stuff]
-        everything = self._local_group_channel.allgather(stuff, "gather_local")
+        everything = _allgather(self._local_group_channel, stuff, "gather_local")
         return everything if self.local_rank == 0 else None
 
     def broadcast_local(self, stuff: Any = None) -> Any:
-        return (
-            stuff
-            if self._local_group_channel is None
-            else self._local_group_channel.broadcast(stuff, "broadcast_local")
-        )
+        return _broadcast(self._local_group_channel, stuff, "broadcast_local")
 
     def leave(self, reason: str) -> None:
         """Leave for good; ranks that wait for this one fail with ``reason`` in seconds."""
@@ -164,15 +148,18 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
             self._group_channel.leave(reason)
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        lanes = {
-            id(lane): lane for lane in (self._group_channel, self._local_group_channel) if lane is not None
-        }
+        for channel in {self._group_channel, self._local_group_channel}:
+            if channel is not None:
+                channel.close()
         self._group_channel = self._local_group_channel = None
-        for lane in lanes.values():
-            lane.close()
+
+
+def _allgather(channel: GroupChannel | None, value: Any, name: str) -> list[Any]:
+    return [value] if channel is None else channel.allgather(value, name)
+
+
+def _broadcast(channel: GroupChannel | None, value: Any, name: str) -> Any:
+    return value if channel is None else channel.broadcast(value, name)
 
 
 def _local_order(identity: RankIdentity) -> tuple[int, int]:
