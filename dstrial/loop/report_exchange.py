@@ -236,7 +236,7 @@ class ReportExchange:
         if not any(failures):
             self._saver.settle([status for _, _, status, _, _ in agreement.shares])
             self._saver.prepare()
-        shares = [share for share, _, _, _, _ in agreement.shares]
+        shares = [share and MetricTotals.unpack(share) for share, _, _, _, _ in agreement.shares]
         averages = combine(shares, "train_batch") if begun.reports else {}
         if begun.reports:
             self._report(dict(averages), begun)
@@ -250,9 +250,10 @@ class ReportExchange:
         return agreement.stop
 
     def _send(self, begun: Exchange) -> None:
-        share = None if begun.totals is None else begun.totals.wait()
-        sample = None if begun.sample is None else begun.sample.wait()
-        payload = (share, begun.counts, self._saver.status(), self.writer.failure, sample)
+        share = None if begun.totals is None else begun.totals.wait().pack()
+        sample = None if begun.sample is None else begun.sample.wait().pack()
+        counts = begun.counts if self._is_chief else []
+        payload = (share, counts, self._saver.status(), self.writer.failure, sample)
         self._sync_points.begin(begun.batches, payload)
         begun.is_sent = True
 
@@ -287,10 +288,10 @@ class ReportExchange:
         if not begun.is_deferred:
             self._close_window()
 
-    def _report_telemetry(self, samples: Sequence[RankSample | None], begun: Exchange) -> None:
-        found = [sample for sample in samples if sample is not None]
-        if self._telemetry is None or len(found) < len(samples):
+    def _report_telemetry(self, samples: Sequence[str | None], begun: Exchange) -> None:
+        if self._telemetry is None or None in samples:
             return
+        found = [RankSample.unpack(sample) for sample in samples if sample is not None]
         assert self._stream is not None
         num_records = self._stream.count_records(begun.batches - found[0].num_batches, begun.batches)
         skipped = sum(count.num_skipped for count in begun.counts)

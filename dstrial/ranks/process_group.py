@@ -23,7 +23,7 @@ from dstrial.ranks.channel import TIMEOUT_VARIABLE
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
 from dstrial.ranks.rendezvous_store import as_init_method, located, open_store
-from dstrial.ranks.sockets import free_port, loopback_only
+from dstrial.ranks.sockets import free_port, loopback_only, raise_file_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -117,11 +117,12 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
 
     Raises:
         RankTimeoutError: not all ranks came to the rendezvous in time.
-        RankError: the rendezvous port is taken, or rank 0 cannot be reached.
+        RankError: the rendezvous port is taken, rank 0 cannot be reached, or the limit of open files is too low.
 
     Ranks: all, collectively.
     """
     global _created
+    raise_file_limit(identity.world_size)
     prepare_accelerator()
     ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):

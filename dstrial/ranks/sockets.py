@@ -1,4 +1,7 @@
-"""Where the processes of a job listen: on loopback if they are on one machine."""
+"""Sockets of ranks: where they listen, and the limit of open files.
+
+Ranks of one machine listen on loopback.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import ipaddress
 import itertools
 import random
+import resource
 import socket
 from collections.abc import Mapping
 
@@ -20,6 +24,30 @@ _PORTS = range(20_000, 29_000)
 _LOOPBACK_NAMES = ("lo", "lo0")
 # gloo listens where the machine's name resolves to, NCCL on the first interface that is not loopback.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+# A gloo group connects each rank with each other one and opens 9 files besides. Each rank has one group for control messages and
+# one for checkpoints in the background; groups that DeepSpeed makes on the CPU come on top.
+_GROUPS = 2
+_FILES_PER_GROUP = 9
+_OTHER_FILES = 128
+
+
+def raise_file_limit(num_ranks: int) -> None:
+    """Raise the soft limit of open files to the hard one in a rank of several.
+
+    Raises:
+        RankError: the hard limit is too low for this number of ranks.
+    """
+    needed = _GROUPS * (num_ranks + _FILES_PER_GROUP) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RankError(
+            f"a rank may open {hard} files on this machine (ulimit -Hn); expected at least {needed} for {num_ranks} ranks, each "
+            "of which is connected with all others. Raise the hard limit (nofile in limits.conf, LimitNOFILE= of the service "
+            "that starts the job), or train on fewer slots."
+        )
+    if num_ranks > 1 and soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def free_port(addr: str = LOOPBACK_ADDR) -> int:

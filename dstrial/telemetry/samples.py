@@ -6,6 +6,7 @@ Times are those of a whole batch. The first batch of a process, which compiles, 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,6 +42,16 @@ class RankSample:
     learning_rate: float | None = None  # of the first engine's first parameter group
     gradient_norm: float | None = None  # of the newest step, over all ranks
     memory_found_by: str | None = None
+
+    def pack(self) -> str:
+        """Return JSON, which only the chief decodes."""
+        return json.dumps(dataclasses.asdict(self), default=float)  # numbers of other libraries
+
+    @classmethod
+    def unpack(cls, packed: str) -> RankSample:
+        fields = json.loads(packed)
+        flops = fields.pop("flops")
+        return cls(**fields, flops=None if flops is None else (flops[0], flops[1]))
 
     def times_ms(self) -> dict[str, float]:
         """Return where a batch's time goes, in milliseconds; empty without a batch.

@@ -6,7 +6,7 @@ import torch
 from determined import pytorch
 
 from dstrial.errors import TrialContractError
-from dstrial.loop.metrics import MetricWindow, _combine_on_device, as_mapping, combine
+from dstrial.loop.metrics import MetricTotals, MetricWindow, _combine_on_device, as_mapping, combine
 
 
 def window_of(*sets, **options):
@@ -47,6 +47,14 @@ def test_two_ranks_with_losses_1_and_5_report_3():
         window_of({"loss": torch.tensor(5.0)}).totals(),
     ]
     assert combine(shares, "train_batch") == {"loss": 3.0}
+
+
+def test_unpacked_totals_equal_the_packed_ones():
+    window = MetricWindow("train_batch", watches_losses=True)
+    window.add({"loss": torch.tensor(math.nan), "note": "words"})
+    totals = window.totals()
+    unpacked = MetricTotals.unpack(totals.pack())
+    assert (repr(unpacked), unpacked.tails["loss"].num_bad) == (repr(totals), 1)
 
 
 def test_nested_lists_count_with_their_mean_and_words_are_kept_as_none():

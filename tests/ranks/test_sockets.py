@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -56,3 +58,33 @@ def test_loopback_is_known_by_its_addresses_and_the_users_interface_wins() -> No
     ] == [*(True, True, True, True, False, False)]
     assert loopback_only({}) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert loopback_only({"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+LIMITED = """
+import resource, sys
+from dstrial.ranks.sockets import raise_file_limit
+hard, num_ranks = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+raise_file_limit(num_ranks)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def raise_in_process(hard: int, num_ranks: int) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", LIMITED, str(hard), str(num_ranks)]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_file_limit_of_ranks_is_raised_to_the_hard_one() -> None:
+    assert raise_in_process(1024, 400).stdout == "(1024, 1024)\n"
+    assert raise_in_process(1024, 1).stdout == "(64, 1024)\n"
+
+
+def test_file_limit_too_low_for_the_ranks_is_refused_early() -> None:
+    refused = raise_in_process(1024, 500)
+    assert refused.returncode == 1
+    assert (
+        "a rank may open 1024 files on this machine (ulimit -Hn); expected at least 1146 for 500 ranks"
+        in refused.stderr
+    )
+    assert "LimitNOFILE" in refused.stderr

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
 
 from dstrial.telemetry.samples import (
@@ -35,6 +37,12 @@ def sample(**changes: object) -> RankSample:
         gradient_norm=2.0,
     )
     return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flops", [(4e12, 1e12), None])
+def test_unpacked_sample_equals_the_packed_one(flops: tuple[float, float] | None) -> None:
+    one = sample(flops=flops, num_tokens=np.int64(7), gradient_norm=math.inf)
+    assert RankSample.unpack(one.pack()) == one
 
 
 def test_a_report_says_where_a_batch_goes_and_the_rest_is_called_other() -> None:

@@ -32,7 +32,7 @@ from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.metric_sinks import MetricSinks
-from dstrial.loop.metrics import MetricWindow, combine
+from dstrial.loop.metrics import MetricTotals, MetricWindow, combine
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.heartbeat import Phase, heartbeat
@@ -218,7 +218,7 @@ class TrialRun:
         """Agree on stopping, report metrics, settle the save. Ranks: all, collectively."""
         tracker, batches = self._tracker, self._tracker.batches_trained
         reports = tracker.is_report_due or (tracker.is_at_end and batches > self._window_start)
-        share = self._window.totals() if reports and len(self._window) else None
+        share = self._window.totals().pack() if reports and len(self._window) else None
         trained_s = time.monotonic() - self._mark_s
         self._window_seconds += trained_s
         self._telemetry.trained(trained_s)
@@ -226,7 +226,8 @@ class TrialRun:
         agreement = self._sync_points.agree(batches, (share, self._saver.status(), sample))
         self._saver.settle([status for _, status, _ in agreement.shares])
         if reports:
-            averages = combine([share for share, _, _ in agreement.shares], "reporter.step")
+            shares = [share and MetricTotals.unpack(share) for share, _, _ in agreement.shares]
+            averages = combine(shares, "reporter.step")
             if self._is_chief:
                 metrics = dict(averages)
                 per_second = (batches - self._window_start) / max(self._window_seconds, 1e-9)
