@@ -67,15 +67,15 @@ class LoopTelemetry:
             self._is_counting = True
             self._counting.enter_context(self._instruments.counting())
 
-    def sample(self, step: int) -> str | None:
-        """Return this rank's packed sample since the last report; None if switched off."""
-        return None if self._instruments is None else self._instruments.sample(step).wait().pack()
+    def sample(self, step: int) -> RankSample | None:
+        """Return this rank's sample since the last report; None if switched off."""
+        return None if self._instruments is None else self._instruments.sample(step).wait()
 
-    def report(self, samples: Sequence[str | None], step: int, records_per_batch: int) -> None:
-        """Write the packed samples of all ranks (index = rank) on the chief."""
-        if self._reports is None or None in samples:
+    def report(self, samples: Sequence[RankSample | None], step: int, records_per_batch: int) -> None:
+        """Write the samples of all ranks (index = rank) on the chief."""
+        found = [sample for sample in samples if sample is not None]
+        if self._reports is None or len(found) < len(samples):
             return
-        found = [RankSample.unpack(sample) for sample in samples if sample is not None]
         skipped = sum(StepCounts.of(engine).num_skipped for engine in self._engines)
         self._reports.write(found, step, found[0].num_batches * records_per_batch, skipped)
 
@@ -125,7 +125,7 @@ class TrainerTelemetry(LoopTelemetry):
             return
         self._began_s = self._clock()
         if self._ended_s is not None:
-            self._instruments.drew(None, self._began_s - self._ended_s)
+            self._instruments.on_batch_loaded(None, self._began_s - self._ended_s)
             self._instruments.trained(self._began_s - self._ended_s)
         self._instruments.switch(True)
         self._count_first_batch()
@@ -182,7 +182,7 @@ class ReporterTelemetry(LoopTelemetry):
 
     def begin_micro_batch(self, micro_batch: Any) -> None:
         if self._instruments is not None:
-            self._instruments.drew(micro_batch, self._waited_s)
+            self._instruments.on_batch_loaded(micro_batch, self._waited_s)
             self._waited_s = 0.0
             self._switch(True)
             self._count_first_batch()

@@ -164,7 +164,7 @@ class TrainingLoop:
                 stack.enter_context(self._instruments)
                 self._instruments.begin(progress.batches_trained)
                 if self._iterator is not None:
-                    self._iterator.watch = self._instruments.drew
+                    self._iterator.watch = self._instruments.on_batch_loaded
             self._reports.open(stack, self._stream, self._batches_total)
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)

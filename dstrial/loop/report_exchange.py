@@ -29,7 +29,7 @@ from dstrial.loop.run_state import copied
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.heartbeat import Phase, heartbeat
-from dstrial.telemetry.instruments import Instruments, LeavingSample
+from dstrial.telemetry.instruments import AsyncSample, Instruments
 from dstrial.telemetry.reporting import TelemetryReports
 from dstrial.telemetry.samples import GROUP, RankSample
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
@@ -61,7 +61,7 @@ class Exchange:
     reports: bool
     is_deferred: bool
     is_sent: bool = False
-    sample: LeavingSample | None = None
+    sample: AsyncSample | None = None
 
 
 Judge = Callable[[Sequence[MetricTotals | None], Mapping[str, Any], Sequence[StepCounts], Exchange], None]

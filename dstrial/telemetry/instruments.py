@@ -39,7 +39,7 @@ def timed_events(accelerator: Any) -> Callable[[], Event] | None:
     return None if kind is None else functools.partial(kind, enable_timing=True)
 
 
-class LeavingSample:
+class AsyncSample:
     """A sample whose gradient norm may still be on its way from the device."""
 
     def __init__(self, sample: dict[str, Any], norm: Any) -> None:
@@ -116,7 +116,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     def switch(self, is_training: bool) -> None:
         self._timer.switch(is_training)
 
-    def drew(self, micro_batch: Any, seconds: float) -> None:
+    def on_batch_loaded(self, micro_batch: Any, seconds: float) -> None:
         """Record a micro batch and how long the rank waited for it. Hot path."""
         self._data_wait_s += seconds
         if self._num_tokens is not None and self._counts_tokens:
@@ -185,7 +185,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         """Add seconds of training since the last call, first batch included."""
         self._seconds += seconds
 
-    def sample(self, batches_trained: int) -> LeavingSample:
+    def sample(self, batches_trained: int) -> AsyncSample:
         """Return the measurements since the last sample, and reset them."""
         num_batches = batches_trained - self._start
         tokens = self._num_tokens if self._counts_tokens and self._num_tokens else None
@@ -208,7 +208,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
             "learning_rate": float(rate) if isinstance(rate, (int, float)) else None,
         }
         self._start, self._seconds, self._data_wait_s, self._num_tokens = batches_trained, 0.0, 0.0, 0
-        return LeavingSample(sample, engine.get_global_grad_norm())
+        return AsyncSample(sample, engine.get_global_grad_norm())
 
     # ---- the device's peak ---------------------------------------------------------------------------
 

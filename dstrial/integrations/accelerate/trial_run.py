@@ -39,6 +39,7 @@ from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.ranks.startup_phase import end_phases
 from dstrial.resume.locate import trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
+from dstrial.telemetry.samples import RankSample
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 
@@ -223,7 +224,8 @@ class TrialRun:
         self._window_seconds += trained_s
         self._telemetry.trained(trained_s)
         sample = self._telemetry.sample(batches) if reports else None
-        agreement = self._sync_points.agree(batches, (share, self._saver.status(), sample))
+        packed = None if sample is None else sample.pack()
+        agreement = self._sync_points.agree(batches, (share, self._saver.status(), packed))
         self._saver.settle([status for _, status, _ in agreement.shares])
         if reports:
             shares = [share and MetricTotals.unpack(share) for share, _, _ in agreement.shares]
@@ -234,8 +236,8 @@ class TrialRun:
                 metrics.setdefault("batches_per_second", per_second)
                 metrics.setdefault("samples_per_second", per_second * self._records_per_batch)
                 self._send_training(metrics)
-            samples = [sample for _, _, sample in agreement.shares]
-            self._telemetry.report(samples, batches, self._records_per_batch)
+                samples = [packed and RankSample.unpack(packed) for _, _, packed in agreement.shares]
+                self._telemetry.report(samples, batches, self._records_per_batch)
             self._sinks.upload(at_once=False)
             self._window.reset()
             self._window_seconds = 0.0
