@@ -254,10 +254,12 @@ def test_settings_come_from_the_config_and_wrong_ones_are_named() -> None:
 
     assert StallSettings.from_config(None) == StallSettings(120.0, "report")
     assert read({"stall_timeout": 30, "stall_action": "restart"}) == StallSettings(30.0, "restart")
-    for wrong in (0, -1, True, "2m", float("inf")):
+    for wrong in (0, -1, True, "2m"):
         with pytest.raises(
             ConfigError, match=r"data\.dstrial\.stall_timeout is .*; expected a number of seconds above 0"
         ):
             read({"stall_timeout": wrong})
-    with pytest.raises(ConfigError, match=r"data\.dstrial\.stall_action is .*; expected report"):
+    with pytest.raises(
+        ConfigError, match=r"data\.dstrial\.stall_action is .*; expected one of .report., .restart."
+    ):
         read({"stall_action": "kill"})
