@@ -277,7 +277,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
 def _hosts_and_slots(
     args: argparse.Namespace, allocation: Allocation | None
 ) -> tuple[tuple[Host, ...], int | None]:
-    """Return the hosts, none for this machine, and the slots of the trial, None by default.
+    """Return the hosts, none for this machine, and the trial's slots, None by default.
 
     Over hosts that is ``--slots``, or a ``slots_per_trial`` that the user has written, else all slots.
     """
@@ -512,7 +512,10 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
 
 @contextlib.contextmanager
 def _master_of(request: _Request, run_directory: RunDirectory, out: LossTolerantStream) -> Iterator[Master]:
-    """Return the master that trains: the user's, started if none runs; in a job one of the run's own."""
+    """Return the master that trains.
+
+    That is the user's, which is started if none runs; in a job of Slurm's it is one of the run's own.
+    """
     from dstrial.cli.run_submission import find_or_start_master, own_master
     from dstrial.master.daemon import MasterOptions
 

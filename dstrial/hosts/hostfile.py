@@ -36,7 +36,9 @@ class Host:
 
 
 def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Return the filtered hosts of a hostfile, in its order. Filters look like ``host1@host2:0,2``.
+    """Return the filtered hosts of a hostfile, in its order.
+
+    Filters look like ``host1@host2:0,2``.
 
     Raises:
         ConfigError: with everything that is wrong with the file and the filters.

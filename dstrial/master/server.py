@@ -411,7 +411,7 @@ def main(words: list[str]) -> int:
 
 
 def _end_with(owner_pid: int) -> None:
-    """Have Linux send SIGTERM when the parent process dies: trials are stopped with a checkpoint."""
+    """Stop the trials with a checkpoint and end if the parent process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != owner_pid:
         sys.exit(1)

@@ -75,7 +75,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def noted_signals(*more: signal.Signals) -> Iterator[list[signal.Signals]]:
-    """Note SIGINT, SIGTERM, SIGHUP and ``more`` in a list while the block lasts; none ends it.
+    """Note SIGINT, SIGTERM, SIGHUP and ``more`` in a list; none ends the block.
 
     For a command that starts or follows processes and decides itself what a request to stop means; ranks take
     :class:`StopSignals`.
