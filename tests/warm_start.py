@@ -236,7 +236,6 @@ def _started() -> ForkServer:
         listener=_listener(),
         free=_FREE,
         copied=_COPIED,
-        huge_pages=True,
     )
     atexit.register(server.close)
     servers.add(server.pid or 0)

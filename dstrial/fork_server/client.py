@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dstrial.fork_server.fork import ROOM_BYTES, ROOM_VARIABLE, Program
+from dstrial.fork_server.fork import Program
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE, differing, key_of
 from dstrial.fork_server.messages import MAX_FILES, receive, send
 from dstrial.process_state import is_stopped
@@ -102,7 +102,6 @@ class Connection:
         program: Program,
         files: Sequence[int],
         *,
-        mark: str | None = None,
         free: Collection[str] = (),
         known: Callable[[int], None] = _do_nothing,
     ) -> int:
@@ -116,7 +115,7 @@ class Connection:
         why_not = self.why_not(program.environment, free)
         if why_not:
             raise ForkRefusedError(why_not)
-        asked = {"program": program.to_json(), "call": None, "title": list(program.words), "mark": mark}
+        asked = {"program": program.to_json(), "call": None, "title": list(program.words)}
         with _adopting_orphans():
             return self._ask(asked | {"places": program.places, "is_adopted": True}, files, known)
 
@@ -129,7 +128,6 @@ class Connection:
         *,
         title: Sequence[str],
         places: Sequence[str] = (),
-        mark: str | None = None,
         known: Callable[[int], None] = _do_nothing,
     ) -> int:
         """Call a function in a fork that leads a session and outlives the server.
@@ -141,7 +139,7 @@ class Connection:
             ForkRefusedError: only a new process will do.
         """
         call = {"file": str(file), "name": name, "arguments": list(arguments)}
-        asked = {"program": None, "call": call, "title": list(title), "mark": mark, "is_adopted": False}
+        asked = {"program": None, "call": call, "title": list(title), "is_adopted": False}
         return self._ask(asked | {"places": list(places)}, files, known)
 
     def close(self) -> None:
@@ -159,9 +157,6 @@ class Connection:
                 os.kill(self._child, signal.SIGKILL)
 
     def _ask(self, asked: dict[str, Any], files: Sequence[int], known: Callable[[int], None]) -> int:
-        mark = asked["mark"]
-        if mark is not None and len(mark.encode()) > ROOM_BYTES:
-            raise ForkRefusedError(f"there is no room to show {mark.partition('=')[0]} ({ROOM_BYTES} bytes)")
         wait, go = os.pipe()
         try:
             try:
@@ -224,12 +219,10 @@ class ForkServer(Connection):
         listener: socket.socket | None = None,
         free: Sequence[str] = (),
         copied: Sequence[str] = WITH_COPIES,
-        huge_pages: bool = False,
     ) -> ForkServer:
         """Start a server that imports ``imports`` and ends with this process.
 
-        ``listener`` lets others of this account ask it. ``copied`` are modules that start others, as ``WITH_COPIES``. With
-        ``huge_pages`` it first moves its memory, for up to a second, and forks in half the time.
+        ``listener`` lets others of this account ask it. ``copied`` are modules that start others, as ``WITH_COPIES``.
         """
         ours, theirs = socket.socketpair()
         server = cls(ours, key_of(environment), free=free)
@@ -239,7 +232,6 @@ class ForkServer(Connection):
             "listener": others[0] if others else None,
             "free": list(free),
             "copied": list(copied),
-            "huge_pages": huge_pages,
             "imports": list(imports),
             # Room for the command lines that /proc shows of forks.
             "room": "-" * 256,
@@ -248,7 +240,7 @@ class ForkServer(Connection):
             server._process = subprocess.Popen(
                 [python, "-m", "dstrial.fork_server.server", json.dumps(options)],
                 # Asking NVML for devices leaves no state that a fork would not survive.
-                env={**server.key, NVML_CHECK_VARIABLE: "1", ROOM_VARIABLE: "-" * ROOM_BYTES},
+                env={**server.key, NVML_CHECK_VARIABLE: "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -359,8 +351,8 @@ class OwnForkServer:
 class ForkedPopen(subprocess.Popen[Any]):
     """A ``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork, if it may be.
 
-    ``told`` is called with the reason where it is a new process all the same, ``known`` with its pid before it begins. ``mark``
-    is ``NAME=value`` by which /proc/PID/environ tells it.
+    ``told`` is called with the reason where it is a new process all the same, ``known`` with its pid before it begins.
+    ``start_new_group`` makes it the leader of a process group in its parent's session.
     """
 
     def __init__(
@@ -369,14 +361,14 @@ class ForkedPopen(subprocess.Popen[Any]):
         args: Sequence[str],
         *,
         told: Callable[[str], None] = _do_nothing,
-        mark: str | None = None,
+        start_new_group: bool = False,
         free: Collection[str] = (),
         known: Callable[[int], None] = _do_nothing,
         **options: Any,
     ) -> None:
         self._connection = connection
         self._told = told
-        self._mark = mark
+        self._start_new_group = start_new_group
         self._free = free
         self._known = known
         super().__init__(args, **options)
@@ -397,14 +389,13 @@ class ForkedPopen(subprocess.Popen[Any]):
             dict(os.environ if asked["env"] is None else asked["env"]),
             os.fspath(Path.cwd() / os.fsdecode(asked["cwd"] or "")),
             bool(asked["start_new_session"]),
+            self._start_new_group,
             kept,
         )
         pipes = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
         files = [*(number if file == -1 else file for number, file in enumerate(pipes)), *kept]
         try:
-            self.pid = self._connection.start_program(
-                program, files, mark=self._mark, free=self._free, known=self._known
-            )
+            self.pid = self._connection.start_program(program, files, free=self._free, known=self._known)
         except ForkRefusedError as reason:
             self._told(str(reason))
             execute(*given)

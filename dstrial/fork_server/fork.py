@@ -23,23 +23,16 @@ import tempfile
 import threading
 import traceback
 import types
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dstrial.fork_server.key import import_places
 
-ROOM_VARIABLE = "DSTRIAL_PROC_ROOM"
-"""A variable of the server whose place in memory, which /proc/PID/environ shows, is for marks of its forks."""
-ROOM_BYTES = 1024
 FAILED_TO_BEGIN = 70
 """Exit code of a fork that could not be made like a new process (EX_SOFTWARE of sysexits.h)."""
 
 _DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
-# With their objects, as a directory is removed as well when nobody has its object any more.
-_directories_of_imports: list[tuple[tempfile.TemporaryDirectory[str], Callable[[], object]]] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +46,7 @@ class Program:
     environment: Mapping[str, str]
     directory: str
     leads_session: bool = False
+    leads_group: bool = False
     kept_files: tuple[int, ...] = ()
 
     @property
@@ -90,8 +84,7 @@ class Origin:
         sources: for each file of a module, when it was changed (ns since 1970), and its bytes.
         absent: modules that its imports asked for and did not find.
         copied: modules whose programs have a copy of what they were before they began, for forks of their own.
-        marks_at: address and bytes of the memory that /proc/PID/environ shows for marks; None for none.
-        words_at: the same of /proc/PID/cmdline.
+        words_at: address and bytes of the memory that /proc/PID/cmdline shows; None if unknown.
     """
 
     environment: Mapping[str, str]
@@ -103,7 +96,6 @@ class Origin:
     sources: Mapping[str, tuple[int, int]]
     absent: frozenset[str]
     copied: frozenset[str]
-    marks_at: tuple[int, int] | None
     words_at: tuple[int, int] | None
 
     @classmethod
@@ -116,10 +108,10 @@ class Origin:
         absent: Iterable[str] = (),
     ) -> Origin:
         """Describe this process; ``foreign`` are the open files that are not its imports'."""
-        _prepare_to_fork()
+        sys.path_importer_cache.clear()
+        importlib.invalidate_caches()
         added = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         numbers = sorted(signal.valid_signals())
-        marks_at, words_at = _shown_memory()
         return cls(
             environment=dict(environment),
             added=added,
@@ -130,8 +122,7 @@ class Origin:
             sources=_sources(),
             absent=frozenset(absent),
             copied=frozenset(copied),
-            marks_at=marks_at,
-            words_at=words_at,
+            words_at=_shown_memory(),
         )
 
     def why_not_keep(self, files: Iterable[int]) -> str:
@@ -169,7 +160,7 @@ class Origin:
         if cuda is not None and (cuda.is_initialized() or (cuda._is_in_bad_fork() and _may_have_devices())):
             return "it has used an accelerator"
         for file, known in self.sources.items():
-            if _version_of(file) != known:
+            if _version_of(file) not in (known, None):  # torch 2.6 imports a module that a fork's end deletes
                 return f"{file} has changed since it was imported"
         return ""
 
@@ -199,8 +190,10 @@ def become(
         close_all_but(origin.descriptors.union(program.kept_files))
         if program.leads_session:
             os.setsid()
+        elif program.leads_group:
+            os.setpgid(0, 0)
         prepare()
-        show(origin, None, [sys.executable, *program.words])
+        show(origin, [sys.executable, *program.words])
         environment = {**origin.added, **program.environment}
         os.environ.clear()
         os.environ.update(environment)
@@ -231,18 +224,11 @@ def run_call(function: Callable[[], Any], origin: Origin, files: Sequence[int]) 
     os._exit(0)
 
 
-def show(origin: Origin, mark: str | None, words: Sequence[str]) -> None:
-    """Have /proc/PID/environ and /proc/PID/cmdline show a mark and a command line.
+def show(origin: Origin, words: Sequence[str]) -> None:
+    """Have /proc/PID/cmdline show a command line.
 
-    Both show memory of the first program of a process (proc(5)).
-
-    Raises:
-        ValueError: there is no room for the mark.
+    It shows memory of the first program of a process (proc(5)).
     """
-    if mark is not None:
-        if origin.marks_at is None or len(mark.encode()) >= origin.marks_at[1]:
-            raise ValueError(f"no room to show {mark.partition('=')[0]}; expected at most {ROOM_BYTES} bytes")
-        _write(origin.marks_at, mark.encode())
     if origin.words_at is not None:
         _write(origin.words_at, b"\0".join(word.encode(errors="replace") for word in words))
 
@@ -415,46 +401,6 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _prepare_to_fork() -> None:
-    """Do beforehand, or leave out, what every fork would do to copies of its own.
-
-    Directories that finders have read are forgotten. At its end a fork would take apart each operator that torch's modules have
-    registered, which changes nothing outside of it, and remove the temporary directories that imports have made, which are not
-    its own; what the program itself makes is taken apart as ever.
-    Source: torch 2.6 and 2.13 ``library.py``, ``Library``, whose objects have a ``weakref.finalize`` with ``_del_library``;
-    CPython 3.10 to 3.13 ``tempfile.py``, ``TemporaryDirectory``, which has one with ``_cleanup``.
-    """
-    sys.path_importer_cache.clear()
-    importlib.invalidate_caches()
-    takes_apart = getattr(sys.modules.get("torch.library"), "_del_library", None)
-    removes = tempfile.TemporaryDirectory._cleanup.__func__  # type: ignore[attr-defined]
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        known = finalizer.peek()
-        if known is None:
-            continue
-        if known[1] is takes_apart:
-            finalizer.atexit = False
-        elif getattr(known[1], "__func__", None) is removes and finalizer.atexit:
-            finalizer.atexit = False
-            _directories_of_imports.append((known[0], finalizer))
-
-
-def remove_directories_of_imports() -> None:
-    """Remove the temporary directories that imports have made.
-
-    For the process that has made them, at its end. Forks may go on, and have all that was imported; a directory with anything
-    else in it stays, as after a kill.
-    Source: torch 2.6 ``distributed/nn/jit/instantiator.py``, which imports a module that it writes into such a directory.
-    """
-    imported = _sources()
-    for directory, finalizer in _directories_of_imports:
-        with contextlib.suppress(OSError), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # that nobody has asked for it
-            found = [path for path in Path(directory.name).rglob("*") if not path.is_dir()]
-            if {str(path) for path in found if path.suffix != ".pyc"} <= imported.keys():
-                finalizer()
-
-
 def _sources() -> dict[str, tuple[int, int]]:
     found = {}
     for module in list(sys.modules.values()):
@@ -474,21 +420,16 @@ def _version_of(file: str) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def _shown_memory() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """Return where /proc shows variables to be replaced, and the command line."""
+def _shown_memory() -> tuple[int, int] | None:
+    """Return the address and the bytes of what /proc shows as the command line."""
     try:
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        # proc(5): arg_start, arg_end, env_start and env_end are the fields 48 to 51; the state is the third.
-        words_at, words_end, variables_at, variables_end = (int(field) for field in fields[45:49])
-        variables = ctypes.string_at(variables_at, variables_end - variables_at)
+        # proc(5): arg_start and arg_end are the fields 48 and 49; the state is the third.
+        begin, end = (int(field) for field in fields[45:47])
     except (OSError, ValueError):
-        return None, None
-    at = variables.find(f"{ROOM_VARIABLE}=".encode())
-    if words_end <= words_at:
-        return None, None
-    room = None if at < 0 else (variables_at + at, len(variables[at:].partition(b"\0")[0]))
-    return room, (words_at, words_end - words_at)
+        return None
+    return (begin, end - begin) if end > begin else None
 
 
 def _write(place: tuple[int, int], data: bytes) -> None:

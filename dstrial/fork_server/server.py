@@ -9,7 +9,6 @@ of who has started it, which the kernel closes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import gc
@@ -24,18 +23,15 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from dstrial import collector
 from dstrial.fork_server import client
 from dstrial.fork_server.fork import (
-    ROOM_VARIABLE,
     Origin,
     Program,
     become,
     close_all_but,
-    remove_directories_of_imports,
     run_call,
     show,
 )
@@ -45,8 +41,6 @@ from dstrial.fork_server.messages import receive, send
 _PID = struct.Struct("i")
 _REAPS_EVERY_S = 1.0
 _BEGINS_WITHIN_S = 5.0
-_MADV_COLLAPSE = 25  # asm-generic/mman-common.h
-_HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def main(words: Sequence[str]) -> None:
@@ -55,7 +49,6 @@ def main(words: Sequence[str]) -> None:
     connection = socket.socket(fileno=options["descriptor"])
     connection.set_inheritable(False)
     foreign = {number for number in (options["descriptor"], options["listener"]) if number is not None}
-    os.environ.pop(ROOM_VARIABLE, None)
     # DeepSpeed sets it when it is imported; here it is set before.
     environment = {name: value for name, value in os.environ.items() if name != NVML_CHECK_VARIABLE}
     places = set(
@@ -64,12 +57,10 @@ def main(words: Sequence[str]) -> None:
     path = [place for place in sys.path[1:] if place not in places]
     with collector.paused_for_good():
         failures, absent = _import(options["imports"])
-    if options["huge_pages"]:
-        use_huge_pages()
     origin = Origin.here(environment, path, foreign, options["copied"], absent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its end is the end of who has started it
-    show(origin, None, [sys.executable, "-m", "dstrial.fork_server.server", "(imported ahead)"])
+    show(origin, [sys.executable, "-m", "dstrial.fork_server.server", "(imported ahead)"])
     why_not = origin.why_not_fork()
     if why_not:
         failures[""] = why_not
@@ -78,32 +69,7 @@ def main(words: Sequence[str]) -> None:
     if options["listener"] is not None:
         listener = socket.socket(fileno=options["listener"])
         listener.set_inheritable(False)
-    serve(connection, origin, listener, options["free"], at_end=remove_directories_of_imports)
-
-
-def use_huge_pages() -> int:
-    """Move this process's anonymous memory into huge pages; return the bytes moved.
-
-    A fork copies the page tables of its parent: an entry for each 4 KiB, or one for each huge page, of 2 MiB on x86. To be called
-    before there are forks, which share the pages that are moved away from. Needs Linux 6.1; elsewhere nothing is moved.
-    """
-    try:
-        size = int(_HUGE_PAGE_FILE.read_text(encoding="utf-8"))
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-        libc = ctypes.CDLL(None)
-    except (OSError, ValueError):
-        return 0
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    moved = 0
-    for line in maps.splitlines():
-        places, rights, *_, inode_or_name = line.split(maxsplit=5)
-        if not rights.startswith("rw-p") or inode_or_name not in ("0", "[heap]"):
-            continue
-        begin, end = (int(place, 16) for place in places.split("-"))
-        for address in range(-(-begin // size) * size, end - size + 1, size):
-            # One after the other: the first that cannot be moved, as it was never written to, would end a larger call.
-            moved += size if libc.madvise(address, size, _MADV_COLLAPSE) == 0 else 0
-    return moved
+    serve(connection, origin, listener, options["free"])
 
 
 def serve(
@@ -111,11 +77,10 @@ def serve(
     origin: Origin,
     listener: socket.socket | None = None,
     free: Sequence[str] = (),
-    at_end: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Do what is asked, until ``owner`` can ask no more.
 
-    Others of the same account may ask at ``listener``. ``at_end`` is called when the owner has gone.
+    Others of the same account may ask at ``listener``.
     """
     asking = [owner]
     while True:
@@ -129,7 +94,6 @@ def serve(
             if _answer(connection, origin):
                 continue
             if connection is owner:
-                at_end()
                 os._exit(0)
             asking.remove(connection)
             connection.close()
@@ -237,7 +201,7 @@ def _is_readable(descriptor: int) -> bool:
 def _begin(message: dict[str, Any], standard: Sequence[int], go: int, tell: int, origin: Origin) -> NoReturn:
     """Be the fork: wait until it is known, and become what was asked for."""
     try:
-        show(origin, message["mark"], [sys.executable, *message["title"]])
+        show(origin, [sys.executable, *message["title"]])
         os.write(tell, _PID.pack(os.getpid()))
         # Nobody knows of this process if who asks is gone.
         if os.read(go, 1) != b"g":
@@ -331,7 +295,7 @@ def _serve_program(theirs: socket.socket, origin: Origin) -> NoReturn:
             os.dup2(null, number)
         # Above all the program's output: it ends with the program.
         close_all_but(origin.descriptors | {theirs.fileno()})
-        show(origin, None, [sys.executable, "-m", "dstrial.fork_server.server", "(ranks)"])
+        show(origin, [sys.executable, "-m", "dstrial.fork_server.server", "(ranks)"])
         serve(theirs, origin)
     finally:
         os._exit(1)

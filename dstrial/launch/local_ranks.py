@@ -323,7 +323,7 @@ class _Ranks:
                     else:
                         os.close(read)
                 try:
-                    process = _popen(command, env=environment, start_new_session=True, **outputs)
+                    process = _popen(command, env=environment, **outputs)
                 except OSError as error:
                     raise LaunchError(
                         f"rank {rank} could not be started: {error}; expected a process that runs "
@@ -411,11 +411,13 @@ def _popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a rank, as a fork if this process has a fork server."""
     connection = client.of_this_process
     if connection is None or tuple(command[:3]) != (sys.executable, "-m", "dstrial.launch.rank_main"):
-        return subprocess.Popen(command, **options)
+        return subprocess.Popen(command, start_new_session=True, **options)
+    # In the session of the supervisor, by which a master finds what is left of a forked trial.
     return client.ForkedPopen(
         connection,
         command,
         told=lambda reason: logger.warning("a rank starts as a new process, not as a fork: %s", reason),
+        start_new_group=True,
         **options,
     )
 

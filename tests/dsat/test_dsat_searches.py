@@ -36,7 +36,7 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     _wait_for(lambda: events(output, "submitted"), first)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    launcher = (output / "workers" / "1" / "launcher.pid").read_text()
+    launcher = (output / "workers" / "1" / "launcher.stat").read_text().split()[0]
 
     second = begun(words, tmp_path / "second.log")
     _wait_for(lambda: events(output, "result"), second)
@@ -47,12 +47,12 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     assert second.wait(60) == 128 + signal.SIGINT
     told = (tmp_path / "second.log").read_text()
     assert "trial 1 goes on" in told
-    assert (output / "workers" / "1.1" / "launcher.pid").read_text() == launcher
+    assert (output / "workers" / "1.1" / "launcher.stat").read_text().split()[0] == launcher
     assert "search:        not finished (SIGINT)" in told
     assert "best:          trial " in told
     assert json.loads((output / "best_ds_config.json").read_text())["train_batch_size"] == 64
     assert "interrupted by SIGINT" in (output / "report.html").read_text()
-    assert not _is_running(int((output / "workers" / "1" / "launcher.pid").read_text()))
+    assert not _is_running(int((output / "workers" / "1" / "launcher.stat").read_text().split()[0]))
 
     third = begun(words, tmp_path / "third.log")
     _wait_for(lambda: [event["trial_id"] for event in events(output, "submitted")][-2:] == [3, 3], third)

@@ -19,7 +19,6 @@ from waiting import wait_for
 
 from dstrial.fork_server import client
 from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, ForkServer
-from dstrial.fork_server.server import use_huge_pages
 from dstrial.process_state import read_state
 
 pytestmark = pytest.mark.process
@@ -90,19 +89,16 @@ def test_what_is_left_open_is_written_and_threads_and_exit_handlers_run(
     assert read == {"kept": "text", "raw": "bytes", "at_exit": "ran", "thread": "ended"}
 
 
-def test_a_mark_and_the_command_line_are_seen_in_proc(server: ForkServer, tmp_path: Path) -> None:
+def test_the_command_line_is_seen_in_proc(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "import sys; sys.stdin.read()")
     with ForkedPopen(
         server,
         [sys.executable, script, "word"],
         env=_VARIABLES,
         told=_fail,
-        mark="MARK=of this one",
         stdin=subprocess.PIPE,
     ) as process:
-        seen = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-        assert b"MARK=of this one" in seen
         assert words[:3] == [sys.executable.encode(), script.encode(), b"word"]
         process.communicate()
     assert process.returncode == 0
@@ -179,16 +175,6 @@ def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -
         assert told == []
     finally:
         server.close()
-
-
-def test_a_mark_without_room_is_no_fork(server: ForkServer, tmp_path: Path) -> None:
-    script = _script(tmp_path, "")
-    reasons: list[str] = []
-    process = ForkedPopen(
-        server, [sys.executable, script], env=_VARIABLES, told=reasons.append, mark="MARK=" + "x" * 5000
-    )
-    assert process.wait(_DEADLINE_S) == 0
-    assert reasons == ["there is no room to show MARK (1024 bytes)"]
 
 
 def test_another_environment_is_a_new_process_and_named(server: ForkServer, tmp_path: Path) -> None:
@@ -416,38 +402,6 @@ def test_the_last_of_hundreds_of_forks_begins_like_the_first(
     assert (last[0], last[2]) == (first[0], first[2])
     assert last[1] < first[1] + 2048  # KiB
     assert len(list(Path("/proc/self/fd").iterdir())) <= own_files
-
-
-HOLDER = "held = [bytes([number % 256]) * 1_000 for number in range(20_000)]"
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_server_of_many_forks_moves_its_memory_into_huge_pages(tmp_path: Path, asked: bool) -> None:
-    """Without them a fork copies a page table entry for each 4 KiB of it."""
-
-    def in_huge_pages(pid: int | None) -> int:
-        (line,) = (
-            line
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            if line.startswith("AnonHugePages:")
-        )
-        return int(line.split()[1])
-
-    (tmp_path / "holder.py").write_text(HOLDER, encoding="utf-8")
-    variables = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer.start(variables, ["holder"], log=tmp_path / "log", huge_pages=asked)
-    try:
-        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        moved_kib = in_huge_pages(server.pid)
-        script = _script(tmp_path, "import holder; print(sum(map(len, holder.held)), set(holder.held[257]))")
-        said = _run(server, [script], env=variables).stdout
-    finally:
-        server.close()
-
-    assert said == "20000000 {1}\n"
-    if asked and not use_huge_pages():
-        pytest.skip("this kernel moves nothing into huge pages when it is asked")
-    assert moved_kib >= 10_000 if asked else moved_kib == 0
 
 
 def test_a_popen_without_a_server_is_a_new_process(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -192,69 +191,7 @@ def test_its_streams_are_those_of_its_files(server: ForkServer, tmp_path: Path) 
     assert texts[0] == texts[1]
 
 
-OPERATORS = """
-import torch, weakref
-ours = torch.library.Library("ours", "DEF")
-ours.define("twice(Tensor x) -> Tensor")
-found = [one for one in weakref.finalize._registry if one.atexit and one.peek()[1] is torch.library._del_library]
-print(len(found))
-weakref.finalize(ours, print, "at its end").atexit = True
-"""
-
-
-def test_at_its_end_no_operators_of_torchs_modules_are_taken_apart_but_its_own(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    (tmp_path / "operators.py").write_text(OPERATORS)
-
-    assert outcome(server, ["operators.py"], tmp_path)[:2] == (0, "1\nat its end\n")
-    assert int(outcome(None, ["operators.py"], tmp_path)[1].split()[0]) > 10, "torch has none of its own"
-
-
 @pytest.mark.parametrize("name", ENDS)
 def test_it_ends_the_same(server: ForkServer, tmp_path: Path, name: str) -> None:
     (tmp_path / "ends.py").write_text(ENDS[name])
     assert outcome(server, ["ends.py"], tmp_path) == outcome(None, ["ends.py"], tmp_path)
-
-
-# As torch 2.6 does: a module is written into a directory that its maker's end removes, and imported from there.
-MAKES_DIRECTORIES = """
-import os, pathlib, sys, tempfile
-ours, with_data = (tempfile.TemporaryDirectory(prefix="of-imports-") for _ in range(2))
-pathlib.Path(ours.name, "written_by_an_import.py").touch()
-pathlib.Path(with_data.name, "data").touch()
-sys.path.append(ours.name)
-import written_by_an_import
-where = [ours.name, with_data.name]
-there = lambda: [os.path.isdir(one) for one in where]
-"""
-ASKS_FOR_DIRECTORIES = """
-import json, makes_directories, tempfile
-own = tempfile.TemporaryDirectory(prefix="of-a-fork-")
-print(json.dumps([makes_directories.where, makes_directories.there(), own.name]))
-del makes_directories.ours
-"""
-
-
-def test_at_its_end_no_directories_are_removed_but_its_own(tmp_path: Path) -> None:
-    (tmp_path / "makes_directories.py").write_text(MAKES_DIRECTORIES)
-    (tmp_path / "asks.py").write_text(ASKS_FOR_DIRECTORIES)
-    environment = variables(PYTHONPATH=str(tmp_path), TMPDIR=str(tmp_path))
-    server = ForkServer.start(environment, ["makes_directories"], log=tmp_path / "log")
-    warm_start.servers.add(server.pid or 0)
-    try:
-        assert server.is_ready(DEADLINE_S), (tmp_path / "log").read_text()
-        said = [json.loads(outcome(server, ["asks.py"], tmp_path, env=environment)[1]) for _ in range(2)]
-    finally:
-        server.close()
-        warm_start.servers.discard(server.pid or 0)
-
-    of_imports, were_there, of_forks = zip(*said, strict=True)
-    assert of_imports[0] == of_imports[1]
-    assert were_there == ([True, True], [True, True])
-    assert of_forks[0] != of_forks[1]
-    assert not any(Path(one).exists() for one in of_forks)
-    # The server's own end; what a fork that goes on may still read stays.
-    there = [Path(one).exists() for one in of_imports[0]]
-    shutil.rmtree(of_imports[0][1])
-    assert there == [False, True]

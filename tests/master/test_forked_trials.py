@@ -23,9 +23,8 @@ from waiting import wait_for
 from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.fork_server.key import is_free
 from dstrial.harness_paths import WARM_VARIABLE
-from dstrial.master.backends.environment import MARKER_VARIABLE
 from dstrial.master.backends.fork_servers import shown_servers
-from dstrial.master.backends.supervisor import descendants
+from dstrial.master.backends.supervisor import descendants, members_of_session
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -137,23 +136,13 @@ def lives(pid: int) -> bool:
         return False
 
 
-def spec_of(master: MasterForTest, trial_id: int) -> tuple[str, int]:
-    """Return the marker and the supervisor of the one allocation that runs for a trial."""
+def supervisor_of(master: MasterForTest, trial_id: int) -> int:
+    """Return the supervisor of the one allocation that runs for a trial."""
     for directory in (master.state.path / "allocations").iterdir():
         spec = json.loads((directory / "spec.json").read_text())
         if spec["environment"].get("DET_TRIAL_ID") == str(trial_id):
-            return spec["marker"], json.loads((directory / "supervisor.json").read_text())["pid"]
+            return int(json.loads((directory / "supervisor.json").read_text())["pid"])
     raise AssertionError(f"no allocation of trial {trial_id}")
-
-
-def marked(marker: str) -> list[int]:
-    wanted = f"{MARKER_VARIABLE}={marker}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
 
 
 def small(**changes: Any) -> dict[str, Any]:
@@ -353,22 +342,22 @@ def test_one_trial_after_the_other_is_a_fork_whatever_it_imports_and_goes_on_aft
     assert (shown.pid, shown.num_forks - before.num_forks) == (server, 3)
 
 
-@pytest.mark.parametrize("is_supervisor_killed", [False, True], ids=["by its supervisor", "by the marker"])
+@pytest.mark.parametrize("is_supervisor_killed", [False, True], ids=["by its supervisor", "by its session"])
 def test_a_forked_trial_that_is_killed_leaves_no_process(
     master: MasterForTest, is_supervisor_killed: bool
 ) -> None:
     experiment_id, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
-    marker, supervisor = spec_of(master, trial_id)
+    supervisor = supervisor_of(master, trial_id)
     seen = {*descendants(supervisor), supervisor}
     assert len(seen) >= 3  # with its launcher and its rank
-    assert seen <= set(marked(marker))
+    assert seen <= members_of_session(supervisor)
 
     if is_supervisor_killed:
         os.kill(supervisor, signal.SIGKILL)
     killed = master.det("trial", "kill", str(trial_id))
 
     assert is_supervisor_killed or killed.returncode == 0, killed.stderr
-    wait_for(lambda: not marked(marker) and not any(map(lives, seen)), "a process is left")
+    wait_for(lambda: not members_of_session(supervisor) and not any(map(lives, seen)), "a process is left")
     give_up_at_s = time.monotonic() + DEADLINE_S
     while trials(master, experiment_id)[0]["state"] not in ("STATE_CANCELED", "STATE_ERROR"):
         assert time.monotonic() < give_up_at_s, trials(master, experiment_id)[0]["state"]
@@ -435,13 +424,13 @@ def test_a_forked_trial_outlives_the_master_and_the_server_does_not(master: Mast
 
 def test_no_process_is_left_when_the_master_goes_down(master: MasterForTest) -> None:
     _, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
-    marker, supervisor = spec_of(master, trial_id)
+    supervisor = supervisor_of(master, trial_id)
     seen = {*descendants(supervisor), supervisor, *descendants(master.record.pid), master.record.pid}
 
     ended = master.dstrial("down", "--now")
 
     assert ended.returncode == 0, ended.stderr
-    assert not marked(marker)
+    assert not members_of_session(supervisor)
     wait_for(lambda: not any(map(lives, seen)), f"left: {[words_of(pid) for pid in seen]}")
     master.up()
 

@@ -34,7 +34,6 @@ from dstrial.local.json_files import read_json, read_json_lines, write_json_atom
 from dstrial.local.measuring_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 
-_WORKER_VARIABLE = "DSTRIAL_DSAT_WORKER"
 _REPEATABLE = (
     FailureKind.DEVICE_OOM,
     FailureKind.HOST_OOM,
@@ -81,9 +80,7 @@ class LocalBackend:
             RUNS_DIR_VARIABLE: str(directory / "runs"),
         }
         words = local_command(self._settings, str(config_path), sys.executable)
-        running = launch(
-            words, directory, cwd=self._settings.context_dir, variables=variables, mark=RESULT_VARIABLE
-        )
+        running = launch(words, directory, cwd=self._settings.context_dir, variables=variables)
         self._running[spec.trial_id] = running
         return {"pid": running.pid}
 
@@ -91,7 +88,7 @@ class LocalBackend:
         """Take back a launcher that runs, has a result, or an error that would recur."""
         del handle
         directory = self._record.trial_path(spec.trial_id)
-        running = found(directory, f"{RESULT_VARIABLE}={_result_path(directory)}")
+        running = found(directory)
         if running is None:
             return False
         if running.exit_code is not None and _result(directory) is None and not _has_failed(directory):
@@ -156,7 +153,7 @@ class LocalPlacement:
     def find_running(self, worker: int) -> dict[str, Any] | None:
         """Find the launcher of a worker that lives, or that has left results."""
         directory = self._record.worker_path(worker)
-        running = found(directory, f"{_WORKER_VARIABLE}={directory}")
+        running = found(directory)
         if running is None:
             return None
         open_numbers = {order.number for order in self.task_queue(worker).orders}
@@ -180,13 +177,10 @@ class LocalPlacement:
         variables = {
             **os.environ,
             **self._settings.experiment.environment_variables,
-            _WORKER_VARIABLE: str(directory),
             RUNS_DIR_VARIABLE: str(directory / "runs"),
         }
         words = worker_command(self._settings, str(config_path), str(directory), sys.executable)
-        running = launch(
-            words, directory, cwd=self._settings.context_dir, variables=variables, mark=_WORKER_VARIABLE
-        )
+        running = launch(words, directory, cwd=self._settings.context_dir, variables=variables)
         self._running[worker] = running
         return {"pid": running.pid}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, OwnForkServer, trains_trial_class
-from dstrial.process_state import read_state
+from dstrial.process_state import parse_stat, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,11 @@ _END_S = 20.0
 _IMPORT_TIMEOUT_S = 60.0
 _SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
 _ROOM_BYTES = 2**16
+_STAT_NAME = "launcher.stat"
 
-# The launcher's shell writes its own id before it becomes the launcher, so that a search which is killed between the
-# two finds it again.
-_WRITE_PID = 'echo $$ > "$0" && exec "$@"'
+# The launcher's shell writes its own line of /proc, with process id and start time, before it becomes the launcher, so that a
+# search which is killed between the two finds it again.
+_WRITE_STAT = 'cat "/proc/$$/stat" > "$0" && exec "$@"'
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,8 +35,8 @@ class LauncherProcess:
     """A launcher that runs, or ran; it leads a session of its own."""
 
     pid: int
+    start_ticks: int  # since boot, which tells it from another process of that id
     started_s: float
-    mark: str  # ``NAME=value`` in its environment, which tells it from another process of that id
     process: subprocess.Popen[bytes] | None = None  # None if another process of this search started it
 
     @property
@@ -43,7 +44,9 @@ class LauncherProcess:
         """The exit status; -1 for an ended launcher not our child, None while it runs."""
         if self.process is not None:
             return self.process.poll()
-        return None if is_marked(self.pid, self.mark) else -1
+        state = read_state(self.pid)
+        is_alive = state is not None and not state.has_ended and state.start_ticks == self.start_ticks
+        return None if is_alive else -1
 
     def end(self) -> None:
         """Ask the launcher to end its ranks, and kill it if it does not."""
@@ -66,7 +69,7 @@ class LauncherProcess:
 
 
 def launch(
-    words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str], mark: str
+    words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str]
 ) -> LauncherProcess:
     """Start a launcher with its output and process id in a directory that exists."""
     room = directory / ".room"
@@ -84,17 +87,15 @@ def launch(
             "stderr": subprocess.STDOUT,
             "start_new_session": True,
         }
-        assignment = f"{mark}={variables[mark]}"
-        pid_path = directory / "launcher.pid"
-        process = _forked(words, pid_path, assignment, options) or subprocess.Popen(
-            ["/bin/sh", "-c", _WRITE_PID, str(pid_path), *words], **options
+        stat_path = directory / _STAT_NAME
+        process = _forked(words, stat_path, options) or subprocess.Popen(
+            ["/bin/sh", "-c", _WRITE_STAT, str(stat_path), *words], **options
         )
-    return LauncherProcess(process.pid, time.time(), assignment, process)
+    state = read_state(process.pid)
+    return LauncherProcess(process.pid, 0 if state is None else state.start_ticks, time.time(), process)
 
 
-def _forked(
-    words: Sequence[str], pid_path: Path, mark: str, options: dict[str, Any]
-) -> subprocess.Popen[bytes] | None:
+def _forked(words: Sequence[str], stat_path: Path, options: dict[str, Any]) -> subprocess.Popen[bytes] | None:
     """Start a launcher and its ranks as forks; None where only a new process will do."""
     may_fork = words[0] == sys.executable and trains_trial_class(words[1:])
     server = _SERVER.get(options["env"], _IMPORT_TIMEOUT_S) if may_fork else None
@@ -102,37 +103,29 @@ def _forked(
         return None
 
     def note(pid: int) -> None:
-        pid_path.write_text(f"{pid}\n", encoding="ascii")
+        stat_path.write_bytes(Path(f"/proc/{pid}/stat").read_bytes())
 
     def refuse(reason: str) -> NoReturn:
         raise ForkRefusedError(reason)
 
     try:
-        return ForkedPopen(server, words, told=refuse, mark=mark, known=note, **options)
+        return ForkedPopen(server, words, told=refuse, known=note, **options)
     except ForkRefusedError as reason:
         logger.info("a launcher starts as a new process, not as a fork: %s", reason)
         return None
 
 
-def found(directory: Path, mark: str) -> LauncherProcess | None:
+def found(directory: Path) -> LauncherProcess | None:
     """Return the launcher last started in a directory, living or not; None without."""
-    pid_path = directory / "launcher.pid"
+    path = directory / _STAT_NAME
     try:
-        return LauncherProcess(int(pid_path.read_text()), pid_path.stat().st_mtime, mark)
-    except (OSError, ValueError):
+        text, started_s = path.read_text(errors="replace"), path.stat().st_mtime
+    except OSError:
         return None
+    state = parse_stat(text)
+    return None if state is None else LauncherProcess(int(text.split()[0]), state.start_ticks, started_s)
 
 
 def log_lines(directory: Path) -> list[str]:
     path = directory / "output.log"
     return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-
-
-def is_marked(pid: int, mark: str) -> bool:
-    """Return whether a process is alive and has ``NAME=value`` in its environment."""
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    state = read_state(pid)
-    return state is not None and not state.has_ended and mark.encode() in variables

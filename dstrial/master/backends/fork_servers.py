@@ -24,7 +24,6 @@ from dstrial.fork_server.client import SHARED_VARIABLE, ForkRefusedError, ForkSe
 from dstrial.fork_server.fork import Program
 from dstrial.fork_server.key import differing
 from dstrial.master.backends import supervisor
-from dstrial.master.backends.environment import MARKER_VARIABLE
 from dstrial.process_state import read_state
 
 logger = logging.getLogger(__name__)
@@ -135,7 +134,6 @@ class ForkServers:
                     [null, log, log],
                     title=["-I", "-S", supervisor.__file__, str(directory)],
                     places=Program(tuple(words), environment, spec["working_directory"]).places,
-                    mark=f"{MARKER_VARIABLE}={spec['marker']}",
                     known=known,
                 )
             finally:
@@ -208,7 +206,7 @@ class ForkServers:
         while len(self._running) >= MAX_SERVERS:
             self._end(min(self._running, key=lambda one: one.used_s))
         try:
-            server = ForkServer.start(environment, IMPORTS, log=self._log, python=python, huge_pages=True)
+            server = ForkServer.start(environment, IMPORTS, log=self._log, python=python)
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
             return

@@ -98,7 +98,6 @@ def prepare(
                 "python": request.interpreter or sys.executable,
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),
-                "marker": marker,
                 "umask": trial_umask,
                 "log_bytes": request.log_bytes,
                 "environment": environment,
@@ -309,8 +308,8 @@ def terminate(handle: SupervisorHandle) -> None:
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    A living supervisor does so and leaves its record. Otherwise processes with the allocation's marker in their environment are
-    killed here, until there is none.
+    A living supervisor does so and leaves its record. Otherwise processes with the allocation's marker in their environment, and
+    forks in the session of its supervisor, are killed here, until there is none.
 
     ``leaves_record=False`` also kills the supervisor, which waits for room to write on a full disk: the allocation is lost.
     """
@@ -318,8 +317,12 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
         if leaves_record:
             return
+    if handle is None:
+        with contextlib.suppress(OSError, ValueError):
+            handle = read_record(directory / "supervisor.json", SupervisorHandle)
     for kill_try in range(_KILL_TRIES):
         left = _marked(f"{MARKER_VARIABLE}={_marker_of(directory)}")
+        left |= set() if handle is None else _in_session(handle)
         if not left:
             return
         for pid in left:
@@ -396,6 +399,19 @@ def _marked(assignment: str) -> set[int]:
                 if wanted in _environ(entry).split(b"\0"):
                     found.add(int(entry.name))
     return found
+
+
+def _in_session(supervisor_: SupervisorHandle) -> set[int]:
+    """Return the processes in a lost supervisor's session.
+
+    The kernel gives nothing else the number of a session while a process is in it.
+    """
+    if supervisor_.pid == os.getsid(0) or supervisor.start_time(supervisor_.pid) not in (
+        None,
+        supervisor_.start_time,
+    ):
+        return set()
+    return supervisor.members_of_session(supervisor_.pid)
 
 
 def _environ(process: Path) -> bytes:

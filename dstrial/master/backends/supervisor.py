@@ -477,6 +477,17 @@ def _group_lives(group: int) -> bool:
     return any(int(fields[2]) == group and not _has_ended(fields) for fields in found if fields)
 
 
+def members_of_session(session: int) -> set[int]:
+    """Return the living processes of a session."""
+    found = {name: _stat(name) for name in os.listdir("/proc") if name.isdigit()}
+    wanted = str(session).encode()
+    return {
+        int(name)
+        for name, fields in found.items()
+        if fields and fields[3] == wanted and not _has_ended(fields)
+    }
+
+
 def write_json(name: str, value: dict[str, Any]) -> None:
     temporary = f".{name}.{os.urandom(8).hex()}"  # A trial may put something at a name that it can guess.
     try:

@@ -47,7 +47,6 @@ def test_a_trial_that_failed_while_the_search_was_dead_is_repeated_only_where_th
         directory,
         cwd=tmp_path,
         variables=variables,
-        mark=RESULT,
     ).process
     assert process is not None
     process.wait()
@@ -67,7 +66,7 @@ def test_a_trial_that_failed_while_the_search_was_dead_is_repeated_only_where_th
 
 def _age(directory: Path) -> None:
     now_s = time.time()
-    os.utime(directory / "launcher.pid", times=(now_s - HOUR_S, now_s - HOUR_S))
+    os.utime(directory / "launcher.stat", times=(now_s - HOUR_S, now_s - HOUR_S))
     os.utime(directory / "output.log", times=(now_s - HOUR_S + 10, now_s - HOUR_S + 10))
 
 
@@ -85,11 +84,11 @@ def test_launcher_of_a_script_is_found_and_ended(tmp_path: Path) -> None:
     variables = {**os.environ, RESULT: str(tmp_path / "result.json"), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "dstrial.launch", "--slots", "1", "waits.py"]
 
-    running = launch(words, tmp_path, cwd=tmp_path, variables=variables, mark=RESULT)
+    running = launch(words, tmp_path, cwd=tmp_path, variables=variables)
     try:
         wait_for(lambda: (tmp_path / "rank").exists() and (tmp_path / "rank").read_text(), deadline_s=120.0)
         rank = int((tmp_path / "rank").read_text())
-        by_others = found(tmp_path, running.mark)
+        by_others = found(tmp_path)
 
         assert by_others is not None
         assert (by_others.pid, by_others.exit_code) == (running.pid, None)
