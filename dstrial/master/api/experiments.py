@@ -130,7 +130,7 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
 def _with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
-    """Return an experiment, the ids of its trials, and the external id of an only trial."""
+    """Return an experiment, its trials' ids, and the external id of an only trial."""
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
@@ -171,7 +171,7 @@ def prepare(
     template_name: str | None = None,
     is_detached: bool = False,
 ) -> Prepared:
-    """Check a submitted config, YAML, against one snapshot; slow, so call it in a thread.
+    """Check a submitted config (YAML) in one snapshot; slow: call it in a thread.
 
     Raises:
         ConfigError: with every problem.
@@ -398,7 +398,7 @@ def _refuse_other_place(connection: Connection, project_id: int, changes: Mappin
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Check how an experiment continues, None for detached runs; say whether its config changes."""
+    """Check how an experiment continues; say whether its config changes."""
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
         changes = read_override(override, services.settings.limits)

@@ -234,7 +234,7 @@ class Dispatcher:
         self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return how many slots a trial waits for; one that can resume may wait for fewer than configured."""
+        """Return how many slots a trial waits for; fewer than configured if it can resume."""
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:

@@ -1,4 +1,4 @@
-"""Reconciles the processes of live allocations with their rows: starts, stops and ends them, and stores their output."""
+"""Reconciles the processes of live allocations with their rows."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Reconciler:
                     self._started(row, run)
 
     def poll(self, rows: Iterable[Allocation], *, is_all_due: bool) -> float:
-        """Look after the allocations that are due; return in how many seconds the next one is."""
+        """Poll the allocations that are due; return the seconds until the next one is."""
         states = {}
         for row in rows:
             state = states[row.id] = self._states.get(row.id) or _State(row, run_of(row))
@@ -129,7 +129,7 @@ class Reconciler:
         state.poll_at_s = 0.0 if has_more else time.monotonic() + state.poll_period_s
 
     def _is_own_fault(self, error: Exception) -> bool:
-        """Say whether an error may be one trial's: a full disk and a lack of files are everybody's."""
+        """Return whether an error may be one trial's; a full disk is everybody's."""
         if isinstance(error, OperationalError | DatabaseDamagedError) or file_limit.is_shortage(error):
             return False
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

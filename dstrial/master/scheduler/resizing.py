@@ -107,7 +107,7 @@ class Resizing:
         capacity: Capacity,
         soon: Collection[int],
     ) -> list[Stop]:
-        """Return the trials of a lower priority to stop so that the first in the queue can begin.
+        """Return the trials of lower priority to stop so that the first waiting can begin.
 
         ``soon`` are ids of slots whose trials and commands end already.
         """
@@ -172,7 +172,7 @@ class Resizing:
         return not known.saves or uuid != str(latest.uuid)
 
     def stop(self, trial_id: int, why: str) -> None:
-        """Stop a trial with a checkpoint, unless something else has happened to it; outside of any snapshot."""
+        """Stop a trial with a checkpoint, unless it has changed; outside of any snapshot."""
 
         def ask(tx: Transaction) -> bool:
             allocation = allocation_rows.live(tx.connection, trial_id)

@@ -1,4 +1,4 @@
-"""The thread that assigns slots to waiting trials and commands, and reconciles what runs with its rows.
+"""The thread that assigns slots and reconciles what runs with its rows.
 
 Everything it does is idempotent: a master that is killed between a row and its effect finds the row at its next start.
 A problem of one trial is that trial's, never the thread's.
@@ -99,7 +99,7 @@ class Scheduler:
         self._janitor.stop()
 
     def _can_end_trials(self) -> bool:
-        """Stop every trial's processes; return whether any are left that the thread will end.
+        """Stop every trial's processes; return whether any are left to end.
 
         If the back end cannot begin, nothing can be stopped: trials go on, and the next master adopts them.
         """

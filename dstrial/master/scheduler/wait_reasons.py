@@ -37,7 +37,7 @@ class WaitReasons:
         return reason in self._said.get(_key(row), ())
 
     def has_said_lacking(self, row: WaitingTrial, num_slots: int) -> bool:
-        """Say whether :meth:`lacks_slots` has nothing new, so that its reason need not be found."""
+        """Return whether :meth:`lacks_slots` would say nothing new."""
         return self._has_said(row, ("slots", row.slots_per_trial, num_slots))
 
     def _say(
@@ -58,7 +58,7 @@ class WaitReasons:
             logger.info("%s waits: %s", _key(row), text)
 
     def lacks_slots(self, row: WaitingTrial, num_slots: int, why: str | None) -> None:
-        """Say that a trial needs more slots than there are; ``why`` its checkpoint needs as many."""
+        """Log that a trial needs more slots than there are; ``why`` is its checkpoint's."""
         wanted = row.slots_per_trial
         slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
         text = f"the trial needs {slots} and waits; this master has {num_slots}. {self._how_to_have(wanted)}"
