@@ -16,7 +16,7 @@ MASTER = Path(__file__).parents[2] / "dstrial" / "master"
 SQL_WORDS = re.compile(r"SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|CREATE|ALTER|DROP|PRAGMA|SAVEPOINT|BEGIN")
 SQL = re.compile(rf"\s*({SQL_WORDS.pattern})\s")
 CLIENT = re.compile(r"`(det|dstrial) ")
-KNOWS_NO_CLIENT = ("store", "experiment", "command")
+KNOWS_NO_CLIENT = ("store", "lifecycle")
 
 
 def _modules(*rooms: str) -> list[Path]:
