@@ -82,7 +82,10 @@ def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store
     assert [str(listener) for listener in found if not listener.is_loopback] == []
     # What is left: listeners of gloo's in the ranks, and in the launcher the store of a script, which may ask for one.
     tcp = [listener.program for listener in found if listener.kind != "unix"]
-    assert set(tcp) == {"dstrial.launch.rank_main", *(["dstrial.launch.store_process"] if job == "script" else [])}
+    assert set(tcp) == {
+        "dstrial.launch.rank_main",
+        *(["dstrial.launch.store_process"] if job == "script" else []),
+    }
     assert tcp.count("dstrial.launch.store_process") == (job == "script")
     assert [str(listener) for listener in found if listener.kind == "unix"] == []
 
@@ -124,5 +127,8 @@ def test_a_living_worker_listens_on_loopback_only_and_its_chief_where_no_other_a
     assert not (tmp_path / "owned").exists()
     assert [str(listener) for listener in found if not listener.is_loopback] == []
     tcp = [listener for listener in found if listener.kind != "unix"]
-    assert {listener.program for listener in tcp} == {"dstrial.dsat.rank.rank_server", "dstrial.launch.store_process"}
+    assert {listener.program for listener in tcp} == {
+        "dstrial.dsat.rank.rank_server",
+        "dstrial.launch.store_process",
+    }
     assert [listener.address for listener in found if listener.kind == "unix"] == []
