@@ -47,6 +47,7 @@ from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.hosts.arguments import add_host_arguments, given_slots, hosts_of, python_of
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.srun import hosts_of_allocation
+from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import (
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from dstrial.cli.run_display import Display
     from dstrial.cli.run_follow import FollowResult
     from dstrial.cli.run_submission import Master
-    from dstrial.launch.failures import LaunchOutcome
     from dstrial.master.store.views.observe import ExperimentView
     from dstrial.slurm.allocation import Allocation
 
@@ -566,10 +566,10 @@ def _debug(request: _Request, run_directory: RunDirectory) -> int:
         rank_main.main(command[3:])
     except SystemExit as exit_:
         exit_code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    is_completed = (read_json(run_directory.status_path) or {}).get("status") == "completed"
-    state = RunState.FAILED if exit_code else RunState.COMPLETED if is_completed else RunState.STOPPED
-    run_directory.end_attempt(state, f"exit code {exit_code}" if exit_code else None)
-    return exit_code or (0 if is_completed else 128 + signal.SIGINT)
+    outcome = LaunchOutcome(exit_code, None, (exit_code,), None, ())
+    verdict = judge(outcome, read_json(run_directory.status_path) or {})
+    run_directory.end_attempt(verdict.state, verdict.reason)
+    return verdict.exit_code
 
 
 def _require_startable(request: _Request) -> None:

@@ -8,10 +8,10 @@ import math
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError
-from dstrial.launch.failures import LaunchOutcome, is_peer_error
+from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
@@ -38,13 +38,11 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
     """Return how the last attempt's ranks ended, by their launcher or else the master."""
     found = []
     with contextlib.suppress(DstrialError):
-        found = [fields for path in run_directory.outcome_paths() if (fields := read_json(path))]
-    # Of several hosts, the one whose rank failed by itself.
-    found.sort(
-        key=lambda fields: (fields["first_failure"] is None, _is_of_peer(fields), -fields["exit_code"])
-    )
+        files = [fields for path in run_directory.outcome_paths() if (fields := read_json(path))]
+        found = [LaunchOutcome.from_json(fields) for fields in files]
     if found:
-        outcome = LaunchOutcome.from_json(found[0])
+        # Of several hosts, the first one whose rank failed by itself.
+        outcome = min(found, key=lambda one: (one.failed_s is None, one.is_consequence, one.failed_s))
     else:
         trials = () if followed.view is None else followed.view.trials
         exit_code = next((trial.exit_code for trial in trials if trial.exit_code is not None), 0)
@@ -52,13 +50,6 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
             exit_code = 0  # it was ended for the pause
         outcome = LaunchOutcome(exit_code, None, (exit_code,), None, ())
     return dataclasses.replace(outcome, stopped_by=followed.stopped_by)
-
-
-def _is_of_peer(fields: dict[str, Any]) -> bool:
-    """Return whether a host's first failure merely reports that a rank elsewhere went away."""
-    failure = fields["first_failure"]
-    last_line = "" if failure is None else (failure["error"] or "").strip().rpartition("\n")[2]
-    return bool(fields["is_consequence"]) or is_peer_error(last_line)
 
 
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:

@@ -271,6 +271,8 @@ def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
         where = f"{label}:{mark.line + 1 if mark else 1}"
         got = " ".join(part for part in (error.context, error.problem) if part)
         fix = "Correct this line."
+        if "duplicate anchor" in got:
+            got, fix = "an anchor defined a second time", "Rename one of the two anchors."
         if "nesting depth" in got:  # libyaml's own limit
             return _too_deep().at(f"{where}: the text")
         if "a tab " in got or (mark and text[mark.index : mark.index + 1] == "\t"):
@@ -343,11 +345,15 @@ class _YamlReader:
         own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         texts: dict[Any, str] = {}
+        merge_key: yaml.Node | None = None
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
                 raise self._invalid(key, f"a {kind} as key", "a text as key", "Write a text instead.")
             if key.tag == _MERGE:
+                if merge_key is not None:
+                    self._given_twice(key, merge_key, (*path, "<<"))
+                merge_key = key
                 for source in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
                     if not isinstance(source, yaml.MappingNode):
                         expected = "a mapping or a list of mappings"

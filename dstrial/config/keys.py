@@ -192,7 +192,8 @@ def _check_value(
         return True, copy.deepcopy(dict(value))
     if value is None and "null" in rule.types:
         return True, None
-    if not _has_type(value, rule.types):
+    is_whole_float = isinstance(value, float) and "number" not in rule.types
+    if not _has_type(value, rule.types) or (is_whole_float and not section.fills_in):
         converted = _converted(value, rule.types) if section.strict else None
         if converted is None:
             findings.problem(path, render(value), _expectation(rule), _type_fix(value, rule))
@@ -341,4 +342,6 @@ def _type_fix(value: object, rule: Rule) -> str:
         converted = _converted(value, rule.types)
         if converted is not None:
             return f"Write {render(converted)} without quotes."
+    if isinstance(value, float) and value.is_integer() and "integer" in rule.types:
+        return f"Write {int(value)}, without a decimal point."
     return rule.fix or "Write a value of that type."

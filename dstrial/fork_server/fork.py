@@ -188,10 +188,10 @@ def become(
         _reset_signals(origin)
         _place(files, (0, 1, 2, *program.kept_files))
         close_all_but(origin.descriptors.union(program.kept_files))
-        if program.leads_session:
-            os.setsid()
-        elif program.leads_group:
+        if program.leads_group:
             os.setpgid(0, 0)
+        elif program.leads_session:
+            os.setsid()
         prepare()
         show(origin, [sys.executable, *program.words])
         environment = {**origin.added, **program.environment}

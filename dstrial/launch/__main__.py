@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from dstrial.config import ExperimentConfig
     from dstrial.launch.failures import LaunchOutcome
-    from dstrial.launch.supervisor import Supervisor
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
@@ -202,7 +201,6 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     _require_resumable(info)
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
-    running: list[Supervisor] = []
     env = {"DET_CHIEF_IP": placement.master_addr}
     with scratch_directory("dstrial-script-") as directory:
         if not options.trial:
@@ -231,16 +229,14 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             serves_store=not options.trial,
             tracebacks_dir=None if run is not None else _tracebacks_directory(),
             stalls=StallSettings.from_config(info.trial._config),
-            on_ready=running.append,
         )
-    ending = running[0].first_ending() if running else None
-    record = {"is_consequence": ending is not None and ending.is_consequence}
     allocation_dir = os.environ.get(ALLOCATION_DIR_VARIABLE)
-    if allocation_dir and ending is not None:
+    if allocation_dir and outcome.first_failure is not None:
+        record = {"is_consequence": outcome.is_consequence}
         with contextlib.suppress(OSError):
             replace_file(Path(allocation_dir, ENDING_NAME), json.dumps(record), sync=False)
     if run is not None:
-        write_json_atomically(run.outcome_path(info.container_rank), outcome.to_json() | record)
+        write_json_atomically(run.outcome_path(info.container_rank), outcome.to_json())
     return outcome
 
 
@@ -311,7 +307,8 @@ def _warn_by_host(text: str) -> None:
 
 
 def _warn(text: str) -> None:
-    print(f"dstrial.launch: {text}", file=sys.stderr, flush=True)  # noqa: T201  # a command prints
+    with contextlib.suppress(OSError):  # the terminal may be closed, and the ranks still save
+        print(f"dstrial.launch: {text}", file=sys.stderr, flush=True)  # noqa: T201  # a command prints
 
 
 if __name__ == "__main__":

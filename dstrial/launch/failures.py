@@ -53,7 +53,7 @@ class RankFailure:
     """How one rank failed.
 
     ``exit_code`` is a shell's: 128 + n for signal n. ``error`` is the recorded traceback, else the end of its standard error;
-    ``whole`` the path of the whole one. With ``is_lost`` its host does not answer, and ``rank`` is the first of that host.
+    ``whole`` the path of the whole one.
     """
 
     rank: int
@@ -66,14 +66,11 @@ class RankFailure:
     summary: str = ""
     advice: str = ""
     whole: str = ""
-    is_lost: bool = False
     batches_trained: int | None = None
 
     @property
     def headline(self) -> str:
         """One line that names the rank and how it ended."""
-        if self.is_lost:
-            return f"host {self.host} was lost:"
         how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
         return f"rank {self.rank} failed first ({how}, host {self.host}):"
 
@@ -267,6 +264,8 @@ class LaunchOutcome:
         stopped_by: name of the signal that asked for a stop, None if none did.
         killed_ranks: global ranks that did not end by themselves in time and were killed.
         ended_at_once: whether a second Ctrl-C ended the ranks.
+        is_consequence: whether the first failure only reports that a rank elsewhere went away.
+        failed_s: time of the first failure, seconds since the epoch.
     """
 
     exit_code: int
@@ -275,6 +274,8 @@ class LaunchOutcome:
     stopped_by: str | None
     killed_ranks: tuple[int, ...]
     ended_at_once: bool = False
+    is_consequence: bool = False
+    failed_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -291,4 +292,6 @@ class LaunchOutcome:
             stopped_by=fields["stopped_by"],
             killed_ranks=tuple(fields["killed_ranks"]),
             ended_at_once=fields["ended_at_once"],
+            is_consequence=fields["is_consequence"],
+            failed_s=fields["failed_s"],
         )

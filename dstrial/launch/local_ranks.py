@@ -28,7 +28,7 @@ from dstrial.launch.failures import (
     ERROR_FILE_VARIABLE,
     TRACEBACK_FILE_VARIABLE,
     LaunchOutcome,
-    RankFailure,
+    RankEnding,
     write_record,
 )
 from dstrial.launch.output import LineReader, OnLine, Stream
@@ -98,7 +98,6 @@ def run_ranks(
     tracebacks_dir: Path | None = None,
     on_start: Callable[[str], None] | None = None,
     stalls: StallSettings | None = None,
-    on_ready: Callable[[Supervisor], None] | None = None,
 ) -> LaunchOutcome:
     """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
@@ -123,7 +122,6 @@ def run_ranks(
         tracebacks_dir: for whole tracebacks, ``rank_<n>.txt``; ``rank_<n>/traceback.txt`` below ``log_dir`` if None.
         on_start: called from another thread with lines on a long start and on stalls; None logs them.
         stalls: when ranks count as stalled, and what follows.
-        on_ready: called once, after the ranks have been started.
 
     Returns:
         How it ended; a failing rank is no exception here.
@@ -158,6 +156,7 @@ def run_ranks(
         readable = ranks.start(command, variables, is_read=on_line is not None)
         if on_line is not None:
             stack.enter_context(contextlib.closing(LineReader(readable, on_line)))
+            stack.callback(ranks.end)  # the reader ends with the last process that may write
         extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
         root = Path(extensions) if extensions else None
         # Only ranks of ours report phases; of others only builds are watched.
@@ -172,19 +171,21 @@ def run_ranks(
                 supervisor.end_left,
             )
             stack.enter_context(watching(watch.poll, watch.close, name="dstrial-stall-watch", every_s=POLL_S))
-        if on_ready is not None:
-            on_ready(supervisor)
         while not supervisor.tick():
             time.sleep(_POLL_S)
-        failure = supervisor.first_failure()
-        if failure is not None and watched is not None:
-            beat = read_beat(watched.beats, failure.local_rank)
-            failure = dataclasses.replace(failure, batches_trained=None if beat is None else beat.batch)
-    return _outcome(supervisor, failure)
+        ending = supervisor.first_ending()  # before the ranks' error records are deleted
+        if ending is not None and watched is not None:
+            beat = read_beat(watched.beats, ending.failure.local_rank)
+            batches = None if beat is None else beat.batch
+            ending = dataclasses.replace(
+                ending, failure=dataclasses.replace(ending.failure, batches_trained=batches)
+            )
+    return _outcome(supervisor, ending)
 
 
-def _outcome(supervisor: Supervisor, failure: RankFailure | None) -> LaunchOutcome:
+def _outcome(supervisor: Supervisor, ending: RankEnding | None) -> LaunchOutcome:
     exit_codes = supervisor.exit_codes()
+    failure = None if ending is None else ending.failure
     if supervisor.was_killed_by_user:
         exit_code = 130
     elif failure is not None:
@@ -198,6 +199,8 @@ def _outcome(supervisor: Supervisor, failure: RankFailure | None) -> LaunchOutco
         stopped_by=supervisor.stop_signal,
         killed_ranks=supervisor.killed_ranks(),
         ended_at_once=supervisor.was_killed_by_user,
+        is_consequence=ending is not None and ending.is_consequence,
+        failed_s=None if ending is None else ending.time_s,
     )
 
 
@@ -412,12 +415,14 @@ def _popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     connection = client.of_this_process
     if connection is None or tuple(command[:3]) != (sys.executable, "-m", "dstrial.launch.rank_main"):
         return subprocess.Popen(command, start_new_session=True, **options)
-    # In the session of the supervisor, by which a master finds what is left of a forked trial.
+    # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial. If the fork is
+    # refused, the new process leads a session.
     return client.ForkedPopen(
         connection,
         command,
         told=lambda reason: logger.warning("a rank starts as a new process, not as a fork: %s", reason),
         start_new_group=True,
+        start_new_session=True,
         **options,
     )
 

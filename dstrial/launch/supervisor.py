@@ -136,13 +136,8 @@ class Supervisor:
         """The global ranks that had to be killed, and had not failed before by themselves."""
         return tuple(sorted(self._ranks[i] for i in self._kill_sent if self._ended[i][1] == -signal.SIGKILL))
 
-    def first_failure(self) -> RankFailure | None:
-        """The failure that caused the others; None if only our own signals ended ranks."""
-        ending = self.first_ending()
-        return None if ending is None else ending.failure
-
     def first_ending(self) -> RankEnding | None:
-        """Return this machine's first failure, and whether a rank elsewhere caused it."""
+        """Return the failure that caused the others; None if our own signals ended all."""
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
         first = first_ending(ending for ending in endings if ending is not None)
         if first is None or not first.is_consequence:

@@ -207,11 +207,14 @@ class RunDirectory:
         the trial again (a restart, an activation), and a new attempt begins.
         """
         record = self.read_record()
+        attempt = record.num_attempts
         if record.allocation_id is None:
             self._write_record(dataclasses.replace(record, allocation_id=allocation_id))
         elif record.allocation_id != allocation_id:
-            self.begin_attempt(record.command, allocation_id)
-        return self.attempt_logs_path(self.read_record().num_attempts)
+            # Launchers that read the record at once write the same one.
+            self._begin_attempt(record, record.command, allocation_id)
+            attempt += 1
+        return self.attempt_logs_path(attempt)
 
     @classmethod
     def create(
@@ -310,9 +313,11 @@ class RunDirectory:
                 "a new run."
             ) from error
 
-    def begin_attempt(self, command: Sequence[str], allocation_id: str | None = None) -> None:
+    def begin_attempt(self, command: Sequence[str]) -> None:
         """Record that the run is started again, and remove the last attempt's status."""
-        record = self.read_record()
+        self._begin_attempt(self.read_record(), command, None)
+
+    def _begin_attempt(self, record: RunRecord, command: Sequence[str], allocation_id: str | None) -> None:
         for path in (self.status_path, self.progress_path, *self.outcome_paths()):
             path.unlink(missing_ok=True)
         self._write_record(

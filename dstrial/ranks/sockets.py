@@ -30,10 +30,11 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _GROUPS = 2
 _FILES_PER_GROUP = 9
 _OTHER_FILES = 128
+_RAISED_FILES = 65_536  # containers have hard limits of 2**30, and children that close each number in a loop
 
 
 def raise_file_limit(num_ranks: int) -> None:
-    """Raise the soft limit of open files to the hard one in a rank of several.
+    """Raise the soft limit of open files in a rank of several, within the hard one.
 
     Raises:
         RankError: the hard limit is too low for this number of ranks.
@@ -46,8 +47,11 @@ def raise_file_limit(num_ranks: int) -> None:
             "of which is connected with all others. Raise the hard limit (nofile in limits.conf, LimitNOFILE= of the service "
             "that starts the job), or train on fewer slots."
         )
-    if num_ranks > 1 and soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raised = max(needed, _RAISED_FILES)
+    if hard != resource.RLIM_INFINITY:
+        raised = min(raised, hard)
+    if num_ranks > 1 and soft < raised:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
 def free_port(addr: str = LOOPBACK_ADDR) -> int:

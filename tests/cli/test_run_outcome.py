@@ -246,14 +246,12 @@ def test_the_launcher_knows_better_than_the_master_how_ranks_ended(tmp_path: Pat
 def test_outcome_of_several_hosts_is_that_of_the_first_failure(tmp_path: Path) -> None:
     run_directory = RunDirectory.create(tmp_path, name="x", context_dir=tmp_path, command=["x"], config={})
     lost_peer = dataclasses.replace(FAILURE, rank=0, exit_code=1)
-    for node_idx, (ended, is_consequence) in enumerate(
-        [(outcome(1, lost_peer), True), (outcome(3, FAILURE), False), (outcome(), False)]
-    ):
-        fields = ended.to_json() | {"is_consequence": is_consequence}
-        write_json_atomically(run_directory.outcome_path(node_idx), fields)
-    assert outcome_of(run_directory, FollowResult(experiment("ERROR", exit_code=1), None)) == outcome(
-        3, FAILURE
-    )
+    first = dataclasses.replace(outcome(3, FAILURE), failed_s=2.0)
+    later = dataclasses.replace(outcome(9, FAILURE), failed_s=3.0)
+    without_peer = dataclasses.replace(outcome(1, lost_peer), is_consequence=True, failed_s=1.0)
+    for node_idx, ended in enumerate([without_peer, later, first, outcome()]):
+        write_json_atomically(run_directory.outcome_path(node_idx), ended.to_json())
+    assert outcome_of(run_directory, FollowResult(experiment("ERROR", exit_code=1), None)) == first
     run_directory.begin_attempt(["x"])
     assert run_directory.outcome_paths() == []
 

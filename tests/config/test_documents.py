@@ -142,3 +142,14 @@ def test_written_yaml_reads_back_as_the_same_values() -> None:
     }
     assert parse_yaml_value(yaml_text(value)) == value
     assert yaml.safe_load(yaml_text(value)) == value
+
+
+def test_merging_twice_in_a_mapping_is_a_key_given_twice():
+    text = "a: &a {x: 1}\nb:\n  <<: *a\n  <<: {x: 2}\n"
+    with pytest.raises(ConfigError, match=r"exp\.yaml:4: b\.<< is given twice \(first on line 3\)"):
+        read_yaml_text(text, "exp.yaml")
+
+
+def test_an_anchor_that_is_defined_twice_is_told():
+    with pytest.raises(ConfigError, match="an anchor defined a second time"):
+        read_yaml_text("a: &x 1\nb: &x 2\n", "exp.yaml")

@@ -178,17 +178,19 @@ def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -
 
 
 def test_another_environment_is_a_new_process_and_named(server: ForkServer, tmp_path: Path) -> None:
-    script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'])")
+    script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'], os.getpgid(0) == os.getpid())")
     reasons: list[str] = []
     process = ForkedPopen(
         server,
         [sys.executable, script],
         told=reasons.append,
         env={**_VARIABLES, "NEW_ONE": "there"},
+        start_new_group=True,
+        start_new_session=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.communicate(timeout=_DEADLINE_S)[0] == "there\n"
+    assert process.communicate(timeout=_DEADLINE_S)[0] == "there True\n"
     assert reasons == ["NEW_ONE: not as where it was imported ahead"]
 
 

@@ -114,3 +114,18 @@ def test_a_core_api_script_finds_its_ranks_as_under_determined(maker: str, tmp_p
     assert outcome.exit_code == 0
     for rank in range(2):
         assert (tmp_path / f"rank_{rank}" / "stdout.log").read_text() == "[(0, 2, 1), (1, 2, 1)]\n"
+
+
+@pytest.mark.parametrize(("error", "is_consequence"), [("Connection closed by peer", True), ("no", False)])
+def test_outcome_says_whether_a_rank_only_lost_a_peer(error: str, is_consequence: bool) -> None:
+    from dstrial.launch import run_ranks
+
+    code = (
+        "import json, os, sys\n"
+        f"json.dump({{'message': {error!r}}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "sys.exit(3)"
+    )
+    outcome = run_ranks([sys.executable, "-c", code], num_ranks=1)
+
+    assert (outcome.exit_code, outcome.is_consequence) == (3, is_consequence)
+    assert outcome.failed_s is not None

@@ -190,7 +190,9 @@ CHARACTERS = (
     Hostile("an open quote", '{a: "' + 'x\\"' * 100_000, "not YAML"),
     Hostile("100000 documents", "--- 1\n" * 100_000, "document", is_document=True),
     Hostile("a byte order mark first", "\ufeff" + SMALL_CONFIG, None, is_document=True),
-    Hostile("the same anchor 20000 times", "[" + "&a 1, " * 20_000 + "*a]", "duplicate anchor"),
+    Hostile(
+        "the same anchor 20000 times", "[" + "&a 1, " * 20_000 + "*a]", "an anchor defined a second time"
+    ),
 )
 
 TEXTS = (*EXPANDING, *DEEP, *LARGE, *SCALARS, *KEYS, *CHARACTERS)

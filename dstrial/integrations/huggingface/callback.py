@@ -261,7 +261,8 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         elif control.should_save or arguments.saves_best(args):
             self._checkpoints.prepare(args, state.global_step)
         # Other callbacks hear of the evaluation now, or the next of several sets is evaluated.
-        self._heartbeat.begin(Phase.SAVE if control.should_save else Phase.SCRIPT, state.global_step)
+        saves = control.should_save or arguments.saves_best(args)
+        self._heartbeat.begin(Phase.SAVE if saves else Phase.SCRIPT, state.global_step)
 
     def on_save(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
+import math
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,6 +97,7 @@ class StallWatch:
         self._now_s = 0.0  # time watched
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._longest_batch_s: float | None = None
+        self._stopped_s = -math.inf  # when a rank was stopped last
         self._stall: Stall | None = None
         self._reported_s: float | None = None
         self._reported_batch = 0
@@ -159,8 +161,10 @@ class StallWatch:
             return None  # the supervisor reports that
         if not state.is_stopped:
             seen.stopped_since_s = None
-        elif seen.stopped_since_s is None:
-            seen.stopped_since_s = self._now_s
+        else:
+            self._stopped_s = self._now_s
+            if seen.stopped_since_s is None:
+                seen.stopped_since_s = self._now_s
         stopped_s = 0.0 if seen.stopped_since_s is None else self._now_s - seen.stopped_since_s
         function = kernel_function(beat.pid) if state.is_uninterruptible else ""
         age_s = self._now_s - seen.since_s
@@ -174,7 +178,7 @@ class StallWatch:
         old, seen.beat = seen.beat, beat
         # A wait for data is a part of its batch: only the beginning of a phase counts as progress.
         if (beat.phase, beat.batch, beat.since_s) != (old.phase, old.batch, old.since_s):
-            if old.phase is Phase.BATCH and lane == MAIN_LANE:
+            if old.phase is Phase.BATCH and lane == MAIN_LANE and self._stopped_s < seen.since_s:
                 took_s = min(beat.since_s - old.since_s, self._now_s - seen.since_s + _MAX_POLL_S)
                 self._longest_batch_s = max(self._longest_batch_s or 0.0, took_s)
             elif beat.batch > old.batch:  # one or more between two polls
@@ -185,7 +189,7 @@ class StallWatch:
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
         """Return the stacks of ranks that can write them now, by rank; keep the dumps."""
         files = self._watched.stacks_files
-        asked = {view.beat.pid: view.rank for view in views if view.state not in "tTD" and view.rank in files}
+        asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}
         for pid, text in dump_stacks({pid: files[rank] for pid, rank in asked.items()}).items():
             rank = asked[pid]

@@ -404,12 +404,12 @@ def _marked(assignment: str) -> set[int]:
 def _in_session(supervisor_: SupervisorHandle) -> set[int]:
     """Return the processes in a lost supervisor's session.
 
-    The kernel gives nothing else the number of a session while a process is in it.
+    Within one boot the kernel reuses no session's number while a process is in the session.
     """
-    if supervisor_.pid == os.getsid(0) or supervisor.start_time(supervisor_.pid) not in (
-        None,
-        supervisor_.start_time,
-    ):
+    boot = (supervisor.start_time(os.getpid()) or "").partition("/")[0]
+    is_of_this_boot = supervisor_.start_time.partition("/")[0] == boot
+    leader = supervisor.start_time(supervisor_.pid)
+    if not is_of_this_boot or supervisor_.pid == os.getsid(0) or leader not in (None, supervisor_.start_time):
         return set()
     return supervisor.members_of_session(supervisor_.pid)
 
@@ -443,12 +443,17 @@ class _ExitWatch:
 
     def add(self, handle: SupervisorHandle) -> None:
         descriptor = os.pidfd_open(handle.pid)
-        if is_alive(handle):  # and so it is this process that the descriptor refers to
-            self._handles[descriptor] = handle
-            self.running.add(handle)
-            self._epoll.register(descriptor, select.EPOLLIN)
-        else:
+        if not is_alive(handle):  # else the descriptor refers to this very process
             os.close(descriptor)
+            return
+        self._handles[descriptor] = handle
+        self.running.add(handle)
+        try:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        except OSError:
+            self.running.discard(self._handles.pop(descriptor))
+            os.close(descriptor)
+            raise
 
     def _run(self) -> None:
         while True:

@@ -177,7 +177,7 @@ class Dispatcher:
             capacity,
             disabled,
             max(map(len, by_node(capacity.enabled).values()), default=0),
-            is_all_off=len(disabled) == len(places),
+            is_all_off=bool(places) and len(disabled) == len(places),
             excluded=excluded,
             rows=[*trials, *others],
         )
@@ -217,6 +217,7 @@ class Dispatcher:
             except Exception as error:  # noqa: BLE001 - one trial's, which is ended after some attempts
                 queue.failed.append((row, error))
             else:
+                self._retries.forget(row.id)
                 queue.entries.append((row, one))
 
     def _retry_later(self, row: jobs.WaitingTrial, error: Exception) -> None:

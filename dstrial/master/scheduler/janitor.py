@@ -93,7 +93,7 @@ class Janitor:
             except Exception:
                 logger.exception("the janitor has failed and tries again")
                 self._retries.failed(None)
-                self._event.wait(self._retries.postponed()[None])
+                self._event.wait(self._retries.delay_s(None))
                 self._event.clear()
 
     def _work(self) -> None:
@@ -121,7 +121,7 @@ class Janitor:
             if self._retries.failed(row.id, counts=counts):
                 self._abandon(row, error)
             else:
-                self._put_off[row.id] = time.monotonic() + self._retries.postponed()[row.id]
+                self._put_off[row.id] = time.monotonic() + self._retries.delay_s(row.id)
         else:
             self._retries.forget(row.id)
 

@@ -109,8 +109,14 @@ class Reconciler:
             now_s = time.monotonic()
             if (is_all_due or now_s >= state.poll_at_s) and self._retries.is_due(state.row.id):
                 self._poll_one(state)
-        next_s = min((state.poll_at_s for state in states.values()), default=math.inf)
-        return max(next_s - time.monotonic(), 0.0)
+        now_s = time.monotonic()
+        return min(
+            (
+                max(state.poll_at_s - now_s, self._retries.delay_s(state.row.id), 0.0)
+                for state in states.values()
+            ),
+            default=math.inf,
+        )
 
     def _poll_one(self, state: _State) -> None:
         row = state.row

@@ -40,10 +40,10 @@ class Retries:
         failures = self._failures.get(key)
         return failures is None or self._clock() >= failures.due_s
 
-    def postponed(self) -> dict[Hashable, float]:
-        """Return the keys whose next attempt is not due, and in how many seconds it is."""
-        now_s = self._clock()
-        return {key: one.due_s - now_s for key, one in self._failures.items() if one.due_s > now_s}
+    def delay_s(self, key: Hashable) -> float:
+        """Return in how many seconds the next attempt may begin."""
+        failures = self._failures.get(key)
+        return 0.0 if failures is None else max(failures.due_s - self._clock(), 0.0)
 
     def failed(self, key: Hashable, *, counts: bool = True) -> bool:
         """Postpone the next attempt; return whether the limit is reached.

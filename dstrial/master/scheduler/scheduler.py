@@ -158,7 +158,8 @@ class Scheduler:
                 logger.exception("the scheduler has failed and tries again")
                 self._services.scheduler_problem = text_of(error)
                 self._retries.failed(_THREAD)
-                wait_s = self._retries.postponed().get(_THREAD, 0.0)
+                # What runs is looked after at least as often as on an idle master.
+                wait_s = min(self._retries.delay_s(_THREAD), _IDLE_TICK_S)
             else:
                 self._services.scheduler_problem = ""
                 self._retries.forget(_THREAD)

@@ -69,3 +69,11 @@ def test_webhooks_are_named_by_number_and_by_name(load, integrations, words):
         found = error.problems
     assert len(found) == len(words)
     assert all(word in str(problem) for problem, word in zip(found, words, strict=True))
+
+
+@pytest.mark.parametrize("key", ["min_slots", "pipeline_stages"])
+def test_size_with_a_decimal_point_is_refused(load, key):
+    with pytest.raises(
+        ConfigError, match=rf"data\.dstrial\.{key} is 2\.0; .* Write 2, without a decimal point"
+    ):
+        load(more=f"data: {{dstrial: {{{key}: 2.0}}}}\n")

@@ -616,3 +616,19 @@ def test_a_stopped_launcher_is_told_in_the_log_and_goes_on(
     os.kill(pid, signal.SIGCONT)
     assert ended((directory, handle)).exit_code == 0
     assert "gone on" in "".join(text for _, text in printed(directory))
+
+
+def test_session_of_another_boot_is_left_alone(tmp_path: Path) -> None:
+    leader = subprocess.Popen(
+        ["sh", "-c", "sleep 300 & echo $!"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert leader.stdout is not None
+    member = int(leader.stdout.readline())
+    leader.wait()
+    record = {"pid": leader.pid, "start_time": "another-boot/1"}
+    (tmp_path / "supervisor.json").write_text(json.dumps(record))
+    try:
+        backends.kill(None, tmp_path)
+        assert start_time(member) is not None
+    finally:
+        os.kill(member, signal.SIGKILL)

@@ -14,7 +14,7 @@ def test_retries_back_off_and_end() -> None:
     for attempt in range(4):
         assert retries.failed("a") is (attempt == 3)
         assert not retries.is_due("a")
-        delays.append(retries.postponed()["a"])
+        delays.append(retries.delay_s("a"))
         now_s += delays[-1]
         assert retries.is_due("a")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,9 +16,12 @@ from submitting import config
 from waiting import wait_for
 
 from dstrial.master.backends import AllocationExit, LocalBackend, RunRef
+from dstrial.master.lifecycle.storages import StorageWait
+from dstrial.master.scheduler.reconciler import Reconciler
 from dstrial.master.scheduler.retries import Retries
 from dstrial.master.scheduler.scheduler import Scheduler
 from dstrial.master.services import Services
+from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store.database import Connection, Transaction
 
 pytestmark = pytest.mark.process
@@ -174,3 +178,22 @@ def test_trial_that_cannot_be_scheduled_fails_alone(fresh_master: Master) -> Non
         wait_for(lambda: state_of(fresh_master, other) == "COMPLETED")
 
     assert "the master could not schedule it (JSONDecodeError:" in log_of(fresh_master, broken)
+
+
+class Failing(LocalBackend):
+    def observe(self, run: RunRef) -> AllocationExit | None:
+        raise LookupError(run.allocation_id)
+
+
+def test_reconciler_sleeps_while_an_allocation_is_postponed(fresh_master: Master) -> None:
+    services = fresh_master.services
+    use_backend(services, Failing)
+    with services.database.read() as connection:
+        [row] = allocation_rows.all_live(connection)[:1]
+    retries = Retries(first_s=60)
+    reconciler = Reconciler(services, StorageWait(services.database, services.storages), retries)
+
+    reconciler.poll([row], is_all_due=True)
+    time.sleep(0.6)  # the longest period of polls
+
+    assert reconciler.poll([row], is_all_due=False) > 30

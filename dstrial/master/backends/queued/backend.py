@@ -175,6 +175,8 @@ class RunningJob:
             return None
         if unusable := self.unusable_nodes():
             return "; ".join(unusable.values())
+        if request.excluded_nodes & self.links.keys():
+            return "it has a node that is disabled for this trial"
         if self.slots_for(request) is None:
             num_slots = sum(len(share.slots) for share in self.shares)
             return f"it has {num_slots} slots, which cannot be used as {request.num_slots} are requested"
@@ -290,7 +292,9 @@ class QueuedBackend(LinkedBackend):
         if self._why_away is not None:
             return ()
         try:
-            found = self._engine.unsatisfiable_reasons(self._job_request("check", request, request.num_slots))
+            found = self._engine.unsatisfiable_reasons(
+                self._job_request("check", request, request.num_slots, frozenset())
+            )
         except OSError as error:
             logger.info("%s did not check a request: %s", self._engine.name, error)
             return ()
@@ -305,6 +309,8 @@ class QueuedBackend(LinkedBackend):
         if waiting is not None and self._why_away is not None:
             return f"waiting for {self._engine.name}: {self._why_away}"
         jobs = [one for one in self._jobs.values() if one.seen.key == name]
+        if waiting is not None:
+            jobs = [one for one in jobs if not one.was_used]  # the job of the trial's last allocation
         texts = [one.seen.text for one in jobs if one.end is None and one.cancelled_s is None]
         return texts[-1] if texts else "" if waiting is None else waiting.text
 
@@ -614,7 +620,7 @@ class QueuedBackend(LinkedBackend):
         request = waiting.request
         first: EngineRefusedError | None = None
         for count in (request.num_slots, *request.fewer):
-            job_request = self._job_request(name, request, count)
+            job_request = self._job_request(name, request, count, self._excluded_nodes(request))
             try:
                 job_id = self._engine.submit(job_request)
             except EngineRefusedError as error:
@@ -634,7 +640,9 @@ class QueuedBackend(LinkedBackend):
                 waiting.retry_s = time.monotonic() + _REJECTED_RETRY_S
             waiting.text = f"{self._engine.name} has nothing for it now{without}, and is asked again: {first}"
 
-    def _job_request(self, name: str, request: ResourceRequest, num_slots: int) -> JobRequest:
+    def _job_request(
+        self, name: str, request: ResourceRequest, num_slots: int, excluded: frozenset[str]
+    ) -> JobRequest:
         title, config = request.describe()
         settings = config.get(self._section)
         return JobRequest(
@@ -642,7 +650,7 @@ class QueuedBackend(LinkedBackend):
             title=title,
             num_slots=num_slots,
             is_on_one_node=request.is_on_one_node,
-            excluded_nodes=self._excluded_nodes(request),
+            excluded_nodes=excluded,
             wants_devices=self._wants_devices,
             settings=settings if isinstance(settings, Mapping) else {},
         )
