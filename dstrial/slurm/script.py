@@ -172,7 +172,7 @@ def batch_script(
     lines = [
         "#!/bin/bash",
         f"# Written by: {' '.join(submitted_by.splitlines())}",
-        "# A task of Slurm's is a slot. The command starts one launcher on each node by srun, and the ranks there. It saves a",
+        "# A task of Slurm's is a slot. The command starts a master, and an agent on each node by srun. It saves a",
         "# checkpoint when the job is preempted, cancelled or short of time; started again by Slurm it goes on from there.",
         *(f"#SBATCH {option}" for option in ours),
         *(f"#SBATCH {option}" for option in options),
