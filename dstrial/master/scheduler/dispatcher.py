@@ -151,13 +151,13 @@ class Dispatcher:
     def _read(self, connection: Connection) -> _Queue:
         found = jobs.waiting_trials(connection)
         places = self._backend.nodes()
-        kept_off = {
+        excluded_nodes = {
             row.id: nodes.excluded_for(connection, row.id)
             for row in found
             if row.is_node_excluded == _EXCLUDED
         }
         known = {place.id for place in places}
-        excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
+        excluded = [row for row in found if row.id in excluded_nodes and excluded_nodes[row.id] >= known]
         trials = self._storage_wait.ready(
             [row for row in found if row not in excluded] if excluded else found
         )
@@ -182,7 +182,7 @@ class Dispatcher:
             rows=[*trials, *others],
         )
         if not queue.is_all_off:
-            self._add_entries(connection, queue, trials, kept_off)
+            self._add_entries(connection, queue, trials, excluded_nodes)
             queue.entries += [
                 (row, Waiting(row.task_id, 0, row.num_slots, None, is_on_one_node=True)) for row in others
             ]
@@ -194,9 +194,9 @@ class Dispatcher:
         connection: Connection,
         queue: _Queue,
         trials: Iterable[jobs.WaitingTrial],
-        kept_off: Mapping[int, frozenset[int]],
+        excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add what each trial waits for; ``kept_off``: excluded nodes by trial."""
+        """Add what each trial waits for; ``excluded_nodes`` is by trial."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         for row in trials:
             if not self._retries.is_due(row.id):
@@ -209,7 +209,7 @@ class Dispatcher:
                     num_slots,
                     row.max_slots,
                     is_on_one_node=num_slots > queue.largest and is_single_node(row.experiment_id),
-                    kept_off=kept_off.get(row.id, frozenset()),
+                    excluded_nodes=excluded_nodes.get(row.id, frozenset()),
                 )
                 one = self._with_choices(connection, row, one, queue)
             except (SqlError, DatabaseDamagedError):
@@ -223,7 +223,7 @@ class Dispatcher:
     def _retry_later(self, row: jobs.WaitingTrial, error: Exception) -> None:
         """Leave a trial out of some polls; end it after some attempts."""
         logger.error("trial %d could not be scheduled", row.id, exc_info=error)
-        if self._retries.failed(row.id):
+        if self._retries.record_failure(row.id):
             self._fail(row, f"the master could not schedule it ({type(error).__name__}: {error})")
             self._retries.forget(row.id)
 

@@ -92,7 +92,7 @@ class Janitor:
                 self._retries.forget(None)
             except Exception:
                 logger.exception("the janitor has failed and tries again")
-                self._retries.failed(None)
+                self._retries.record_failure(None)
                 self._event.wait(self._retries.delay_s(None))
                 self._event.clear()
 
@@ -118,7 +118,7 @@ class Janitor:
         except Exception as error:
             logger.exception("%s of experiment %d has failed", row.kind, row.experiment_id)
             counts = not isinstance(error, OperationalError) and not self._database.describe_trouble()
-            if self._retries.failed(row.id, counts=counts):
+            if self._retries.record_failure(row.id, counts=counts):
                 self._abandon(row, error)
             else:
                 self._put_off[row.id] = time.monotonic() + self._retries.delay_s(row.id)

@@ -18,7 +18,7 @@ class Waiting:
     num_slots: int
     max_slots: int | None  # of its experiment at once; None for any number
     is_on_one_node: bool = False  # cannot be divided among nodes, as a command
-    kept_off: frozenset[int] = frozenset()  # nodes excluded by a log policy
+    excluded_nodes: frozenset[int] = frozenset()  # nodes excluded by a log policy
     choices: tuple[int, ...] = ()  # the best first; empty for ``num_slots`` alone
 
 
@@ -50,9 +50,9 @@ def assignments(
             if one.max_slots is None or in_use + count <= one.max_slots
         ]
         there, most = left, capacity
-        if one.kept_off:
-            there = {node: slots for node, slots in left.items() if node not in one.kept_off}
-            most = {node: count for node, count in capacity.items() if node not in one.kept_off}
+        if one.excluded_nodes:
+            there = {node: slots for node, slots in left.items() if node not in one.excluded_nodes}
+            most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
         counts = [n for n in counts if could_ever_fit(n, most, is_on_one_node=one.is_on_one_node)]
         room = sum(map(len, there.values())) - behind
         counts.sort(key=lambda count: count > room)
@@ -78,7 +78,7 @@ def assignments(
 
 def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
     """Say whether a waiting trial could begin if others gave their slots back."""
-    most = {node: count for node, count in capacity.items() if node not in one.kept_off}
+    most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
     if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
         return False
     return one.max_slots is None or used_by.get(one.experiment_id, 0) + one.num_slots <= one.max_slots

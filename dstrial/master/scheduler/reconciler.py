@@ -128,7 +128,7 @@ class Reconciler:
             has_more = self._watch(state)
         except Exception as error:
             logger.exception("allocation %s could not be looked after", row.id)
-            if self._retries.failed(row.id, counts=self._is_own_fault(error)):
+            if self._retries.record_failure(row.id, counts=self._is_own_fault(error)):
                 self._give_up(state, error)
         else:
             self._retries.forget(row.id)

@@ -38,7 +38,7 @@ def requests_of(
             key=one.key,
             num_slots=one.num_slots,
             is_on_one_node=one.is_on_one_node,
-            excluded_nodes=one.kept_off | off,
+            excluded_nodes=one.excluded_nodes | off,
             describe=lambda key=one.key: describe(key),  # type: ignore[misc]
             fewer=tuple(count for count in one.choices if count < one.num_slots),
         )

@@ -45,7 +45,7 @@ class Retries:
         failures = self._failures.get(key)
         return 0.0 if failures is None else max(failures.due_s - self._clock(), 0.0)
 
-    def failed(self, key: Hashable, *, counts: bool = True) -> bool:
+    def record_failure(self, key: Hashable, *, counts: bool = True) -> bool:
         """Postpone the next attempt; return whether the limit is reached.
 
         A failure for which the key is not at fault does not count.

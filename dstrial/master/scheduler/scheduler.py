@@ -157,7 +157,7 @@ class Scheduler:
             except Exception as error:
                 logger.exception("the scheduler has failed and tries again")
                 self._services.scheduler_problem = text_of(error)
-                self._retries.failed(_THREAD)
+                self._retries.record_failure(_THREAD)
                 # What runs is looked after at least as often as on an idle master.
                 wait_s = min(self._retries.delay_s(_THREAD), _IDLE_TICK_S)
             else:

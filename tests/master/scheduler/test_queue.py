@@ -40,11 +40,11 @@ def test_an_experiment_keeps_to_its_max_slots_and_holds_nobody() -> None:
 def test_a_trial_is_kept_off_nodes_and_one_of_a_single_node_waits_for_one() -> None:
     on = [slot_id_of(node, index) for node in (1, 2) for index in (0, 1)]
     first, second = on[:2], on[2:]
-    kept_off = Waiting(1, 1, 2, None, kept_off=frozenset({1}))
+    waiting = Waiting(1, 1, 2, None, excluded_nodes=frozenset({1}))
 
-    assert assignments([kept_off], on, on, {}) == [(1, second)]
-    assert assignments([kept_off], first, on, {}) == []
-    assert assignments([Waiting(1, 1, 2, None, kept_off=frozenset({1, 2}))], on, on, {}) == []
+    assert assignments([waiting], on, on, {}) == [(1, second)]
+    assert assignments([waiting], first, on, {}) == []
+    assert assignments([Waiting(1, 1, 2, None, excluded_nodes=frozenset({1, 2}))], on, on, {}) == []
     assert assignments([Waiting(1, 1, 4, None)], on, on, {}) == [(1, on)]
     assert assignments([Waiting(1, 1, 4, None, is_on_one_node=True)], on, on, {}) == []
 

@@ -25,7 +25,7 @@ def test_requests_keep_to_max_slots_and_skip_zero_slots() -> None:
     waiting = [
         Waiting(1, 1, 2, 4, choices=(4, 2, 1)),
         Waiting(2, 1, 2, 4),
-        Waiting(3, 2, 1, None, kept_off=frozenset({5})),
+        Waiting(3, 2, 1, None, excluded_nodes=frozenset({5})),
         Waiting("shell", 0, 0, None),
     ]
     found = list(requests_of(waiting, {1: 2}, frozenset({6}), describe))

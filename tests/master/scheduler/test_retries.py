@@ -12,7 +12,7 @@ def test_retries_back_off_and_end() -> None:
 
     delays = []
     for attempt in range(4):
-        assert retries.failed("a") is (attempt == 3)
+        assert retries.record_failure("a") is (attempt == 3)
         assert not retries.is_due("a")
         delays.append(retries.delay_s("a"))
         now_s += delays[-1]
@@ -24,12 +24,12 @@ def test_retries_back_off_and_end() -> None:
 
 def test_retries_begin_anew_after_success() -> None:
     retries = Retries(limit=2)
-    assert not retries.failed("a")
+    assert not retries.record_failure("a")
     retries.forget("a")
     assert retries.is_due("a")
-    assert not retries.failed("a")
+    assert not retries.record_failure("a")
 
 
 def test_failure_of_the_machine_never_counts() -> None:
     retries = Retries(limit=2)
-    assert not any(retries.failed("a", counts=False) for _ in range(9))
+    assert not any(retries.record_failure("a", counts=False) for _ in range(9))
