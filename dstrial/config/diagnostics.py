@@ -111,7 +111,7 @@ class Diagnostics:
         _add_new(self.warnings, self._known[1], f"{self.place(path)} {text}")
 
     def note(self, path: KeyPath | str, text: str) -> None:
-        """Record a fact that is right; ``text`` follows ``file:line: key``."""
+        """Record what is worth knowing; ``text`` follows ``file:line: key``."""
         _add_new(self.notes, self._known[2], f"{self.place(path)} {text}")
 
     def raise_if_any(self) -> None:

@@ -63,7 +63,7 @@ class Step:
 
 
 class StepFailedError(Exception):
-    """A step does not show what it is there to show."""
+    """A step of the proof failed, or did not confirm what it checks."""
 
     def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)

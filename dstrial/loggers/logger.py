@@ -30,7 +30,7 @@ class LoggedRun:
     hyperparameters: Mapping[str, Any]
     config: Mapping[str, Any]  # without hyperparameters
     directory: Path  # for files of this run; not created yet
-    store: Path  # for a file of many runs
+    store: Path  # directory for files that several runs share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Logger(Protocol):
     """
 
     def begin(self, run: LoggedRun) -> str:
-        """Begin or resume the run; return where it can be seen."""
+        """Begin or resume the run, return its address; if it raises, no ``end`` follows."""
 
     def log(self, reports: Sequence[Report]) -> None:
-        """Keep reports, the oldest first."""
+        """Store reports, the oldest first; after a resume some batches are reported again."""
 
     def end(self, state: FinalState) -> None:
         """Record how the run has ended; block until all is kept."""

@@ -170,7 +170,7 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 
 
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    """Return a length as ``Batch`` or ``Epoch``; records become at least 1 batch."""
+    """Return a length as ``Batch`` or ``Epoch``; records are rounded down, at least 1."""
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)
     if length.unit == "records":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class Follower:
-    """Collects wanted topics for one coroutine."""
+    """Collects the published topics that one coroutine waits for."""
 
     def __init__(self, is_wanted: Callable[[str], bool], lock: threading.Lock) -> None:
         self._is_wanted = is_wanted

@@ -57,7 +57,11 @@ class PreviewedTrials:
 
 
 class SearchMethod(Protocol):
-    """One kind of search; each method returns what to do now, in order."""
+    """One kind of search; each method returns actions, in order.
+
+    A trial cannot be paused, resumed or given a length: it trains to its own end unless a ``Stop`` follows one of its
+    validations. ``trial_exited`` follows a ``Stop``, too. A trial that ends with ``INVALID_HP`` is replaced, except in a grid.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SearchMethod:

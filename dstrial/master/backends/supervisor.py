@@ -489,6 +489,7 @@ def members_of_session(session: int) -> set[int]:
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
+    """Replace a file of the current directory; ``name`` has no directory."""
     temporary = f".{name}.{os.urandom(8).hex()}"  # A trial may put something at a name that it can guess.
     try:
         with open(temporary, "x", encoding="utf-8") as file:

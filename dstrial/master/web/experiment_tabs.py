@@ -55,7 +55,7 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
     config = json.loads(row.config)
     searcher = config["searcher"]
     # A detached search is another program's; the searcher of its config is only a name.
-    if row.unmanaged or row.searcher_type not in rungs.SEARCHERS:
+    if row.unmanaged or row.searcher_type not in rungs.WITH_RUNGS:
         return {"brackets": []}
     snapshot = json.loads(row.searcher_snapshot or "{}")
     ids = {trial.request_id: trial.id for trial in trials.of_experiment(connection, experiment_id)}

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from dstrial.search.adaptive_asha import brackets
 from dstrial.search.async_halving import rung_units
 
-SEARCHERS = ("adaptive_asha", "async_halving")  # that have rungs
+WITH_RUNGS = ("adaptive_asha", "async_halving")
 MAX_ENTRIES = 1000  # of one rung, the best first
 _WORST = sys.float_info.max
 
