@@ -115,7 +115,7 @@ class SyncPoints:
         return self._decide(self._distributed.allgather(self._payload(batches_trained, share)))
 
     def begin(self, batches_trained: int, share: Any = None) -> None:
-        """Start the exchange without blocking. Ranks: all, collectively."""
+        """Start the exchange, on a control channel without blocking. Ranks: all, collectively."""
         self._own = self._payload(batches_trained, share)
         if isinstance(self._distributed, ControlChannel):
             self._gather = self._distributed.begin_allgather(self._own)
@@ -123,7 +123,7 @@ class SyncPoints:
     def end(self) -> SyncResult:
         """Wait for the exchange and return its result. Ranks: all, collectively."""
         gather, self._gather = self._gather, None
-        return self._decide([self._own] if gather is None else gather.wait())
+        return self._decide(self._distributed.allgather(self._own) if gather is None else gather.wait())
 
     def _payload(self, batches_trained: int, share: Any) -> tuple[Any, StopReason | None, int]:
         is_chief = self._distributed.rank == 0

@@ -1,3 +1,6 @@
+import concurrent.futures
+import contextlib
+
 from determined import core
 
 from dstrial.loop.sync_point import StopReason, SyncPoints
@@ -60,6 +63,26 @@ def test_an_exchange_in_two_steps_decides_as_one_does():
     agreement = points.end()
     assert (agreement.shares, agreement.stop) == (["mine"], StopReason.REQUESTED)
     assert points.next_batch == 9
+
+
+def test_begin_end_gather_over_determineds_own_context():
+    """Ranks that `init(distributed=...)` was given a context for, which is no control channel."""
+
+    def exchange(rank):
+        with contextlib.closing(
+            core.DistributedContext(
+                rank=rank, size=2, local_rank=rank, local_size=2, cross_rank=0, cross_size=1,
+                chief_ip="127.0.0.1", port_offset=47,
+            )
+        ) as distributed:  # fmt: skip
+            points = SyncPoints(distributed, lambda: StopReason.REQUESTED if rank == 1 else None, Clock())
+            points.start(0)
+            points.begin(1, share=rank)
+            agreement = points.end()
+            return agreement.shares, agreement.stop, points.may_wait
+
+    with concurrent.futures.ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(exchange, range(2))) == [([0, 1], StopReason.REQUESTED, False)] * 2
 
 
 def test_only_fast_batches_may_go_on_before_the_end_of_an_exchange():
