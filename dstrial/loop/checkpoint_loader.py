@@ -22,7 +22,7 @@ from dstrial.checkpoint.manifest import Manifest
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
 from dstrial.engine.checkpoint_reader.open import read_rank_state
-from dstrial.engine.checkpoint_reader.safe_load import load, restoring
+from dstrial.engine.checkpoint_reader.safe_load import load, vouched_for
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.reshape import load_reshaped
@@ -49,6 +49,7 @@ class CheckpointLoader:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._pending_random_states: Mapping[str, Any] | None = None
+        self._is_trusted = False  # whether the checkpoint being restored may hold unlisted classes
 
     def restore(
         self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
@@ -70,9 +71,9 @@ class CheckpointLoader:
         with runtime.core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
-            is_trusted = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
-            # This holds for the user's own load, too, and for whatever it calls.
-            stack.enter_context(restoring(trusts_code=is_trusted))
+            trusts = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
+            self._is_trusted = trusts
+            stack.enter_context(vouched_for(context.models, trusts_code=trusts))
             stack.enter_context(engines.ignoring_load_universal(context.models))
             saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self._state.layouts()]
@@ -183,7 +184,8 @@ class CheckpointLoader:
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
     def _load_rank_state(self, path: pathlib.Path, rank: int) -> dict[str, Any]:
-        state: dict[str, Any] = load(path / rank_state_name(rank), map_location=self._place)
+        name = rank_state_name(rank)
+        state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=self._is_trusted)
         return state
 
     def _reshape_rank_state(
@@ -195,7 +197,7 @@ class CheckpointLoader:
         """Fit this rank's state, in place, to the current ranks. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
         # Mapped: of another rank's state little is used, and only that is read.
-        states = [read_rank_state(path, rank) for rank in range(saved_size)]
+        states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
         reporters = [rank for rank, reports in enumerate(reporting) if reports]
@@ -231,7 +233,11 @@ class CheckpointLoader:
         for engine_idx, engine in enumerate(self._state.context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
             saved_engine = SavedEngine(
-                path, self._state.trial._engine_tag(engine_idx), saved[engine_idx], tied
+                path,
+                self._state.trial._engine_tag(engine_idx),
+                saved[engine_idx],
+                tied,
+                trusts_code=self._is_trusted,
             )
             load_reshaped(engine, saved_engine, now[engine_idx])
 

@@ -1,7 +1,9 @@
 """Trainer.fit on one rank in this process: the arguments and semantics that users of Determined know."""
 
 import json
+import os
 import pathlib
+import threading
 
 import deepspeed
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 import dstrial
 from dstrial import Batch, Epoch, MetricReducer, PyTorchCallback, Reducer, init
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader import safe_load
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.export import ModelWeights
 from dstrial.errors import (
@@ -22,6 +25,7 @@ from dstrial.errors import (
     ConfigError,
     DataError,
     TrialContractError,
+    UntrustedCheckpointError,
 )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
@@ -396,6 +400,42 @@ def test_asked_to_resume_without_a_checkpoint_fails(tmp_path):
     (newest(done) / "COMPLETE").unlink()
     with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint; expected one to resume"):
         fit(run_dir=done.directory.path, latest_checkpoint="latest")
+
+
+class OfTheTrial:
+    """A class that is not on the list, in a checkpoint that this account has signed."""
+
+
+def test_a_vouched_restore_changes_nothing_of_the_process():
+    seen = []
+
+    def build_callbacks(self):
+        class Own(PyTorchCallback):
+            def state_dict(self):
+                return {"own": OfTheTrial()}
+
+        return {"own": Own()}
+
+    def load(self, context, path):
+        def look():
+            try:
+                safe_load.load(pathlib.Path(path) / "dstrial_rank0.pt")
+            except UntrustedCheckpointError as error:
+                seen.append("OfTheTrial" in str(error))
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(20)
+        seen.append([name for name in os.environ if name.startswith("TORCH_FORCE")])
+        super(kind, self).load(context, path)
+
+    kind = trial_class(build_callbacks=build_callbacks, load=load)
+    done = fit(kind, max_length=Batch(1), checkpoint_policy="none")
+    path = done.directory.checkpoints_path / done.result.checkpoint_uuid
+    again = fit(kind, max_length=Batch(2), checkpoint_policy="none", latest_checkpoint=str(path))
+
+    assert again.result.batches_trained == 2
+    assert seen == [True, []]
 
 
 def test_another_optimizer_is_refused_with_both_names():

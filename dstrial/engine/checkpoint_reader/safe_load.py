@@ -1,19 +1,19 @@
 """Load checkpoint files written by torch without running code in them.
 
-Every load of ours, and every load by DeepSpeed, transformers and accelerate while a checkpoint is restored, goes through
-torch's ``weights_only`` unpickler with the classes of ``LISTED``. For a checkpoint that is vouched for (signed by this account,
-or trusted by a person) unlisted classes are loaded as well.
+Before a checkpoint is restored, ``unlisted_in`` scans all of its files. Our own loads, and those of DeepSpeed's checkpoint
+engine, then go through torch's ``weights_only`` unpickler with the classes of ``LISTED``. For a checkpoint that is vouched for
+(signed by this account, or trusted by a person) unlisted classes are loaded as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pathlib
 import pickle
+import tarfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,6 @@ _NUMPY_NAMES = frozenset(
 )
 """What transformers and accelerate put on torch's list while they load random states; see ``PickleContents.has_odd_dtype``."""
 
-_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-
 _PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
 
 _READ_BY_NOBODY = frozenset({"training_args.bin"})
@@ -51,12 +49,12 @@ _OTHER_FORM = "a pickle of another form than torch writes"
 
 _MAX_SHOWN = 5
 
+_TORCHSCRIPT = "a TorchScript archive"
+
 _ARCHIVE = b"PK\x03\x04"
 """First bytes of torch's format since 1.6 (``torch.serialization._is_zipfile``)."""
 
-# One at a time: the list is the process's. Recursive, since DeepSpeed loads through our own engine while it is held.
-_lock = threading.RLock()
-_vouched_depth = 0
+_lock = threading.Lock()  # over one load of a file: torch's list of classes is the process's
 
 
 def load(
@@ -78,16 +76,15 @@ def load(
         UntrustedCheckpointError: it holds what is not on the list; it is named.
         RuntimeError, EOFError, OSError, pickle.UnpicklingError: it cannot be read.
     """
-    is_vouched = trusts_code or _vouched_depth > 0
     unlisted = unlisted_names(contents_of(path))
     if not unlisted:
         try:
             with _torch_listed():
                 return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
         except pickle.UnpicklingError:
-            # Names on the list, in a form that torch's unpickler does not read: other protocols, the old .tar files.
+            # Names on the list, in a form that torch's unpickler does not read, such as another protocol.
             unlisted = (_OTHER_FORM,)
-    if not is_vouched:
+    if not trusts_code:
         raise untrusted({str(path): unlisted})
     return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
 
@@ -138,10 +135,15 @@ def contents_of(path: pathlib.Path) -> PickleContents:
     if _head(path) == _ARCHIVE:  # torch tells its two formats by no more
         try:
             # torch's own reader, for two readers of one archive may be shown two contents.
-            content = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
+            reader = torch._C.PyTorchFileReader(str(path))
+            if "constants.pkl" in reader.get_all_records():  # which torch.load runs unless told weights_only
+                return PickleContents((_TORCHSCRIPT,))
+            content = reader.get_record("data.pkl")
         except RuntimeError:
             return PickleContents(())
         return read_pickle(io.BytesIO(content))
+    if _is_torch_tar(path):
+        return PickleContents((_OTHER_FORM,))
     found = []
     with path.open("rb") as stream:
         # torch's old format: a number, a version, a description, the value, the storages' keys; then bytes.
@@ -174,9 +176,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
         if not may_be_unpickled(name):
             continue
         with contextlib.suppress(OSError):
-            if pathlib.PurePosixPath(name).suffix not in _PICKLE_SUFFIXES and not _begins_as_pickle(
-                root / name
-            ):
+            if pathlib.PurePosixPath(name).suffix not in _PICKLE_SUFFIXES and not _is_pickle(root / name):
                 continue
             # Of the files that are not ours to load, every one may be of those with random states.
             unlisted = unlisted_names(contents_of(root / name), may_hold_arrays=not _is_loaded_by_us(name))
@@ -195,42 +195,22 @@ def _head(path: pathlib.Path) -> bytes:
         return stream.read(4)
 
 
-def _begins_as_pickle(path: pathlib.Path) -> bool:
-    """Return whether a file begins as torch's archive or a pickle from protocol 2."""
+def _is_pickle(path: pathlib.Path) -> bool:
+    """Return whether a file is torch's archive, its old .tar or a pickle from protocol 2."""
     head = _head(path)
-    return head == _ARCHIVE or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL)
+    is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
+    return head == _ARCHIVE or is_plain or _is_torch_tar(path)
+
+
+def _is_torch_tar(path: pathlib.Path) -> bool:
+    """Return whether torch takes a file for its format before 0.1.10, a .tar of pickles."""
+    with contextlib.suppress(tarfile.TarError), tarfile.open(path, "r:") as tar:
+        return "storages" in tar.getnames()
+    return False
 
 
 def _is_loaded_by_us(name: str) -> bool:
     return name.startswith("dstrial_rank")
-
-
-@contextlib.contextmanager
-def restoring(*, trusts_code: bool) -> Iterator[None]:
-    """Have torch load by the list only, in this process, unless trusted.
-
-    Also what libraries load with ``weights_only=False``: torch's switch in the environment is stronger than their argument.
-    DeepSpeed 0.19.8 does so for experts, for universal checkpoints and for fp32 weights of ZeRO 3, beside its checkpoint engine.
-    """
-    global _vouched_depth  # torch's list and its switch are the process's too
-    with _lock:
-        if trusts_code:
-            _vouched_depth += 1
-            try:
-                yield
-            finally:
-                _vouched_depth -= 1
-            return
-        before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-        os.environ[_FORCE] = "1"
-        try:
-            with _torch_listed():
-                yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -246,21 +226,39 @@ def _torch_listed() -> Iterator[None]:
 
 
 def bind_checkpoint_engine(engine: Any) -> None:
-    """Make DeepSpeed's checkpoint engine load through ``load``.
+    """Make DeepSpeed's checkpoint engine load through ``load``; see ``vouched_for``.
 
     Parameters get the names of the engine's module, compiled or not.
 
     DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced:
-    DeepSpeed and ``copied_engine`` tell the kinds apart by the class, which stays.
+    DeepSpeed and ``engine.snapshot`` tell the kinds apart by the class, which stays.
     """
     own = engine.checkpoint_engine
     if own is None:
         return
 
     def load_listed(path: str, map_location: Any = None) -> Any:
-        return with_names_of(engine.module, load(pathlib.Path(path), map_location=map_location))
+        trusts_code = getattr(own, _VOUCHED, False)
+        loaded = load(pathlib.Path(path), map_location=map_location, trusts_code=trusts_code)
+        return with_names_of(engine.module, loaded)
 
     own.load = load_listed
+
+
+_VOUCHED = "dstrial_trusts_code"  # attribute of a bound checkpoint engine
+
+
+@contextlib.contextmanager
+def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
+    """Let bound checkpoint engines load unlisted classes inside the block, if trusted."""
+    owns = [engine.checkpoint_engine for engine in engines if engine.checkpoint_engine is not None]
+    for own in owns:
+        setattr(own, _VOUCHED, trusts_code)
+    try:
+        yield
+    finally:
+        for own in owns:
+            setattr(own, _VOUCHED, False)
 
 
 def make_plain_config(engine: Any) -> None:

@@ -20,7 +20,7 @@ from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout, compatible, reshape_problems
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
-from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, restoring
+from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, vouched_for
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank, latest_tag
@@ -153,7 +153,7 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
     """Load weights, optimizer and scheduler in any layout. Ranks: all, collectively."""
     bind_checkpoint_engine(engine)
-    with restoring(trusts_code=opened_checkpoint.trusts_code):
+    with vouched_for([engine], trusts_code=opened_checkpoint.trusts_code):
         _load_engine(engine, opened_checkpoint, distributed)
 
 
@@ -180,7 +180,8 @@ def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, d
             opened_checkpoint.uuid,
             "; ".join(differences[:3]),
         )
-    saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved)
+    trusts = opened_checkpoint.trusts_code
+    saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved, trusts_code=trusts)
     load_reshaped(engine, saved_engine, now)
     _load_buffers(engine, saved_engine)
 

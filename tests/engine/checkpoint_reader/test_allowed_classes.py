@@ -40,7 +40,6 @@ def _save_and_load(kind: str, path: Path) -> dict[str, tuple[str, ...]]:
     from dstrial.engine.checkpoint_reader.safe_load import (
         bind_checkpoint_engine,
         make_plain_config,
-        restoring,
         unlisted_in,
     )
     from dstrial.engine.state import load_engine, save_engine
@@ -61,8 +60,7 @@ def _save_and_load(kind: str, path: Path) -> dict[str, tuple[str, ...]]:
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     other = _engine(kind)
     bind_checkpoint_engine(other)
-    with restoring(trusts_code=False):
-        load_engine(other, path, "model0")
+    load_engine(other, path, "model0")
     assert other.global_steps == 2
     after = other.module.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import tarfile
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,13 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from dstrial.engine.checkpoint_reader.safe_load import load, load_mapped, restoring, unlisted_in
+from dstrial.engine.checkpoint_reader.safe_load import (
+    bind_checkpoint_engine,
+    load,
+    load_mapped,
+    unlisted_in,
+    vouched_for,
+)
 from dstrial.errors import UntrustedCheckpointError
 
 
@@ -150,23 +159,46 @@ def test_who_trusts_a_file_gets_all_of_it(tmp_path: Path) -> None:
     assert type(loaded["array"]) is np.ndarray
 
 
-def test_a_library_cannot_load_more_than_the_list_while_a_checkpoint_is_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(tmp_path / "state.pt", Calls(os.mkdir, str(tmp_path / "made")))
-    listed = saved(tmp_path / "listed.pt", ZeroStageEnum.weights)
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    before = set(torch.serialization.get_safe_globals())
+def test_only_a_vouched_engine_loads_unlisted_classes(tmp_path: Path) -> None:
+    path = saved(tmp_path / "state.pt", {"best": OfUser()})
 
-    with restoring(trusts_code=False):
-        assert torch.load(listed, weights_only=False) is ZeroStageEnum.weights
-        with pytest.raises(pickle.UnpicklingError):
-            torch.load(path, weights_only=False)
+    class Engine:
+        def __init__(self) -> None:
+            self.checkpoint_engine = types.SimpleNamespace()
+            self.module = torch.nn.Linear(1, 1)
 
+    vouched, other = Engine(), Engine()
+    bind_checkpoint_engine(vouched)
+    bind_checkpoint_engine(other)
+    with vouched_for([vouched], trusts_code=True):
+        assert vouched.checkpoint_engine.load(str(path))["best"].best == 3.5
+        with pytest.raises(UntrustedCheckpointError):
+            other.checkpoint_engine.load(str(path))
+        with pytest.raises(UntrustedCheckpointError):
+            load(path)
+    with pytest.raises(UntrustedCheckpointError):
+        vouched.checkpoint_engine.load(str(path))
+
+
+def test_formats_that_only_a_trusting_load_takes_are_unlisted(tmp_path: Path) -> None:
+    """torch.load(weights_only=False) of a library runs code of both, after our scan has passed a file."""
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "script.pt")
+    payload = pickle.dumps(Calls(os.mkdir, str(tmp_path / "made")))
+    for name in ("old.pt", "old-state"):
+        with tarfile.open(tmp_path / name, "w:") as tar:
+            for member in ("storages", "tensors", "pickle"):
+                entry = tarfile.TarInfo(member)
+                entry.size = len(payload)
+                tar.addfile(entry, io.BytesIO(payload))
+    with tarfile.open(tmp_path / "vocabulary", "w:") as tar:
+        tar.addfile(tarfile.TarInfo("words.txt"))
+
+    names = ["script.pt", "old.pt", "old-state", "vocabulary"]
+    assert sorted(unlisted_in(tmp_path, names)) == ["old-state", "old.pt", "script.pt"]
+    for name in names[:3]:
+        with pytest.raises(UntrustedCheckpointError):
+            load(tmp_path / name)
     assert not (tmp_path / "made").exists()
-    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
-    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-    assert set(torch.serialization.get_safe_globals()) == before
 
 
 def test_what_others_have_put_on_torchs_list_stays_there(tmp_path: Path) -> None:
