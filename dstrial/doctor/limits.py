@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dstrial.doctor.devices import account_name
 from dstrial.doctor.finding import Finding, note, ok, problem, size
-from dstrial.engine.async_copy.host_memory import available_bytes
+from dstrial.engine.host_memory import available_bytes
 
 _GIB = 1 << 30
 _MIB = 1 << 20

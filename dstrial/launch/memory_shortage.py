@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.engine.async_copy.host_memory import available_bytes
+from dstrial.engine.host_memory import available_bytes
 
 _PHRASES = (
     "can't allocate memory",  # torch 2.13 c10/core/impl/alloc_cpu.cpp

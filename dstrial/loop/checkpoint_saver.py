@@ -35,10 +35,8 @@ from dstrial.checkpoint.manifest import (
     share_of,
     write_manifest,
 )
-from dstrial.engine.async_copy.copied_engine import copy_engine, sizes_to_copy
-from dstrial.engine.async_copy.pinned_memory import host_memory_for
-from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
 from dstrial.engine.files import engine_files, missing_files
+from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state
 from dstrial.errors import CheckpointError
 from dstrial.loop.background_save import PendingReports, SaveJob, SaveStatus, run_on_all_ranks
@@ -96,10 +94,7 @@ class CheckpointSaver:
     def __init__(self, state: RunState, *, in_background: bool) -> None:
         self._state = state
         self._reports = PendingReports(state.runtime.core.train)
-        self._buffers = HostBuffers(
-            state.context.distributed.local_size, memory=host_memory_for(state.context.device)
-        )
-        self._is_prepared = False
+        self._buffers = HostBuffers(state.context.distributed.local_size, device=state.context.device)
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None
         self._saves_itself = type(state.trial).save is not Checkpointable.save
@@ -131,15 +126,6 @@ class CheckpointSaver:
         return True
 
     # ---- the main thread -----------------------------------------------------------------------------
-
-    def prepare(self) -> None:
-        """Allocate the host buffers in a thread, once, when the optimizer has state."""
-        is_immediate = not self._in_background or self._files_are_seen or self._saves_itself
-        if not self._is_prepared and not is_immediate:
-            self._buffers.prepare(
-                [size for engine in self._state.context.models for size in sizes_to_copy(engine)]
-            )
-        self._is_prepared = True
 
     def save(self, loop_state: Mapping[str, Any]) -> str:
         """Copy the current state and write it in the background; return its uuid.
@@ -232,7 +218,6 @@ class CheckpointSaver:
             if context.distributed.size > 1:
                 raise _LeaveAtOnce(error) from error
             raise
-        copies.finish_copying()
         return _Copied(
             path=path,
             batches_trained=self._state.progress.batches_trained,

@@ -235,7 +235,6 @@ class ReportExchange:
         failures = [failure for _, _, _, failure, _ in agreement.shares]
         if not any(failures):
             self._saver.settle([status for _, _, status, _, _ in agreement.shares])
-            self._saver.prepare()
         shares = [share and MetricTotals.unpack(share) for share, _, _, _, _ in agreement.shares]
         averages = combine(shares, "train_batch") if begun.reports else {}
         if begun.reports:

@@ -269,7 +269,6 @@ def test_a_checkpoint_engine_has_the_methods_that_copying_takes_over() -> None:
 
     assert {"create", "save", "load", "commit", "is_data_parallel_writer", "preserves_storage_sharing"} <= own
     assert issubclass(engines.TorchCheckpointEngine, engines.CheckpointEngine)
-    assert isinstance(engines.clone_tensors_for_torch_save({"nothing": 1}), dict)
 
 
 def test_a_config_is_read_from_its_file_and_no_key_of_it_twice(tmp_path: Path) -> None:
@@ -338,7 +337,6 @@ def test_an_optimizer_has_its_parameters_and_masters_where_they_are_looked_for(
         assert sum(found["owned"]) == total
         assert found["base is basic"]
         assert found["own file"] == (case == "bf16 wrapper")
-        assert bool(found["masters of replicas"]) == (case.startswith("zero") or case == "bf16 wrapper")
         assert found["scalers"] == [True, True]
         assert (found["loss scale"], found["swaps"]) == (False, 0)
         assert found["gradients"] == GRADIENTS.get(case, [])
@@ -389,7 +387,7 @@ def test_the_wrappers_of_fp16_keep_masters_flat_or_one_by_one(program: RunningPr
     assert found["unfused"] == [[True, True]]
     assert found["own masters"] == [[[3, 2, "torch.float32"], [2, "torch.float32"]]]
     assert found["bases"] == ["Adam", "Adam"]
-    assert (found["others"], found["replicas"]) == ([None, None], 0)
+    assert found["others"] == [None, None]
     assert found["scale"] == [True] * 6
 
 

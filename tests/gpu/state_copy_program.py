@@ -7,8 +7,7 @@ import threading
 
 import torch
 
-from dstrial.engine.async_copy.pinned_memory import CudaRuntime, host_memory_for
-from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
+from dstrial.engine.snapshot import HostBuffers, StateCopies
 
 DEVICE = torch.device("cuda", 0)
 
@@ -42,12 +41,10 @@ def contexts():
     compute()
     own = num_contexts() - before
     memory_before = torch.cuda.mem_get_info(DEVICE)[0]
-    buffers = HostBuffers(memory=host_memory_for(DEVICE))
-    buffers.prepare([state.untyped_storage().nbytes()])
+    buffers = HostBuffers(device=DEVICE)
     for _ in range(2):
         copies = StateCopies(buffers)
         copies.add({"state": state}, "state.pt")
-        copies.finish_copying()
         save_in_thread(copies)
     thread = threading.Thread(target=buffers.clear)
     thread.start()
@@ -62,42 +59,21 @@ def contexts():
 
 
 def registrations():
-    """1,000 small buffers and some large ones are registered and released, and kernels go on."""
-    memory = host_memory_for(DEVICE)
-    sizes = [1 + 37 * (number % 500) for number in range(1000)] + [(1 << 20) + number for number in range(20)]
-    storages = [memory.allocate(size) for size in sizes]
+    """Large chunks are registered and released again, and kernels go on."""
+    buffers = HostBuffers(device=DEVICE)
+    chunks = [buffers.take([(1 << 20) + number, 200]) for number in range(20)]
     compute()
+    storages = [storage for chunk in chunks for storage in chunk]
     pinned = [torch.empty(0, dtype=torch.uint8).set_(storage).is_pinned() for storage in storages]
     assert all(pinned), f"{pinned.count(False)} of {len(pinned)} buffers are not pinned"
     source = torch.arange(200, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty(0, dtype=torch.uint8).set_(storages[999])[:200]
+    target = torch.empty(0, dtype=torch.uint8).set_(storages[-1])
     target.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(target, source.cpu())
-    del storages, target, memory
+    del chunks, storages, target
+    buffers.clear()
     gc.collect()
-    compute()
-
-
-def refusal():
-    """A page that is registered twice is refused, and no later kernel is blamed for it."""
-    import numpy as np
-
-    page = 1 << 12
-    whole = np.empty(64 * page, dtype=np.uint8)
-    address = whole.ctypes.data + (-whole.ctypes.data % page)
-    runtime = CudaRuntime(DEVICE)
-    compute()
-    with runtime.on_device():
-        assert runtime.register(address, 8 * page) == 0
-        error = runtime.register(address, 8 * page)
-        assert error == 712, f"the second registration returned {error}"
-        runtime.clear_error()
-    compute()
-    with runtime.on_device():
-        runtime.unregister(address)
-        assert runtime.register(address, 8 * page) == 0, "the first registration was not released"
-        runtime.unregister(address)
     compute()
 
 
@@ -109,12 +85,11 @@ def ordering():
     state["half"] = state["large"][:5_000_001].bfloat16()
     torch.save(state, "at once/state.pt")
     for pins in (True, False):
-        buffers = HostBuffers(memory=host_memory_for(DEVICE) if pins else None)
+        buffers = HostBuffers(device=DEVICE if pins else None)
         kept = {name: value.clone() for name, value in state.items()}
         torch.cuda.synchronize()
         copies = StateCopies(buffers)
         copies.add(state, "later/state.pt")
-        copies.finish_copying()
         for value in state.values():
             value.zero_()
         save_in_thread(copies)
@@ -126,5 +101,5 @@ def ordering():
             state[name].copy_(value)
 
 
-{check.__name__: check for check in (contexts, registrations, refusal, ordering)}[sys.argv[1]]()
+{check.__name__: check for check in (contexts, registrations, ordering)}[sys.argv[1]]()
 print("held")

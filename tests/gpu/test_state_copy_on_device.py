@@ -5,8 +5,7 @@ import pathlib
 import pytest
 import torch
 
-from dstrial.engine.async_copy.pinned_memory import host_memory_for
-from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
+from dstrial.engine.snapshot import HostBuffers, StateCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,15 +17,13 @@ pytestmark = [
 def test_a_copy_from_the_device_is_written_as_the_state_of_then(tmp_path: pathlib.Path, pins: bool) -> None:
     for name in ("at once", "later"):
         (tmp_path / name).mkdir()
-    buffers = HostBuffers(memory=host_memory_for(torch.device("cuda", 0)) if pins else None)
+    buffers = HostBuffers(device=torch.device("cuda", 0) if pins else None)
     flat = torch.randn(3_000_000, device="cuda")
-    buffers.prepare([flat.untyped_storage().nbytes()])
     for _ in range(2):
         value = {"views": [flat[:10], flat[10:]], "step": torch.tensor(3.0), "half": flat[:7].bfloat16()}
         torch.save(value, tmp_path / "at once" / "state.pt")
         copies = StateCopies(buffers)
         copies.add(value, str(tmp_path / "later" / "state.pt"))
-        copies.finish_copying()
         flat.add_(1.0)
         copies.write()
         assert (tmp_path / "later" / "state.pt").read_bytes() == (

@@ -89,7 +89,6 @@ def of_optimizer(engine: Any, rank: int) -> dict[str, Any]:
         "numels": None if flat is None else [list(flat.numels), list(flat.num_partitions)],
         "sub groups": None if sub_groups is None else [[g.group_idx, g.num_partitions] for g in sub_groups],
         "first master": first_master(engine, rank),
-        "masters of replicas": len(optimizers.replica_masters(optimizer)),
         "base is basic": optimizers.base_optimizer(optimizer) is engines.basic_optimizer(engine),
         "own file": optimizers.has_file_per_replica(optimizer),
         "loss scale": optimizers.loss_scale_holder(optimizer) is not None,
@@ -146,7 +145,7 @@ def data_parallel(options: dict[str, Any], path: pathlib.Path, rank: int) -> dic
         for param in engine.module.parameters():
             param.data.fill_(3.0)
         optimizers.restore_masters_from_weights(engine.optimizer)
-        found["restored"] = [float(flat.max()) for flat in optimizers.replica_masters(engine.optimizer)]
+        found["restored"] = [float(flat.max()) for flat in optimizers.flat_masters(engine.optimizer) or ()]
     process.reset_globals()
     process.release_groups()
     found["world"] = groups._WORLD_GROUP is None
@@ -182,7 +181,6 @@ def wrappers(rank: int) -> dict[str, Any]:
         "own masters": [[[*one.shape, str(one.dtype)] for one in group] for group in own],
         "bases": [type(optimizers.base_optimizer(one)).__name__ for one in (fused, unfused)],
         "others": [optimizers.flat_masters(unfused), optimizers.own_masters(fused)],
-        "replicas": len(optimizers.replica_masters(fused)),
         "scale": [
             hasattr(optimizers.loss_scale_holder(one), name) for one in (fused, unfused) for name in names
         ],

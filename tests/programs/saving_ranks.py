@@ -23,7 +23,7 @@ def wait_for(path):
 
 def hold_writer(until):
     """Have this rank's writer wait for a file, as on a storage that hangs."""
-    from dstrial.engine.async_copy.state_copy import StateCopies
+    from dstrial.engine.snapshot import StateCopies
 
     write = StateCopies.write
 
@@ -174,8 +174,7 @@ def engines_written_twice(_run_dir, scratch):
     import torch
     from small_models_for_saving import KINDS, make_engine, train_step
 
-    from dstrial.engine.async_copy.copied_engine import copy_engine
-    from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
+    from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
     from dstrial.engine.state import save_engine
 
     results = {}

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as clone_tensors_for_torch_save
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine

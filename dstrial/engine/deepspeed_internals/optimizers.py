@@ -108,11 +108,6 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
     return masters
 
 
-def replica_masters(optimizer: Any) -> list[torch.Tensor]:
-    """Return master weights saved per replica: those of ZeRO and ``BF16_Optimizer``."""
-    return [] if isinstance(optimizer, FP16_Optimizer) else flat_masters(optimizer) or []
-
-
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
     """Return master weights kept one by one, by group and position; else None."""
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None

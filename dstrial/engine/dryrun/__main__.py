@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 import psutil  # type: ignore[import-untyped]  # no stubs are installed
 
-from dstrial.engine.async_copy.host_memory import available_bytes
 from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
+from dstrial.engine.host_memory import available_bytes
 from dstrial.errors import DstrialError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
+from dstrial.engine.snapshot import HostBuffers, StateCopies
 
 
 class Scaler:
@@ -78,21 +78,6 @@ def test_a_file_written_later_has_the_bits_of_one_written_at_once(tmp_path: path
         (tmp_path / "later" / "state.pt").unlink()
 
 
-def test_trimmed_tensors_have_the_bits_of_deepspeeds_clones(tmp_path: pathlib.Path) -> None:
-    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-
-    flat = torch.randn(100)
-    layer = collections.OrderedDict(weight=flat[:12].view(3, 4).t(), bias=flat[12:15], count=torch.tensor(3))
-    for name in ("cloned", "trimmed"):
-        (tmp_path / name).mkdir()
-    torch.save(clone_tensors_for_torch_save(layer), tmp_path / "cloned" / "layer.pt")
-    copies = StateCopies(HostBuffers())
-    copies.add(layer, str(tmp_path / "trimmed" / "layer.pt"), trimmed=True)
-    flat.zero_()
-    copies.write()
-    assert (tmp_path / "trimmed" / "layer.pt").read_bytes() == (tmp_path / "cloned" / "layer.pt").read_bytes()
-
-
 def test_host_memory_is_one_copy_of_the_state_and_used_again(tmp_path: pathlib.Path) -> None:
     buffers = HostBuffers()
     flat = torch.zeros(10_000)
@@ -101,18 +86,28 @@ def test_host_memory_is_one_copy_of_the_state_and_used_again(tmp_path: pathlib.P
     for _ in range(3):
         copies = StateCopies(buffers)
         copies.add(value, str(tmp_path / "state.pt"))
-        assert buffers.num_bytes == 40_500
+        assert buffers.num_bytes == 40_000 + 512, "whole cache lines"
         copies.write()
-        assert buffers.num_bytes == 40_500
-        taken = buffers.take(40_000)
-        seen.add(taken.data_ptr())
-        buffers.take(500)
+        assert buffers.num_bytes == 40_000 + 512
+        taken = buffers.take([40_000])
+        assert taken is not None
+        seen.add(taken[0].data_ptr())
         buffers.release()
     assert len(seen) == 1
     copies = StateCopies(buffers)
     copies.add({"smaller": torch.zeros(3)}, str(tmp_path / "state.pt"))
     copies.write()
-    assert buffers.num_bytes == 12
+    assert buffers.num_bytes == 64
+
+
+def test_a_small_file_that_grows_leaves_the_large_chunk_alone(tmp_path: pathlib.Path) -> None:
+    buffers = HostBuffers()
+    for small in (16, 17):
+        copies = StateCopies(buffers)
+        copies.add({"weight": torch.zeros(small)}, str(tmp_path / "rank.pt"))
+        copies.add({"weight": torch.zeros(10_000)}, str(tmp_path / "engine.pt"))
+        copies.write()
+    assert buffers.num_bytes == 128 + 40_000
 
 
 @pytest.mark.parametrize(("left", "is_at_once"), [(9_000, False), (8_000, True), (None, False)])
@@ -138,16 +133,3 @@ def test_a_failure_waits_until_the_files_are_written(tmp_path: pathlib.Path) -> 
     copies.add(lambda: None, str(tmp_path / "state.pt"))
     with pytest.raises(Exception, match=r"pickle|lambda"):
         copies.write()
-
-
-def test_buffers_prepared_before_the_first_save_are_used_by_it(tmp_path: pathlib.Path) -> None:
-    buffers = HostBuffers()
-    value = {"weight": torch.ones(5000), "moment": torch.ones(7000)}
-    buffers.prepare([20_000, 28_000, 999])
-    prepared = buffers.num_bytes
-    copies = StateCopies(buffers)
-    copies.add(value, str(tmp_path / "state.pt"))
-    assert prepared == buffers.num_bytes == 48_999
-    copies.write()
-    assert buffers.num_bytes == 48_000
-    assert torch.equal(torch.load(tmp_path / "state.pt")["moment"], value["moment"])

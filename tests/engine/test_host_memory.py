@@ -1,6 +1,6 @@
 import pathlib
 
-from dstrial.engine.async_copy.host_memory import available_bytes
+from dstrial.engine.host_memory import available_bytes
 
 GIB = 1 << 30
 

@@ -1,1 +1,0 @@
-"""A copy of an engine's state, taken while training goes on."""

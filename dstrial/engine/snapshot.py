@@ -1,0 +1,367 @@
+"""Snapshots of state in host memory, taken between two steps and written later by another thread.
+
+A written file has the bits of one written at the moment of the snapshot: ``torch.save`` pickles the value at once, through a
+pickle module that keeps the bytes and the storages, which are copied; later it is given a pickle module that returns both.
+DeepSpeed's ``save_checkpoint`` runs as always, barriers included, but with a checkpoint engine that takes snapshots. What
+DeepSpeed writes by itself (``latest``, the conversion script, the swap files of NVMe offload) it writes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import mmap
+import pathlib
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import DeepSpeedEngine
+
+from dstrial.engine.deepspeed_internals.engines import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+    TorchCheckpointEngine,
+)
+from dstrial.engine.files import describe_rank, engine_files
+from dstrial.engine.host_memory import available_bytes
+from dstrial.engine.state import save_engine
+
+logger = logging.getLogger("dstrial.engine")
+
+_USABLE_SHARE = 0.9  # of the available memory; the rest is left to training
+_LOCKED_BYTES = 1 << 20  # smaller chunks are not page-locked: a registration takes tens of microseconds
+_ALIGNMENT_BYTES = 64
+
+
+class HostBuffers:
+    """Host memory for the snapshots of one rank, reused by every save.
+
+    It grows to one copy of the state: one chunk for each file. Chunks that the newest save did not use are freed.
+
+    Args:
+        num_sharers: ranks on this machine that allocate at the same time.
+        available: returns how many bytes the machine has left; None if unknown.
+        device: chunks are page-locked if this is a CUDA device, for faster copies.
+    """
+
+    def __init__(
+        self,
+        num_sharers: int = 1,
+        available: Callable[[], int | None] = available_bytes,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        self._num_sharers = num_sharers
+        self._available = available
+        self._device = device
+        self._locks_pages = device is not None and device.type == "cuda"
+        self._free: list[Any] = []  # NumPy arrays of bytes
+        self._taken: list[Any] = []
+        self._has_warned = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in [*self._free, *self._taken])
+
+    def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage] | None:
+        """Return uninitialised buffers of these sizes; None if they do not fit into memory."""
+        ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
+        num_bytes = int(ends[-1]) if sizes else 0
+        # A small file does not take the chunk of a large one, which would need another.
+        fitting = [chunk for chunk in self._free if num_bytes <= chunk.nbytes <= 2 * num_bytes]
+        if fitting:
+            chunk = min(fitting, key=lambda one: int(one.nbytes))
+            self._free = [one for one in self._free if one is not chunk]
+        elif not self._has_room(num_bytes):
+            return None
+        else:
+            chunk = self._allocate(num_bytes)
+        self._taken.append(chunk)
+        starts = [0, *ends.tolist()]
+        return [_storage(chunk[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
+
+    def _has_room(self, num_bytes: int) -> bool:
+        available = self._available()
+        if available is None or num_bytes <= _USABLE_SHARE * available / self._num_sharers:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the copy of the state that saving in the background needs does not fit into memory (%d MiB more, for each of "
+                "%d ranks on this machine with %d MiB left): what does not fit is written while training waits",
+                num_bytes >> 20,
+                self._num_sharers,
+                available >> 20,
+            )
+        return False
+
+    def _allocate(self, num_bytes: int) -> Any:
+        if not self._locks_pages or num_bytes < _LOCKED_BYTES:
+            # NumPy asks the kernel for huge pages: the first copy is several times faster than into torch's own memory.
+            return np.empty(num_bytes, dtype=np.uint8)
+        # Not torch's pinned memory, which rounds sizes up to a power of two. A page can be registered once only.
+        num_paged = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = np.empty(num_paged + mmap.PAGESIZE - 1, dtype=np.uint8)
+        start = -whole.ctypes.data % mmap.PAGESIZE
+        address = whole.ctypes.data + start
+        with torch.cuda.device(self._device):  # else the runtime makes a context on the thread's device 0
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            error = int(runtime.cudaHostRegister(address, num_paged, 0))
+            if error:
+                # A launch takes the thread's last error, which a later one would be blamed for.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
+        if error:
+            self._locks_pages = False
+            logger.warning(
+                "CUDA has refused to lock %d MiB of host memory (error %d): saving in the background copies through ordinary "
+                "memory, which takes longer. See `ulimit -l` and the memory that is left.",
+                num_paged >> 20,
+                error,
+            )
+        else:
+            weakref.finalize(whole, _unlock, self._device, address).atexit = False
+        return whole[start : start + num_bytes]
+
+    def release(self) -> None:
+        """Take back all buffers for the next save; free those that this one did not use."""
+        self._free, self._taken = self._taken, []
+
+    def clear(self) -> None:
+        self._free, self._taken = [], []
+
+
+def _unlock(device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # see above
+
+
+def _storage(array: Any) -> torch.UntypedStorage:
+    tensor = torch.from_numpy(array) if array.nbytes else torch.empty(0, dtype=torch.uint8)
+    return tensor.untyped_storage()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _File:
+    """One file to write.
+
+    Attributes:
+        through_python: write through a Python file, whose name is not kept in the archive.
+        pickled: what ``torch.save`` made of the value, without the content of its storages.
+        storages: copies of these, by their number.
+    """
+
+    path: str
+    through_python: bool
+    pickled: bytes
+    storages: Sequence[torch.UntypedStorage]
+
+
+class StateCopies:
+    """The values that a rank is about to write, as they are when they are handed in.
+
+    A failure to copy or to write does not leave ``add``, because the caller may be between two barriers: ``write`` raises it.
+    Without ``buffers`` every value is written as soon as it is handed in.
+    """
+
+    def __init__(self, buffers: HostBuffers | None) -> None:
+        self._buffers = buffers
+        self._files: list[_File] = []
+        self._error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``write`` will raise a failure of copying."""
+        return self._error is not None
+
+    def add(self, value: Any, path: str, *, through_python: bool = False) -> None:
+        """Copy ``value``, or write it at once if there is no memory for a copy.
+
+        Args:
+            value: what ``torch.save`` can write; its tensors are copied with the whole storage that they are views of.
+            path: the file.
+            through_python: whether to write through a Python file, which says why a write fails.
+        """
+        if self._error is not None:
+            return
+        try:
+            if self._buffers is None or not self._copy(self._buffers, value, path, through_python):
+                _save(value, path, through_python, pickle)
+        except Exception as error:  # noqa: BLE001  # raised by write(), once all ranks have passed their barriers
+            self._error = error
+
+    def _copy(self, buffers: HostBuffers, value: Any, path: str, through_python: bool) -> bool:
+        pickled, storages = _pickled_by_torch(value)
+        copies = buffers.take([storage.nbytes() for storage in storages])
+        if copies is None:
+            return False
+        for copy, storage in zip(copies, storages, strict=True):
+            if storage.nbytes():
+                copy.copy_(storage, non_blocking=True)
+        if any(storage.device.type != "cpu" for storage in storages):
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().synchronize()
+        self._files.append(_File(path, through_python, pickled, copies))
+        return True
+
+    def write(self) -> None:
+        """Write the copies in order, release the buffers, and raise the first failure.
+
+        Any thread, one at a time.
+        """
+        try:
+            if self._error is not None:
+                raise self._error
+            while self._files:
+                file = self._files.pop(0)
+                _save(file, file.path, file.through_python, _ReplayingModule)
+        finally:
+            self._files.clear()
+            if self._buffers is not None:
+                self._buffers.release()
+
+
+def _save(value: Any, path: str, through_python: bool, pickle_module: Any) -> None:
+    if not through_python:
+        torch.save(value, path, pickle_module=pickle_module)
+        return
+    with pathlib.Path(path).open("wb") as file:
+        torch.save(value, file, pickle_module=pickle_module)
+
+
+# ---- pickling, and writing what was pickled ----------------------------------------------------------
+
+
+class _Pickled(Exception):  # noqa: N818  # not an error: ends torch.save once it has pickled
+    def __init__(self, pickled: bytes, storages: tuple[torch.UntypedStorage, ...]) -> None:
+        super().__init__()
+        self.pickled = pickled
+        self.storages = storages
+
+
+def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
+    """Return what ``torch.save`` pickles, and by number the storages it would write."""
+    try:
+        torch.save(value, io.BytesIO(), pickle_module=_CapturingModule)
+    except _Pickled as done:
+        return done.pickled, done.storages
+    raise RuntimeError("torch.save has not pickled with the module that it was given")
+
+
+class _TorchPickler:
+    """Base of ``torch.save``'s pickler, whose ``persistent_id`` numbers storages."""
+
+    persistent_id: Callable[[Any], Any]
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        self._file = file
+        self._protocol = protocol
+
+
+class _Recorder(pickle.Pickler):
+    """Pickles as torch does, and keeps the storages that torch numbers."""
+
+    def __init__(self, file: io.BytesIO, protocol: int, persistent_id: Callable[[Any], Any]) -> None:
+        super().__init__(file, protocol=protocol)
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._persistent_id_of_torch = persistent_id
+
+    def persistent_id(self, obj: Any) -> Any:
+        pid = self._persistent_id_of_torch(obj)
+        if pid is not None:
+            storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
+            self.storages.setdefault(storage._cdata, storage)
+        return pid
+
+
+class _Capturing(_TorchPickler):
+    """Pickles, and ends ``torch.save`` before it writes."""
+
+    def dump(self, value: Any) -> None:
+        recorder = _Recorder(self._file, self._protocol, self.persistent_id)
+        recorder.dump(value)
+        raise _Pickled(self._file.getvalue(), tuple(recorder.storages.values()))
+
+
+class _Replaying(_TorchPickler):
+    """Writes what was pickled, and has the copies numbered as the storages were."""
+
+    def dump(self, file: _File) -> None:
+        for storage in file.storages:
+            self.persistent_id(storage)
+        self._file.write(file.pickled)
+
+
+class _CapturingModule:
+    """A pickle module for ``torch.save``."""
+
+    Pickler = _Capturing
+
+
+class _ReplayingModule:
+    """A pickle module for ``torch.save``."""
+
+    Pickler = _Replaying
+
+
+# ---- engines -----------------------------------------------------------------------------------------
+
+
+def copy_engine(
+    engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str, copies: StateCopies
+) -> tuple[str, ...]:
+    """Copy what ``save_engine`` would write, between two optimizer steps.
+
+    An engine whose files DeepSpeed writes by other means than ``torch.save`` (its fast, decoupled or DataStates checkpoint
+    engine), or in torch's old format, is saved at once.
+
+    Returns:
+        The files, relative to ``path``, that this rank must have there after ``copies.write()``.
+
+    Ranks: all, collectively.
+    """
+    own = engine.checkpoint_engine
+    if type(own) is not TorchCheckpointEngine or not own.zipfile_serialization:
+        logger.info("%s writes through DeepSpeed's %s: at once", describe_rank(engine), type(own).__name__)
+        save_engine(engine, path, tag)
+        return engine_files(engine, tag).written
+    engine.checkpoint_engine = _CopyingCheckpointEngine(own, copies)
+    try:
+        engine.save_checkpoint(str(path), tag=tag)
+    finally:
+        engine.checkpoint_engine = own
+    return engine_files(engine, tag).written
+
+
+class _CopyingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deepspeed ships no types
+    """Copies what ``TorchCheckpointEngine`` would write with ``torch.save``."""
+
+    def __init__(self, own: TorchCheckpointEngine, copies: StateCopies) -> None:
+        self.name = own.name
+        self._own = own
+        self._copies = copies
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        self._own.create(info)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._copies.add(state_dict, str(path))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._own.load(path, map_location=map_location)
+
+    def commit(self, info: CheckpointCommitInfo) -> Any:
+        return self._own.commit(info)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return bool(self._own.is_data_parallel_writer(dp_rank))
+
+    def preserves_storage_sharing(self) -> bool:
+        return bool(self._own.preserves_storage_sharing())
