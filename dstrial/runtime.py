@@ -29,7 +29,6 @@ from dstrial.local.core_context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring_variables import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, remove_tensorboard_directories
-from dstrial.local.profiler import NodeProfiler
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -151,7 +150,8 @@ def process_runtime(
                 preempt_mode=core.PreemptMode.ChiefOnly,
                 tensorboard_mode=core.TensorboardMode.MANUAL,
             )
-            made.profiler = _cluster_profiler(made, info, channel, device)
+            sink = _ClusterSystemMetrics(made, info, channel.cross_rank)
+            made.profiler = local_context.NodeProfiler(info.agent_id, channel, sink)
             if os.environ.get(RUN_DIR_VARIABLE):
                 kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
                 mirrored = _mirror(made, kept, exp_conf or {})
@@ -160,7 +160,7 @@ def process_runtime(
         else:
             directory, is_own = _run_directory(run_dir, exp_conf, channel)
             own_run = directory if is_own and channel.rank == 0 else None
-            made = _local_core(directory, exp_conf, channel, signals, device)
+            made = _local_core(directory, exp_conf, channel, signals)
         if own_run is not None:
             stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
         stack.enter_context(made)
@@ -289,7 +289,6 @@ def _local_core(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
     signals: StopSignals,
-    device: torch.device,
 ) -> LocalContext:
     searcher = (exp_conf or {}).get("searcher") or {}
     storage = (exp_conf or {}).get("checkpoint_storage")
@@ -305,12 +304,11 @@ def _local_core(
         max_length=length,
         max_length_unit=unit,
         preempt_mode=core.PreemptMode.ChiefOnly,
-        device_uuids=lambda: _visible_devices(device, channel.local_size),
     )
 
 
 class _ClusterSystemMetrics:
-    """Sends a node's system metrics to the master; see ``SystemMetricsSink``.
+    """Sends a node's system metrics to the master; see ``local.core_context``.
 
     Has a sender of its own: Determined's tells an error to whoever reports next, and one that ends training must be told to
     training (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
@@ -334,32 +332,6 @@ class _ClusterSystemMetrics:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-
-
-def _cluster_profiler(
-    core_context: core.Context, info: Any, channel: core.DistributedContext, device: torch.device
-) -> NodeProfiler:
-    """Return a profiler that knows which devices are the trial's own.
-
-    A node without containers shows all.
-    """
-    sink = _ClusterSystemMetrics(core_context, info, channel.cross_rank)
-    # Where a cluster is stood in for, nothing has been given to the trial (``gpu_uuids`` asserts then).
-    own = [] if info._resources_info is None else list(info.gpu_uuids or ())
-    return NodeProfiler(
-        info.agent_id, channel, sink, lambda: own or _visible_devices(device, channel.local_size)
-    )
-
-
-def _visible_devices(device: torch.device, num_ranks: int) -> list[str]:
-    """Return the devices of a node's ranks as NVML calls them.
-
-    There are none where they are not NVIDIA's. A launcher that shows each rank its own device only leaves the one of this rank.
-    """
-    if device.type != "cuda" or torch.version.cuda is None:
-        return []
-    num_devices = min(num_ranks, torch.cuda.device_count())
-    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(num_devices)]
 
 
 # DeepSpeed 0.19 runtime/lr_schedules.py, get_lr: DeepSpeed itself asks, when it builds an engine with a scheduler.

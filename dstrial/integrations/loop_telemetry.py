@@ -16,7 +16,6 @@ from determined import core
 
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.finite_weights import StepCounts
-from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.telemetry.instruments import Instruments
@@ -100,7 +99,7 @@ class LoopTelemetry:
             self._sinks.report_telemetry(step, metrics)
 
     def _keep(self, totals: Mapping[str, Any]) -> None:
-        if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
+        if isinstance(self._train, LocalTrainContext):
             self._train.note_telemetry(totals)
 
 

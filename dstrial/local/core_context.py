@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from determined import core
 from dstrial.errors import RankError
 from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
-from dstrial.local.profiler import NodeProfiler
 from dstrial.local.run_directory import RunDirectory
-from dstrial.local.train_context import LocalTrainContext, open_train_context
+from dstrial.local.train_context import LocalTrainContext, repair_reports
+
+_LAST_REPORT_S = 10.0  # how long the end of a training waits for the last system metrics
 
 
 class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy does not follow determined
@@ -153,6 +154,26 @@ class LocalSystemMetrics:
         """Do nothing: every report is in its file."""
 
 
+class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not follow determined
+    """Determined's profiler with a sink of ours, which has the last report at the end.
+
+    ``sink`` has the methods of ``LocalSystemMetrics``.
+
+    Source: determined 0.38.1 ``core/_profiler.py``: told to stop, the collector reports what it has.
+    """
+
+    def __init__(self, agent_id: str, distributed: core.DistributedContext, sink: Any) -> None:
+        super().__init__(agent_id, sink, distributed)
+        self._sink = sink
+
+    def _close(self) -> None:
+        super()._close()
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            collector.join(_LAST_REPORT_S)
+            self._sink.close()
+
+
 class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's core context, kept in a run directory.
 
@@ -209,20 +230,18 @@ def init(
     max_length: int | None = None,
     max_length_unit: core.Unit | None = None,
     preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
-    device_uuids: Callable[[], Sequence[str]] = tuple,
 ) -> LocalContext:
     """Return the core context of a run without a master.
 
-    ``stop_requested`` returns why the job should stop, or None, and must not communicate. ``device_uuids`` returns this node's
-    devices of the job, as NVML calls them. Only with ``max_length`` (``searcher.max_length``) there is a searcher context; its
-    unit is None for a bare number. ``keep`` None keeps all checkpoints.
+    ``stop_requested`` returns why the job should stop, or None, and must not communicate. Only with ``max_length``
+    (``searcher.max_length``) there is a searcher context; its unit is None for a bare number. ``keep`` None keeps all
+    checkpoints.
     """
     run_directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.open(run_dir)
-    train = open_train_context(
-        run_directory,
-        is_chief=distributed.rank == 0,
-        metric=metric,
-        smaller_is_better=smaller_is_better,
+    is_chief = distributed.rank == 0
+    repair_reports(run_directory, is_chief=is_chief)
+    train = LocalTrainContext(
+        run_directory, is_chief=is_chief, metric=metric, smaller_is_better=smaller_is_better
     )
     checkpoint = open_checkpoint_store(
         distributed,
@@ -242,9 +261,6 @@ def init(
         train=train,
         searcher=searcher,
         profiler=NodeProfiler(
-            socket.gethostname(),
-            distributed,
-            LocalSystemMetrics(train, distributed.cross_rank),
-            device_uuids,
+            socket.gethostname(), distributed, LocalSystemMetrics(train, distributed.cross_rank)
         ),
     )

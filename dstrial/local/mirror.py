@@ -6,10 +6,9 @@ The run directory of ``dstrial run`` has the same files as for training without 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from determined import core
@@ -25,27 +24,35 @@ from dstrial.local.checkpoint_directory import (
 )
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, utc_now
-from dstrial.local.train_context import LocalTrainContext, open_train_context
+from dstrial.local.train_context import LocalTrainContext, repair_reports
 
 logger = logging.getLogger("dstrial.local")
 
 
-class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Sends a trial's reports to the master and keeps them in a run directory."""
+class MirroredTrainContext(LocalTrainContext):
+    """Keeps a trial's reports in a run directory, and sends them to the master."""
 
-    def __init__(self, cluster: core.TrainContext, kept: LocalTrainContext) -> None:
+    def __init__(
+        self,
+        cluster: core.TrainContext,
+        run_directory: RunDirectory,
+        *,
+        is_chief: bool,
+        metric: str | None,
+        smaller_is_better: bool,
+    ) -> None:
+        super().__init__(run_directory, is_chief=is_chief, metric=metric, smaller_is_better=smaller_is_better)
         self._cluster = cluster
-        self._kept = kept
         self._exp_id = cluster._exp_id
         self._trial_id = cluster._trial_id
         self._metrics = cluster._metrics
 
     def set_status(self, status: str) -> None:
-        self._kept.set_status(status)
+        super().set_status(status)
         self._cluster.set_status(status)
 
     def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any] | None:
-        self._kept.set_metadata(metadata)
+        super().set_metadata(metadata)
         stored: dict[str, Any] | None = self._cluster.set_metadata(metadata)
         return stored
 
@@ -53,69 +60,23 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
         metadata: dict[str, Any] | None = self._cluster.get_metadata()
         return metadata
 
-    def _get_last_validation(self) -> int | None:
-        return self._kept._get_last_validation()
-
-    def report_training_metrics(
+    def _report_trial_metrics(
         self,
+        group: str,
         steps_completed: int,
         metrics: dict[str, Any],
         batch_metrics: list[dict[str, Any]] | None = None,
     ) -> None:
-        self._kept.report_training_metrics(steps_completed, metrics, batch_metrics)
-        self._cluster.report_training_metrics(steps_completed, metrics, batch_metrics)
-
-    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        self._kept.report_validation_metrics(steps_completed, metrics)
-        self._cluster.report_validation_metrics(steps_completed, metrics)
-
-    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
-        self._kept.report_metrics(group, steps_completed, metrics)
-        self._cluster.report_metrics(group, steps_completed, metrics)
+        super()._report_trial_metrics(group, steps_completed, metrics, batch_metrics)
+        self._cluster._report_trial_metrics(group, steps_completed, metrics, batch_metrics)
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
-        self._kept.report_early_exit(reason)
+        super().report_early_exit(reason)
         self._cluster.report_early_exit(reason)
 
     def report_progress(self, progress: float) -> None:
-        self._kept.report_progress(progress)
+        super().report_progress(progress)
         self._cluster.report_progress(progress)
-
-    def report_batches(self, batches_trained: int, batches_total: int) -> None:
-        self._kept.report_batches(batches_trained, batches_total)
-
-    def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        self._kept.note_steps(num_steps, num_skipped)
-
-    def note_telemetry(self, totals: Mapping[str, Any]) -> None:
-        self._kept.note_telemetry(totals)
-
-    def report_system_metrics(
-        self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
-    ) -> None:
-        """Keep averages of a node; their collector sends them to the master itself."""
-        self._kept.report_system_metrics(group, metrics, report_time, node_idx)
-
-    def rewind_to(self, steps_completed: int) -> int:
-        # The master does so by itself.
-        return self._kept.rewind_to(steps_completed)
-
-    def flush_progress(self) -> None:
-        self._kept.flush_progress()
-
-    def get_experiment_best_validation(self) -> float | None:
-        """Return the best value of the run and of the experiments that it continues."""
-        return self._kept.get_experiment_best_validation()
-
-    def get_tensorboard_path(self) -> pathlib.Path:
-        return self._kept.get_tensorboard_path()
-
-    def upload_tensorboard_files(
-        self,
-        selector: Callable[[pathlib.Path], bool] = lambda _: True,
-        mangler: Callable[[pathlib.Path, int], pathlib.Path] = lambda path, _: path,
-    ) -> None:
-        """Do nothing: event files are written where they stay."""
 
 
 class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # see above
@@ -228,19 +189,23 @@ def mirror(
     all checkpoints.
     """
     is_chief = core_context.distributed.rank == 0
-    kept = open_train_context(
-        run_directory, is_chief=is_chief, metric=metric, smaller_is_better=smaller_is_better
-    )
+    repair_reports(run_directory, is_chief=is_chief)
     if is_chief:
         for name, num_bytes in remove_incomplete_checkpoints(run_directory.checkpoints_path).items():
             logger.info("removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}")
-    train = MirroredTrainContext(core_context.train, kept)
+    train = MirroredTrainContext(
+        core_context.train,
+        run_directory,
+        is_chief=is_chief,
+        metric=metric,
+        smaller_is_better=smaller_is_better,
+    )
     core_context.train = train
     core_context.checkpoint = MirroredCheckpointContext(
         core_context.checkpoint,
         run_directory,
         keep=keep,
-        train=kept,
+        train=train,
         smaller_is_better=smaller_is_better,
     )
     return train

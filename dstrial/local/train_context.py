@@ -296,25 +296,12 @@ def _is_beyond(row: Mapping[str, Any], steps_completed: int) -> bool:
     return steps is not None and steps > steps_completed
 
 
-def open_train_context(
-    run_directory: RunDirectory,
-    *,
-    is_chief: bool,
-    metric: str | None,
-    smaller_is_better: bool,
-    clock: Callable[[], float] = time.monotonic,
-) -> LocalTrainContext:
-    """Open a run's reports; repair a torn line, and remove the last attempt's status."""
-    if is_chief:
-        if repair_json_lines(run_directory.metrics_path):
-            logger.warning("%s ended in a torn line, which was mended", run_directory.metrics_path)
-        repair_json_lines(run_directory.superseded_metrics_path)
-        run_directory.status_path.unlink(missing_ok=True)
-        run_directory.telemetry_path.unlink(missing_ok=True)
-    return LocalTrainContext(
-        run_directory,
-        is_chief=is_chief,
-        metric=metric,
-        smaller_is_better=smaller_is_better,
-        clock=clock,
-    )
+def repair_reports(run_directory: RunDirectory, *, is_chief: bool) -> None:
+    """Repair a torn line of the last attempt's reports, and remove its status."""
+    if not is_chief:
+        return
+    if repair_json_lines(run_directory.metrics_path):
+        logger.warning("%s ended in a torn line, which was mended", run_directory.metrics_path)
+    repair_json_lines(run_directory.superseded_metrics_path)
+    run_directory.status_path.unlink(missing_ok=True)
+    run_directory.telemetry_path.unlink(missing_ok=True)

@@ -102,10 +102,10 @@ class TrialRuntime:
         return any(adapter.forward_is_collective for adapter in self.adapters)
 
     @property
-    def kept_reports(self) -> LocalTrainContext | MirroredTrainContext | None:
-        """The train context that keeps reports in a run directory; None on a cluster."""
+    def kept_reports(self) -> LocalTrainContext | None:
+        """The train context that keeps reports in a run directory; None without one."""
         train = self.core.train
-        return train if isinstance(train, (LocalTrainContext, MirroredTrainContext)) else None
+        return train if isinstance(train, LocalTrainContext) else None
 
     @property
     def is_mirrored(self) -> bool:

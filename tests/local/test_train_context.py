@@ -13,7 +13,7 @@ from determined import core
 from dstrial.errors import RankError, TrialContractError
 from dstrial.local.json_files import read_json, read_json_lines
 from dstrial.local.run_directory import RunDirectory
-from dstrial.local.train_context import PROGRESS_PERIOD_S, LocalTrainContext, open_train_context
+from dstrial.local.train_context import PROGRESS_PERIOD_S, LocalTrainContext, repair_reports
 
 
 @pytest.fixture
@@ -23,7 +23,8 @@ def run_directory(tmp_path: Path) -> RunDirectory:
 
 def opened(run_directory: RunDirectory, **options: Any) -> LocalTrainContext:
     options = {"is_chief": True, "metric": "accuracy", "smaller_is_better": False} | options
-    return open_train_context(run_directory, **options)
+    repair_reports(run_directory, is_chief=options["is_chief"])
+    return LocalTrainContext(run_directory, **options)
 
 
 def steps(run_directory: RunDirectory) -> list[tuple[str, int | None]]:

@@ -14,7 +14,6 @@ from determined import core
 
 from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.errors import TrialContractError
-from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.metrics import TrailingNonFinite
 from dstrial.loop.non_finite import NonFiniteGuard
@@ -155,7 +154,7 @@ class MetricReporter:
         self._evaluated_step = -1
 
     def start(self, state: TrainerState) -> None:
-        if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
+        if isinstance(self._train, LocalTrainContext):
             self._train.rewind_to(state.global_step)
         self._last_percent = 100 * state.global_step // max(state.max_steps, 1)
         self.speed.start(state.global_step, float(state.num_input_tokens_seen))
@@ -205,7 +204,7 @@ class MetricReporter:
         """Report how far training is: at most a hundred times, and once a second."""
         if not self._is_chief or max_steps <= 0:
             return
-        if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
+        if isinstance(self._train, LocalTrainContext):
             self._train.report_batches(step, max_steps)
         percent, now_s = 100 * step // max_steps, time.monotonic()
         is_end = step >= max_steps

@@ -13,7 +13,7 @@ from serving import Master
 from waiting import wait_for
 
 from dstrial import runtime
-from dstrial.local.profiler import NodeProfiler
+from dstrial.local.core_context import NodeProfiler
 
 pytestmark = pytest.mark.process
 
