@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import determined
 from determined import core
 
-from dstrial.errors import CheckpointError
+from dstrial.errors import CheckpointError, DstrialError
+from dstrial.local.mirror import MirroredTrainContext
 from dstrial.ranks.heartbeat import heartbeat
 
 logger = logging.getLogger("dstrial.loop")
@@ -133,36 +135,43 @@ _TICK_S = 0.002
 class PendingReports:
     """The metric reports that the master has not taken yet; none off a cluster.
 
+    Determined's client has no public way to wait for them.
+
     Source: ``determined/core/_metrics.py`` of determined 0.38.1: a queue, and a thread that posts one report at a time.
+
+    Raises:
+        DstrialError: the client is another one, so that a checkpoint could be registered before its reports.
     """
 
     def __init__(self, train: Any) -> None:
-        shipper: Any = getattr(getattr(train, "_metrics", None), "_shipper", None)
-        is_known = hasattr(shipper, "_queue") and hasattr(shipper, "_post_metrics")
-        self._shipper: Any = shipper if is_known else None
+        self._shipper: Any = None
         self._num_posted = 0
-        if is_known:
-            post = shipper._post_metrics
-            # What is still in the queue will be counted.
-            self._num_before = shipper._queue.unfinished_tasks - shipper._queue.qsize()
+        if type(train) is not core.TrainContext and not isinstance(train, MirroredTrainContext):
+            return
+        shipper = getattr(getattr(train, "_metrics", None), "_shipper", None)
+        if not hasattr(shipper, "_queue") or not hasattr(shipper, "_post_metrics"):
+            raise DstrialError(
+                f"the metrics client of determined {determined.__version__} is unknown; expected that of 0.38.1, whose reports a "
+                "checkpoint can wait for. Install determined==0.38.1."
+            )
+        self._shipper = shipper
+        post = shipper._post_metrics
+        # What is still in the queue will be counted.
+        self._num_before = shipper._queue.unfinished_tasks - shipper._queue.qsize()
 
-            def post_and_count(*args: Any, **kwargs: Any) -> None:
-                post(*args, **kwargs)
-                self._num_posted += 1
+        def post_and_count(*args: Any, **kwargs: Any) -> None:
+            post(*args, **kwargs)
+            self._num_posted += 1
 
-            shipper._post_metrics = post_and_count
+        shipper._post_metrics = post_and_count
 
-    def num_reported(self) -> int:
-        """Return how many reports the client was handed."""
-        # The client never marks a task as done, so that this is how many were ever put in.
-        return 0 if self._shipper is None else int(self._shipper._queue.unfinished_tasks) - self._num_before
-
-    def wait(self, deadline_s: float = _DEADLINE_S, *, up_to: int | None = None) -> bool:
-        """Wait until the master has taken so many reports; return whether it has."""
+    def wait(self, deadline_s: float = _DEADLINE_S) -> bool:
+        """Wait until the master has taken all reports made so far; return whether it has."""
         shipper = self._shipper
         if shipper is None:
             return True
-        wanted = self.num_reported() if up_to is None else up_to
+        # The client never marks a task as done, so that this is how many were ever put in.
+        wanted = int(shipper._queue.unfinished_tasks) - self._num_before
         give_up_at_s = time.monotonic() + deadline_s
         while self._num_posted < wanted:
             if not shipper.is_alive():

@@ -68,7 +68,6 @@ class _Copied:
         engine_files: files that must exist once written, relative to ``path``.
         read_files: files that this rank reads at a resume in the same layout.
         configuration: content of ``load_data.json``, on the chief.
-        num_reported: metric reports that the master must have before the checkpoint is registered.
     """
 
     path: pathlib.Path
@@ -78,7 +77,6 @@ class _Copied:
     read_files: tuple[str, ...]
     configuration: str
     layouts: Sequence[Mapping[str, Any]]
-    num_reported: int
     metadata: dict[str, Any]
 
 
@@ -226,7 +224,6 @@ class CheckpointSaver:
             read_files=tuple(self._files_i_read()),
             configuration=self._configuration() if is_chief else "",
             layouts=layouts,
-            num_reported=self._reports.num_reported() if is_chief else 0,
             metadata=metadata,
         )
 
@@ -337,7 +334,7 @@ class CheckpointSaver:
         write_manifest(copied.path, manifest)
         # Read by the store when its block ends; so the master knows which files were written.
         copied.metadata[MANIFEST_DIGEST] = hash_file(copied.path / MANIFEST_NAME).sha256
-        self._reports.wait(up_to=copied.num_reported)
+        self._reports.wait()
 
     def _describe(self, path: pathlib.Path, batches_trained: int, error: Exception) -> str:
         if isinstance(error, CheckpointError) or is_storage_gone(error):

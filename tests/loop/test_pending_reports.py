@@ -1,7 +1,7 @@
 """What the wait for metric reports relies on in Determined's client, which has no public way to wait for them.
 
-``PendingReports`` counts posts by replacing ``_post_metrics`` of the client's thread and reads the thread's queue. Where these
-are gone it waits for nothing, silently: another release of determined must fail here, not lose metrics in a crash.
+``PendingReports`` counts posts by replacing ``_post_metrics`` of the client's thread and reads the thread's queue. Another
+release of determined must fail here, not lose metrics in a crash.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from determined import core
 from determined.core import _metrics
+
+from dstrial.errors import DstrialError
+from dstrial.loop.background_save import PendingReports
 
 
 def public(kind: type[Any]) -> set[str]:
@@ -62,14 +65,26 @@ def test_a_report_that_fails_ends_the_thread_and_the_next_one_says_why() -> None
         context.report("training", {}, 2)
 
 
-def test_a_train_context_on_a_cluster_has_that_client() -> None:
-    context = _metrics._MetricsContext(None, 1, 1)
-    train = core.TrainContext(
-        session=None, trial_id=1, exp_id=1, metrics=context, distributed=core.DummyDistributedContext(),
+def train_context(metrics: Any) -> core.TrainContext:
+    return core.TrainContext(
+        session=None, trial_id=1, exp_id=1, metrics=metrics, distributed=core.DummyDistributedContext(),
         tensorboard_mode=core.TensorboardMode.MANUAL, tensorboard_manager=None, tbd_writer=None,
     )  # fmt: skip
 
-    assert train._metrics is context
+
+def test_a_train_context_on_a_cluster_has_that_client() -> None:
+    context = _metrics._MetricsContext(None, 1, 1)
+    assert train_context(context)._metrics is context
+    assert PendingReports(train_context(context)).wait()
+
+
+def test_a_client_of_another_kind_is_refused() -> None:
+    with pytest.raises(DstrialError, match=r"metrics client of determined .* is unknown"):
+        PendingReports(train_context(metrics=object()))
+
+
+def test_off_a_cluster_nothing_is_awaited() -> None:
+    assert PendingReports(core.DummyTrainContext()).wait()
 
 
 def test_there_is_still_no_public_way_to_wait() -> None:
