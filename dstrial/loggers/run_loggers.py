@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dstrial.config.experiment_config.loggers import LoggerSpec, logger_specs
+from dstrial.engine.random_state import RngState
 from dstrial.local.measuring_variables import AROUND_FIT_KEY
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loggers.logger import FinalState, Group, LoggedRun, Logger, Report, numbers_of
@@ -74,15 +72,14 @@ class RunLoggers:
     def begin(self, run: LoggedRun) -> None:
         """Begin a run with all loggers, and wait up to ``begin_s``."""
         # What they import and make may draw random numbers, which training without loggers would not.
-        states = random.getstate(), np.random.get_state()
+        before = RngState.read()
         self._threads = [LoggerThread(name, made, run, capacity=self._capacity) for name, made in self._made]
         deadline_s = time.monotonic() + self._begin_s
         for thread in self._threads:
             thread.start()
         for thread in self._threads:
             thread.wait_begun(deadline_s)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        before.restore()
 
     def report(self, group: Group, batches_trained: int, metrics: Mapping[str, Any]) -> None:
         numbers, others = numbers_of(metrics)

@@ -25,6 +25,7 @@ from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import load, vouched_for
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
+from dstrial.engine.random_state import RngState
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import (
     differing_settings,
@@ -36,7 +37,7 @@ from dstrial.engine.state import (
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 from dstrial.loop.checkpoint_trust import trusts_code
 from dstrial.loop.metrics import merge_windows, rescale_window
-from dstrial.loop.run_state import RunState, restore_random_states, restore_reducer, training_reductions
+from dstrial.loop.run_state import RunState, restore_reducer, training_reductions
 from dstrial.trial.trial import Checkpointable
 
 if TYPE_CHECKING:
@@ -261,7 +262,8 @@ class CheckpointLoader:
 
     def restore_random_states(self) -> None:
         if self._pending_random_states is not None:
-            restore_random_states(self._pending_random_states, self._state.context.device)
+            device = self._state.context.device
+            RngState.from_saved(self._pending_random_states).restore(device)
             self._pending_random_states = None
 
     def _read_verified(self, path: pathlib.Path) -> Manifest:

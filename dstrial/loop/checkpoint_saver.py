@@ -36,11 +36,12 @@ from dstrial.checkpoint.manifest import (
     write_manifest,
 )
 from dstrial.engine.files import engine_files, missing_files
+from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state
 from dstrial.errors import CheckpointError
 from dstrial.loop.background_save import PendingReports, SaveJob, SaveStatus, run_on_all_ranks
-from dstrial.loop.run_state import RunState, random_states, reducer_state
+from dstrial.loop.run_state import RunState, reducer_state
 from dstrial.ranks.control_channel import ControlChannel
 from dstrial.storage_guard import is_storage_gone
 from dstrial.trial.trial import Checkpointable
@@ -241,7 +242,7 @@ class CheckpointSaver:
             "reductions_of_absent_ranks": list(self._state.runtime.reductions_of_absent_ranks),
             "callbacks": self._state.callbacks.state_dict(),
             "engines": [engine_extra_state(engine) for engine in context.models],
-            "random_states": random_states(context.device),
+            "random_states": RngState.read(context.device).to_saved(),
         }
         self._state.callbacks.call("on_checkpoint_save_start", state)
         # torch's own writer hides why a write failed.

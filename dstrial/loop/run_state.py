@@ -7,11 +7,9 @@ import dataclasses
 import io
 import logging
 import pathlib
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from dstrial.loop.boundaries import Progress
@@ -122,36 +120,3 @@ def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any
 
 def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:
     vars(reducer).update(state)
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (
-            algorithm,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            position,
-            has_gauss,
-            cached,
-        ),
-        "torch": torch.random.get_rng_state(),
-    }
-    if device.type != "cpu":
-        states["device"] = _accelerator().get_rng_state(device.index)
-    return states
-
-
-def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    algorithm, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.random.set_rng_state(states["torch"])
-    if device.type != "cpu" and "device" in states:
-        _accelerator().set_rng_state(states["device"], device.index)
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()

@@ -7,14 +7,11 @@ replicas without weights. The binding answers all three on the user's own engine
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from deepspeed import PipelineEngine, comm
-from deepspeed.accelerator import get_accelerator
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.adapters.base import WrappedEngine
@@ -22,6 +19,7 @@ from dstrial.engine.adapters.validation_plan import ValidationRound, plan_pipeli
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
 from dstrial.engine.parameter_table import Stages, collect_layout
+from dstrial.engine.random_state import RngState
 from dstrial.engine.state import bind_load_checkpoint
 from dstrial.errors import DataError, TrialContractError
 
@@ -277,28 +275,14 @@ class _Kept:
     """
 
     micro_offset: int
-    generators: tuple[Any, Any, torch.Tensor, torch.Tensor | None] | None
+    generators: RngState | None
 
     @classmethod
     def of(cls, engine: PipelineEngine) -> _Kept:
-        generators = None
-        if engine.module.seed_layers:
-            on_device = engine.device.type != "cpu"
-            generators = (
-                random.getstate(),
-                np.random.get_state(),
-                torch.get_rng_state(),
-                get_accelerator().get_rng_state() if on_device else None,
-            )
+        generators = RngState.read(engine.device) if engine.module.seed_layers else None
         return cls(micro_offset=engine.module.micro_offset, generators=generators)
 
     def restore(self, engine: PipelineEngine) -> None:
         engine.module.micro_offset = self.micro_offset
-        if self.generators is None:
-            return
-        of_python, of_numpy, of_torch, of_device = self.generators
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-        if of_device is not None:
-            get_accelerator().set_rng_state(of_device)
+        if self.generators is not None:
+            self.generators.restore(engine.device)

@@ -6,6 +6,7 @@ may change their number and still see every record of an epoch once, in the same
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils import data
 
+from dstrial.engine.random_state import RngState
 from dstrial.errors import DataError
 
 # Records whose indices are turned from a tensor into Python numbers at once.
@@ -87,21 +89,15 @@ class SamplerOrder:
         return self._newest
 
 
-class forked_random_state:  # noqa: N801  # used like torch.random.fork_rng
+@contextlib.contextmanager
+def forked_random_state(seed: int) -> Iterator[None]:
     """Seed Python's, NumPy's and torch's CPU generators for the block alone."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._saved = (random.getstate(), np.random.get_state(), torch.random.get_rng_state())
-        seed_all(self._seed)
-
-    def __exit__(self, *_: object) -> None:
-        python_state, numpy_state, torch_state = self._saved
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.random.set_rng_state(torch_state)
+    before = RngState.read()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def seed_all(seed: int) -> None:

@@ -1,0 +1,63 @@
+"""The state of this process's random generators."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RngState:
+    """State of Python's, NumPy's and torch's generators, and of one accelerator's."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    device: torch.Tensor | None  # None on the CPU
+
+    @classmethod
+    def read(cls, device: torch.device | None = None) -> RngState:
+        """Read the generators of the CPU, and of ``device`` if it is an accelerator."""
+        is_accelerator = device is not None and device.type != "cpu"
+        of_device = _accelerator().get_rng_state(device.index) if is_accelerator else None
+        return cls(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), of_device)
+
+    def restore(self, device: torch.device | None = None) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.device is not None and device is not None and device.type != "cpu":
+            _accelerator().set_rng_state(self.device, device.index)
+
+    def to_saved(self) -> dict[str, Any]:
+        """Return values for a checkpoint, without arrays, which no listed class loads."""
+        algorithm, keys, position, has_gauss, cached = self.numpy
+        saved: dict[str, Any] = {
+            "python": self.python,
+            "numpy": (
+                algorithm,
+                torch.from_numpy(np.asarray(keys).astype(np.int64)),
+                position,
+                has_gauss,
+                cached,
+            ),
+            "torch": self.torch,
+        }
+        return saved if self.device is None else {**saved, "device": self.device}
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> RngState:
+        algorithm, keys, *rest = saved["numpy"]
+        numpy = (algorithm, keys.numpy().astype(np.uint32), *rest)
+        return cls(saved["python"], numpy, saved["torch"], saved.get("device"))
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator  # loader workers, which are new processes, need none
+
+    return get_accelerator()
