@@ -24,7 +24,7 @@ from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.data.training import TrainingStream
 from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import AsyncTotals, MetricTotals, MetricWindow, combine
-from dstrial.loop.report_writer import ReportWriter, TrainingReport
+from dstrial.loop.report_writer import ReportWriter
 from dstrial.loop.run_state import copied
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
@@ -105,7 +105,7 @@ class ReportExchange:
         self._judge = judge
         self._instruments = instruments
         self._telemetry: TelemetryReports | None = None
-        self.writer = ReportWriter(self._record, self._publish, deadline_s=timeout_from_environ())
+        self.writer = ReportWriter(deadline_s=timeout_from_environ())
         self._stream: TrainingStream | None = None
         self._batches_total = 0
         self._window_seconds = 0.0
@@ -278,7 +278,7 @@ class ReportExchange:
             metrics.setdefault("samples_per_second", num_records / seconds)
             # Of the user's: a reducer, for one, may use its arrays again.
             mine = {name: copied(value) for name, value in metrics.items()}
-            self.writer.report(TrainingReport(batches, mine))
+            self.writer.submit(functools.partial(self._write, batches, mine))
             if not self._has_reported:
                 self.writer.flush()  # it imports TensorBoard, and no code of the user's should run beside that
             self._has_reported = True
@@ -327,14 +327,10 @@ class ReportExchange:
         self._window_seconds = 0.0
         self._window_start = self._progress.batches_trained
 
-    def _record(self, report: TrainingReport) -> None:
-        self._core.train.report_training_metrics(
-            steps_completed=report.batches_trained, metrics=dict(report.metrics)
-        )
-
-    def _publish(self, report: TrainingReport) -> None:
-        self._core.train.report_progress(min(report.batches_trained / self._batches_total, 1.0))
-        self._sinks.report("training", report.batches_trained, report.metrics)
+    def _write(self, batches: int, metrics: Mapping[str, Any]) -> None:
+        self._core.train.report_training_metrics(steps_completed=batches, metrics=dict(metrics))
+        self._core.train.report_progress(min(batches / self._batches_total, 1.0))
+        self._sinks.report("training", batches, metrics)
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
         """Raise, on all ranks together, a failure of any rank's writing thread."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from dstrial.errors import DstrialError
 
@@ -36,14 +35,6 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TrainingReport:
-    """A report of training metrics, on the chief."""
-
-    batches_trained: int
-    metrics: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
     run: Callable[[], None]
     is_always_run: bool = False
@@ -55,22 +46,11 @@ class ReportWriter:
     After the first failure nothing more is written, so that no report stands behind a missing one.
 
     Args:
-        record: makes a report part of the run's record.
-        publish: hands a recorded report to everyone else.
         deadline_s: how long the loop waits for the thread.
         capacity: jobs that may be queued.
     """
 
-    def __init__(
-        self,
-        record: Callable[[TrainingReport], None],
-        publish: Callable[[TrainingReport], None],
-        *,
-        deadline_s: float,
-        capacity: int = CAPACITY,
-    ) -> None:
-        self._record = record
-        self._publish = publish
+    def __init__(self, *, deadline_s: float, capacity: int = CAPACITY) -> None:
         self._deadline_s = deadline_s
         self._capacity = capacity
         self._jobs: collections.deque[_Job | None] = collections.deque()
@@ -85,16 +65,12 @@ class ReportWriter:
 
     # ---- the loop ------------------------------------------------------------------------------------
 
-    def report(self, report: TrainingReport) -> None:
-        """Queue a report; wait only if the queue is full.
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job; wait only if the queue is full.
 
         Raises:
             DstrialError: there was no room until the deadline.
         """
-        self._put(_Job(functools.partial(self._write, report)))
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue another job."""
         self._put(_Job(job))
 
     def call(self, job: Callable[[], T]) -> T:
@@ -200,7 +176,3 @@ class ReportWriter:
             with self._has_done:
                 self._num_done += 1
                 self._has_done.notify_all()
-
-    def _write(self, report: TrainingReport) -> None:
-        self._record(report)
-        self._publish(report)

@@ -1,5 +1,6 @@
 """What is written behind the loop: in order, once, with failures that the loop hears of."""
 
+import functools
 import logging
 import threading
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 
 from dstrial.errors import DstrialError
-from dstrial.loop.report_writer import ReportWriter, TrainingReport
+from dstrial.loop.report_writer import ReportWriter
 
 
 class Places:
@@ -21,18 +22,15 @@ class Places:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def record(self, report):
+    def write(self, step):
         self.threads.add(threading.get_ident())
         assert self.may_go_on.wait(60)
-        if ("record", report.batches_trained) in self.fails_at:
-            raise self.fails_at["record", report.batches_trained]
-        self.recorded.append(report.batches_trained)
-
-    def publish(self, report):
-        self.threads.add(threading.get_ident())
-        if ("publish", report.batches_trained) in self.fails_at:
-            raise self.fails_at["publish", report.batches_trained]
-        self.published.append(report.batches_trained)
+        if ("record", step) in self.fails_at:
+            raise self.fails_at["record", step]
+        self.recorded.append(step)
+        if ("publish", step) in self.fails_at:
+            raise self.fails_at["publish", step]
+        self.published.append(step)
 
 
 @pytest.fixture
@@ -42,19 +40,19 @@ def places():
 
 @pytest.fixture
 def writer(places):
-    writer = ReportWriter(places.record, places.publish, deadline_s=60, capacity=4)
+    writer = ReportWriter(deadline_s=60, capacity=4)
     yield writer
     places.may_go_on.set()
     writer.close()
 
 
-def hand_over(writer, *steps):
+def hand_over(places, writer, *steps):
     for step in steps:
-        writer.report(TrainingReport(step, {"loss": 1.0}))
+        writer.submit(functools.partial(places.write, step))
 
 
 def test_reports_are_written_in_order_once_on_one_other_thread(places, writer):
-    hand_over(writer, *range(100))
+    hand_over(places, writer, *range(100))
     writer.flush()
     assert places.recorded == places.published == list(range(100))
     assert len(places.threads) == 1
@@ -63,7 +61,7 @@ def test_reports_are_written_in_order_once_on_one_other_thread(places, writer):
 
 def test_the_caller_does_not_wait_for_what_hangs(places, writer):
     places.may_go_on.clear()
-    hand_over(writer, 1, 2, 3)
+    hand_over(places, writer, 1, 2, 3)
     assert places.recorded == []
     places.may_go_on.set()
     writer.flush()
@@ -72,19 +70,19 @@ def test_the_caller_does_not_wait_for_what_hangs(places, writer):
 
 def test_a_full_queue_holds_the_caller_up_until_there_is_room(places, writer):
     places.may_go_on.clear()
-    hand_over(writer, 1, 2, 3, 4)
+    hand_over(places, writer, 1, 2, 3, 4)
     threading.Timer(0.3, places.may_go_on.set).start()
     began_s = time.monotonic()
-    hand_over(writer, 5)
+    hand_over(places, writer, 5)
     assert time.monotonic() - began_s > 0.2
     writer.flush()
     assert places.recorded == [1, 2, 3, 4, 5]
 
 
 def test_waiting_has_a_deadline(places):
-    writer = ReportWriter(places.record, places.publish, deadline_s=0.2)
+    writer = ReportWriter(deadline_s=0.2)
     places.may_go_on.clear()
-    hand_over(writer, 1, 2)
+    hand_over(places, writer, 1, 2)
     with pytest.raises(DstrialError, match=r"2 reports .* not written after 0.2 s"):
         writer.flush()
     places.may_go_on.set()
@@ -93,11 +91,11 @@ def test_waiting_has_a_deadline(places):
 
 def test_after_a_failure_nothing_is_written(places, writer):
     places.fails_at["record", 2] = OSError(28, "No space left on device")
-    hand_over(writer, 1, 2, 3)
+    hand_over(places, writer, 1, 2, 3)
     writer.flush()
     assert writer.failure == "OSError: [Errno 28] No space left on device"
     assert places.recorded == places.published == [1]
-    hand_over(writer, 4)
+    hand_over(places, writer, 4)
     done = []
     writer.submit(lambda: done.append("progress"))
     writer.flush()
@@ -107,14 +105,14 @@ def test_after_a_failure_nothing_is_written(places, writer):
 
 def test_a_recorded_report_is_not_written_twice_because_a_sink_has_failed(places, writer):
     places.fails_at["publish", 2] = ValueError("the other end is gone")
-    hand_over(writer, 1, 2, 3)
+    hand_over(places, writer, 1, 2, 3)
     writer.flush()
     assert places.recorded == [1, 2]
 
 
 def test_a_failure_is_raised_once(places, writer):
     error = places.fails_at["record", 1] = ValueError("no")
-    hand_over(writer, 1)
+    hand_over(places, writer, 1)
     writer.flush()
     assert writer.take_error() is error
     assert writer.failure is None
@@ -123,7 +121,7 @@ def test_a_failure_is_raised_once(places, writer):
 
 def test_a_call_waits_for_what_came_before_and_raises_here(places, writer):
     places.may_go_on.clear()
-    hand_over(writer, 1)
+    hand_over(places, writer, 1)
     threading.Timer(0.1, places.may_go_on.set).start()
     assert writer.call(lambda: list(places.recorded)) == [1]
     with pytest.raises(ZeroDivisionError):
@@ -133,14 +131,14 @@ def test_a_call_waits_for_what_came_before_and_raises_here(places, writer):
 
 def test_a_call_is_made_after_a_failure_too(places, writer):
     places.fails_at["record", 1] = ValueError("no")
-    hand_over(writer, 1)
+    hand_over(places, writer, 1)
     assert writer.call(lambda: "closed") == "closed"
 
 
 def test_closing_writes_what_is_left_and_logs_what_nobody_was_told(places, caplog):
-    writer = ReportWriter(places.record, places.publish, deadline_s=60)
+    writer = ReportWriter(deadline_s=60)
     places.fails_at["record", 3] = OSError(28, "No space left on device")
-    hand_over(writer, 1, 2, 3)
+    hand_over(places, writer, 1, 2, 3)
     with caplog.at_level(logging.ERROR, logger="dstrial.loop"):
         writer.close()
     assert places.recorded == [1, 2]
@@ -149,7 +147,7 @@ def test_closing_writes_what_is_left_and_logs_what_nobody_was_told(places, caplo
 
 
 def test_no_thread_is_started_where_nothing_is_written(places):
-    writer = ReportWriter(places.record, places.publish, deadline_s=60)
+    writer = ReportWriter(deadline_s=60)
     writer.flush()
     writer.close()
     assert not any(thread.name == "dstrial-reports" for thread in threading.enumerate())
