@@ -1,15 +1,13 @@
 """The device's measured peak of matrix products, cached in a file of the user's.
 
-Nothing is measured while anything trains. A measurement on a busy machine is repeated on a less busy one, and the best is kept.
-Removing the file, ``matmul_peaks.json``, has the peak measured anew.
+Nothing is measured while anything trains. A run that beats the peak has it measured again, and the best is kept. Removing the
+file, ``matmul_peaks.json``, has the peak measured anew.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,11 +83,6 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
         return None  # of another release, or damaged: it is measured again
 
 
-def load_now() -> float:
-    """Return the runnable processes per processor over a minute."""
-    return os.getloadavg()[0] / len(os.sched_getaffinity(0))
-
-
 def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """Measure for at most a second; cache and return the best so far.
 
@@ -101,24 +94,14 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     size = _CPU_SIZE if device.type == "cpu" else _DEVICE_SIZE
     name = device_name(device)
     dtype_name = str(dtype).removeprefix("torch.")
-    load = load_now()
     rate = _rate(device, dtype, size)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    peak = better(
-        known_peak(device, dtype),
-        Peak(rate, name, dtype_name, size, threads, data_sheet(name, dtype_name), load),
-    )
+    peak = Peak(rate, name, dtype_name, size, threads, data_sheet(name, dtype_name))
+    before = known_peak(device, dtype)
+    if before is not None and before.flops_per_s > rate:
+        return before
     _keep(_key(device, dtype), peak)
     return peak
-
-
-def better(before: Peak | None, now: Peak) -> Peak:
-    """Return the faster measurement, trusted if either is: only load changes speed."""
-    if before is None:
-        return now
-    loads = [peak.load for peak in (before, now) if peak.load is not None]
-    faster = before if before.flops_per_s > now.flops_per_s else now
-    return dataclasses.replace(faster, load=min(loads, default=None))
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:

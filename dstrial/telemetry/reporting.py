@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.telemetry.matmul_peak import cache_path, load_now
+from dstrial.telemetry.matmul_peak import cache_path
 from dstrial.telemetry.samples import Peak, RankSample, RunTotals, report_metrics
 
 logger = logging.getLogger("dstrial.telemetry")
@@ -56,23 +56,19 @@ class TelemetryReports:
         except Exception as error:  # noqa: BLE001  # likewise
             self._warn(error)
 
-    def finish(self, measure: Callable[[], Peak | None], load: Callable[[], float] = load_now) -> None:
-        """Measure the device's peak if FLOPs are known and no good peak is cached.
-
-        A cached peak is not good if it was measured on a machine too busy to be trusted and busier than now, or if this run was
-        faster.
-        """
+    def finish(self, measure: Callable[[], Peak | None]) -> None:
+        """Measure the device's peak if FLOPs are known, and none is cached or this run beats it."""
         if not self._totals.knows_flops:
             return
         is_beaten = self._totals.to_json(self._peak).get("hfu", 0.0) > 1.0
-        if self._peak is None or is_beaten or self._peak.is_worth_measuring_again(load()):
+        if self._peak is None or is_beaten:
             self._peak = measure() or self._peak
 
     def _keep_totals(self) -> None:
         self._kept_s = time.monotonic()
         totals = self._totals.to_json(self._peak)
         if self._peak is not None:
-            totals["peak"] |= {"file": str(cache_path()), "is_doubtful": self._peak.is_doubtful}
+            totals["peak"]["file"] = str(cache_path())
         self._keep(totals)
 
     def _warn(self, error: Exception) -> None:

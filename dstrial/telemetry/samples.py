@@ -19,8 +19,6 @@ PHASES = ("forward", "backward", "step", "stages")
 HOST_CLOCK = "host clock"
 DEVICE_CLOCK = "device events"
 
-_BUSY_LOAD = 0.5  # per processor; a peak of a processor that was measured under more is not trusted
-
 _SLOW_RATIO = 1.2
 _SLOW_SHARE = 0.02
 
@@ -78,16 +76,6 @@ class Peak:
     size: int  # rows and columns of the matrices
     num_threads: int  # of the processor; 0 on another device
     data_sheet_flops_per_s: float | None = None  # the maker's, for dense matrices
-    load: float | None = None  # runnable processes per processor during the measurement
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether other processes may have slowed the measurement."""
-        return self.num_threads > 0 and (self.load is None or self.load > _BUSY_LOAD)
-
-    def is_worth_measuring_again(self, load: float) -> bool:
-        """Return whether a measurement under ``load`` per processor would be better."""
-        return self.is_doubtful and (self.load is None or load < self.load)
 
 
 def report_metrics(

@@ -117,8 +117,6 @@ def _compute(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     if document["hfu"] > 1.0:
         file = peak.get("file", "matmul_peaks.json")
         rows.append(("  which is", f"wrong, as it is exceeded: remove {file} to have it measured anew"))
-    elif peak.get("is_doubtful"):
-        rows.append(("  which is", "of a busy machine; a run that ends on a less busy one measures it again"))
     return rows
 
 

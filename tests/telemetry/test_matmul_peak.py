@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dstrial.telemetry import matmul_peak
-from dstrial.telemetry.samples import Peak
 
 CPU = torch.device("cpu")
 
@@ -65,51 +64,6 @@ def test_a_data_sheet_is_found_by_whole_words_of_the_devices_name(
 ) -> None:
     found = matmul_peak.data_sheet(device, dtype)
     assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
-
-
-def peak(rate: float, load: float | None, num_threads: int = 2) -> Peak:
-    return Peak(rate, "a device", "float32", 1024, num_threads, None, load)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "kept"),
-    [
-        (None, (5.0, 0.9), (5.0, 0.9)),
-        ((2.0, 0.9), (5.0, 0.1), (5.0, 0.1)),
-        ((5.0, 0.1), (2.0, 0.9), (5.0, 0.1)),
-        ((5.0, 0.9), (4.0, 0.1), (5.0, 0.1)),
-        ((5.0, None), (4.0, 0.9), (5.0, 0.9)),
-    ],
-)
-def test_the_faster_measurement_is_kept_and_trusted_if_either_is(
-    before: tuple[float, float | None] | None, now: tuple[float, float], kept: tuple[float, float]
-) -> None:
-    assert matmul_peak.better(None if before is None else peak(*before), peak(*now)) == peak(*kept)
-
-
-def test_a_processors_peak_is_doubtful_if_others_wanted_it_or_nobody_knows() -> None:
-    assert [peak(1.0, load).is_doubtful for load in (0.0, 0.5, 0.51, None)] == [False, False, True, True]
-    assert not peak(1.0, 9.0, num_threads=0).is_doubtful, "of another device"
-
-
-def test_a_doubtful_peak_is_worth_measuring_again_on_a_less_busy_machine_only() -> None:
-    assert [peak(1.0, 0.8).is_worth_measuring_again(load) for load in (0.1, 0.7, 0.8, 3.0)] == [
-        *(True, True, False, False)
-    ]
-    assert peak(1.0, None).is_worth_measuring_again(9.0), "of another release"
-    assert not peak(1.0, 0.5).is_worth_measuring_again(0.0), "it is trusted"
-
-
-def test_what_another_release_has_kept_is_known_and_doubtful(kept: Path) -> None:
-    measured = matmul_peak.measured_peak(CPU, torch.float32)
-    assert measured.load is not None
-    ((key, fields),) = json.loads(kept.read_text()).items()
-    kept.write_text(json.dumps({key: {name: fields[name] for name in fields if name != "load"}}))
-
-    found = matmul_peak.known_peak(CPU, torch.float32)
-    assert found is not None
-    assert found.flops_per_s == measured.flops_per_s
-    assert found.is_doubtful
 
 
 def test_a_slower_measurement_does_not_replace_what_is_kept(kept: Path) -> None:
