@@ -14,12 +14,10 @@ from determined import pytorch, util
 from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
 from dstrial.engine.finite_weights import FiniteWeights, StepCounts
 from dstrial.errors import CheckpointError, DataError, NonFiniteError, RankError, TrialContractError
-from dstrial.loop import sync_point
 from dstrial.loop.boundaries import (
     Boundary,
     Period,
     Progress,
-    asks_for_checkpoint,
     due,
     next_due,
     total_batches,
@@ -165,7 +163,7 @@ class TrainingLoop:
                 self._instruments.begin(progress.batches_trained)
                 if self._iterator is not None:
                     self._iterator.watch = self._instruments.on_batch_loaded
-            self._reports.open(stack, self._stream, self._batches_total)
+            self._reports.open(stack, self._stream.count_records, self._batches_total)
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
             callbacks.call("on_training_start")
@@ -497,24 +495,14 @@ class TrainingLoop:
             self._core.train.set_status("validating")
         metrics = validation.run()
         self._check_searcher_metric(metrics)
-        saves = False
-        error: Exception | None = None
-        if self._is_chief:
-            try:
-                self._reports.writer.flush()
-                if (failed := self._reports.writer.take_error()) is not None:
-                    raise failed
-                saves = self._report_validation(metrics)
-            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-                error = caught
-        self._reports.upload()
-        saves, failure = self._distributed.broadcast((saves, sync_point.described(error)))
-        if error is not None:
-            raise error
-        if failure is not None:
-            raise sync_point.peer_failed("the report of a validation", [(0, failure)])
-        progress.last_validation = progress.batches_trained
-        return bool(saves)
+        settings = self._settings
+        return self._reports.report_validation(
+            metrics,
+            epochs=progress.epochs_trained,
+            policy=settings.checkpoint_policy,
+            searcher_metric=settings.searcher_metric,
+            smaller_is_better=settings.smaller_is_better,
+        )
 
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
         searched = self._settings.searcher_metric
@@ -529,18 +517,6 @@ class TrainingLoop:
             raise SearcherMetricError(
                 f"the searcher's metric {searched!r} is {metrics[searched]!r}; expected one number. Return a scalar."
             )
-
-    def _report_validation(self, metrics: dict[str, Any]) -> bool:
-        progress, settings = self._progress, self._settings
-        policy = settings.checkpoint_policy
-        best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
-        self._reports.publish_validation(metrics)
-        metrics = dict(metrics)
-        metrics.setdefault("batches", progress.batches_trained)
-        metrics.setdefault("epochs", progress.epochs_trained)
-        self._core.train.report_validation_metrics(steps_completed=progress.batches_trained, metrics=metrics)
-        now = metrics.get(str(settings.searcher_metric))
-        return asks_for_checkpoint(policy, now, best_before, smaller_is_better=settings.smaller_is_better)
 
     def _state_evidence(self) -> list[StateEvidence]:
         """Look at the weights and newest losses of all ranks. Ranks: all, collectively."""

@@ -200,7 +200,7 @@ class MetricWindow:
         *,
         watches_losses: bool = False,
     ) -> None:
-        self._where = where
+        self.where = where
         self._watches_losses = watches_losses
         self._losses: dict[str, collections.deque[torch.Tensor | float]] = {}
         self._newest_losses: list[torch.Tensor | float] = []
@@ -235,7 +235,7 @@ class MetricWindow:
             # Determined 0.38.1, _deepspeed_trial.py.
             rule = "Validation metric names must match across all batches of data: "
             raise MetricNamesError(
-                f"{rule if self._where == 'evaluate_batch' else ''}{self._where} returned the metrics {sorted(metrics)}; "
+                f"{rule if self.where == 'evaluate_batch' else ''}{self.where} returned the metrics {sorted(metrics)}; "
                 f"expected {sorted(totals)} as in the calls before. Return the same metric names every time."
             )
         for name, value in metrics.items():

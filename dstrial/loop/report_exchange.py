@@ -12,16 +12,15 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from determined import pytorch
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.loop import sync_point
-from dstrial.loop.boundaries import Progress
+from dstrial.loop.boundaries import Progress, asks_for_checkpoint
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_saver import CheckpointSaver
-from dstrial.loop.data.training import TrainingStream
 from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import AsyncTotals, MetricTotals, MetricWindow, combine
 from dstrial.loop.report_writer import ReportWriter
@@ -106,8 +105,8 @@ class ReportExchange:
         self._instruments = instruments
         self._telemetry: TelemetryReports | None = None
         self.writer = ReportWriter(deadline_s=timeout_from_environ())
-        self._stream: TrainingStream | None = None
-        self._batches_total = 0
+        self._count_records: Callable[[int, int], int] = lambda _start, _end: 0
+        self.batches_total: int | None = None  # None if unknown
         self._window_seconds = 0.0
         self._window_start = 0
         self._mark_s = 0.0
@@ -128,11 +127,14 @@ class ReportExchange:
     def open(
         self,
         stack: contextlib.ExitStack,
-        stream: TrainingStream,
-        batches_total: int,
+        count_records: Callable[[int, int], int],
+        batches_total: int | None,
     ) -> None:
-        """Open the sinks on the chief; ``stack`` closes them and ends the thread."""
-        self._stream, self._batches_total = stream, batches_total
+        """Open the sinks on the chief; ``stack`` closes them and ends the thread.
+
+        ``count_records`` returns the records of all replicas in a range of batches.
+        """
+        self._count_records, self.batches_total = count_records, batches_total
         stack.callback(self.writer.close)
         if not self._is_chief:
             return
@@ -147,17 +149,18 @@ class ReportExchange:
     def start_clock(self) -> None:
         self._mark_s = time.monotonic()
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training since the clock was started or a report began."""
+        return time.monotonic() - self._mark_s
+
     def submit_progress(self) -> None:
-        if self._is_chief:
-            told = functools.partial(self._on_progress, self._progress.batches_trained, self._batches_total)
+        if self._is_chief and self.batches_total is not None:
+            told = functools.partial(self._on_progress, self._progress.batches_trained, self.batches_total)
             self.writer.submit(told)
 
     def upload(self) -> None:
         self.writer.submit(self._sinks.upload)
-
-    def publish_validation(self, metrics: Mapping[str, Any]) -> None:
-        batches = self._progress.batches_trained
-        self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
 
     def require_written(self) -> None:
         """Wait until all reports are written, or raise. Ranks: all, collectively."""
@@ -202,7 +205,8 @@ class ReportExchange:
         self._window_seconds += trained_s
         if self._instruments is not None:
             self._instruments.trained(trained_s)
-        totals = self._window.async_totals() if reports and self._reports_metrics else None
+        shares = reports and self._reports_metrics and len(self._window)
+        totals = self._window.async_totals() if shares else None
         self._pending = begun = Exchange(
             self._progress.batches_trained,
             self._window_start,
@@ -236,7 +240,7 @@ class ReportExchange:
         if not any(failures):
             self._saver.settle([status for _, _, status, _, _ in agreement.shares])
         shares = [share and MetricTotals.unpack(share) for share, _, _, _, _ in agreement.shares]
-        averages = combine(shares, "train_batch") if begun.reports else {}
+        averages = combine(shares, self._window.where) if begun.reports else {}
         if begun.reports:
             self._report(dict(averages), begun)
             self._report_telemetry([sample for _, _, _, _, sample in agreement.shares], begun)
@@ -270,15 +274,11 @@ class ReportExchange:
                     "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=batch_metrics
                 )
         if self._is_chief:
-            assert self._stream is not None
             metrics = dict(averages)
             seconds = max(begun.seconds, 1e-9)
             metrics.setdefault("batches_per_second", (batches - begun.start) / seconds)
-            num_records = self._stream.count_records(begun.start, batches)
-            metrics.setdefault("samples_per_second", num_records / seconds)
-            # Of the user's: a reducer, for one, may use its arrays again.
-            mine = {name: copied(value) for name, value in metrics.items()}
-            self.writer.submit(functools.partial(self._write, batches, mine))
+            metrics.setdefault("samples_per_second", self._count_records(begun.start, batches) / seconds)
+            self.submit_training(batches, metrics)
             if not self._has_reported:
                 self.writer.flush()  # it imports TensorBoard, and no code of the user's should run beside that
             self._has_reported = True
@@ -287,12 +287,58 @@ class ReportExchange:
         if not begun.is_deferred:
             self._close_window()
 
+    def submit_training(self, batches: int, metrics: Mapping[str, Any]) -> None:
+        """Have a report of training metrics written. Ranks: the chief."""
+        # Of the user's: a reducer, for one, may use its arrays again.
+        mine = {name: copied(value) for name, value in metrics.items()}
+        self.writer.submit(functools.partial(self._write, batches, mine))
+
+    def report_validation(
+        self,
+        metrics: Mapping[str, Any],
+        *,
+        epochs: int,
+        policy: Literal["best", "all", "none"],
+        searcher_metric: str | None,
+        smaller_is_better: bool,
+    ) -> bool:
+        """Report validation metrics; return whether the policy asks for a checkpoint.
+
+        Ranks: all, collectively.
+        """
+        saves = False
+        error: Exception | None = None
+        batches = self._progress.batches_trained
+        if self._is_chief:
+            try:
+                self.writer.flush()
+                if (failed := self.writer.take_error()) is not None:
+                    raise failed
+                train = self._core.train
+                best_before = train.get_experiment_best_validation() if policy == "best" else None
+                self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
+                reported = dict(metrics)
+                reported.setdefault("batches", batches)
+                reported.setdefault("epochs", epochs)
+                train.report_validation_metrics(steps_completed=batches, metrics=reported)
+                now = reported.get(str(searcher_metric))
+                saves = asks_for_checkpoint(policy, now, best_before, smaller_is_better=smaller_is_better)
+            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+                error = caught
+        self.upload()
+        saves, failure = self._distributed.broadcast((saves, sync_point.described(error)))
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise sync_point.peer_failed("the report of a validation", [(0, failure)])
+        self._progress.last_validation = batches
+        return saves
+
     def _report_telemetry(self, samples: Sequence[str | None], begun: Exchange) -> None:
         if self._telemetry is None or None in samples:
             return
         found = [RankSample.unpack(sample) for sample in samples if sample is not None]
-        assert self._stream is not None
-        num_records = self._stream.count_records(begun.batches - found[0].num_batches, begun.batches)
+        num_records = self._count_records(begun.batches - found[0].num_batches, begun.batches)
         skipped = sum(count.num_skipped for count in begun.counts)
         self.writer.submit(
             functools.partial(self._telemetry.write, found, begun.batches, num_records, skipped)
@@ -329,7 +375,8 @@ class ReportExchange:
 
     def _write(self, batches: int, metrics: Mapping[str, Any]) -> None:
         self._core.train.report_training_metrics(steps_completed=batches, metrics=dict(metrics))
-        self._core.train.report_progress(min(batches / self._batches_total, 1.0))
+        if self.batches_total is not None:
+            self._core.train.report_progress(min(batches / self.batches_total, 1.0))
         self._sinks.report("training", batches, metrics)
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:

@@ -96,11 +96,10 @@ def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache)
     assert cache.read_text() == measured
 
 
-@pytest.mark.parametrize("wrong", [{"load": 1e9}, {"load": 0.0, "flops_per_s": 1.0}])
-def test_a_peak_of_a_busier_machine_and_one_that_is_beaten_are_measured_again(cache, wrong):
+def test_a_peak_that_is_beaten_is_measured_again(cache):
     fitted(EXP_CONF)
     ((key, peak),) = json.loads(cache.read_text()).items()
-    cache.write_text(json.dumps({key: {**peak, "flops_per_s": peak["flops_per_s"] / 1e3, **wrong}}))
+    cache.write_text(json.dumps({key: {**peak, "flops_per_s": 1.0}}))
     outcome, _ = fitted(EXP_CONF)
 
     ((_, again),) = json.loads(cache.read_text()).items()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from determined import pytorch, util
 
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY
-from dstrial.config.dotted_keys import wants_system_metrics
+from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.errors import ConfigError, TrialContractError
 from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (
@@ -23,23 +24,22 @@ from dstrial.integrations.accelerate.loaders import (
     warn_of_unrepeatable_order,
 )
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
-from dstrial.integrations.loop_telemetry import ReporterTelemetry
 from dstrial.local.measuring_variables import is_measuring
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loggers.run_loggers import loggers_of
-from dstrial.loop.boundaries import asks_for_checkpoint
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.metric_sinks import MetricSinks
-from dstrial.loop.metrics import MetricTotals, MetricWindow, combine
+from dstrial.loop.metrics import MetricWindow, combine
+from dstrial.loop.report_exchange import ReportExchange
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.ranks.startup_phase import end_phases
 from dstrial.resume.locate import trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
-from dstrial.telemetry.samples import RankSample
+from dstrial.telemetry.instruments import Instruments
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 
@@ -75,29 +75,48 @@ class TrialRun:
             is_test=self._is_test,
         )
         self._loggers = loggers_of(context)
-        self._sinks = MetricSinks(context, self._loggers.sinks)
-        measures = is_measuring(runtime.hparams or {})
-        self._telemetry = ReporterTelemetry(self._core, runtime.exp_conf, is_off=measures, sinks=self._sinks)
+        self._stack = contextlib.ExitStack()
         self._sync_points = SyncPoints(context.distributed, self._stop_request)
         self._window = MetricWindow("reporter.step")
-        self._window_start = 0
-        self._window_seconds = 0.0
-        self._mark_s = 0.0
         self._has_pending_random_states = False
         self._has_batch_to_finish = False
         self._heartbeat = heartbeat()
         self._has_trained = False
         trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
+        callbacks = Callbacks({})
         state = RunState(
             AcceleratorCheckpoint(accelerator),
             context,
-            Callbacks({}),
+            callbacks,
             tracker.progress,
             self._window,
             trial_id,
         )
         self._loader = CheckpointLoader(state)
         self._saver = CheckpointSaver(state, in_background=self._plan.saves_in_background)
+        self._instruments = self._make_instruments()
+        self._watch = LoopWatch(self._instruments)
+        self._reports = ReportExchange(
+            context,
+            callbacks,
+            tracker.progress,
+            self._window,
+            self._sync_points,
+            self._saver,
+            MetricSinks(context, self._loggers.sinks),
+            self._keep_progress,
+            lambda *_report: None,
+            self._instruments,
+        )
+
+    def _make_instruments(self) -> Instruments | None:
+        runtime, first = self._runtime, self._context.models[0]
+        if is_measuring(runtime.hparams or {}) or dstrial_section(runtime.exp_conf).get("telemetry") is False:
+            return None
+        shares_sequences = int(first.seq_dp_world_size) != int(first.dp_world_size)
+        return Instruments(
+            self._context.models, runtime.adapter.data_parallel_rank, shares_sequences=shares_sequences
+        )
 
     # ---- start and end -------------------------------------------------------------------------------
 
@@ -108,13 +127,20 @@ class TrialRun:
         batches = self._tracker.batches_trained
         if self._runtime.kept_reports is not None:
             self._runtime.kept_reports.rewind_to(batches)
-        self._sinks.open()
+        if self._instruments is not None:
+            self._stack.enter_context(self._instruments)
+            self._instruments.begin(batches)
+        self._stack.callback(self._watch.close)
+        self._reports.open(
+            self._stack,
+            lambda start, end: (end - start) * self._records_per_batch,
+            self._tracker.batches_total,
+        )
         self._sync_points.start(batches)
         if wants_system_metrics(self._runtime.exp_conf) and not self._is_test:
             self._core.profiler.on()
-        replica = self._runtime.adapter.data_parallel_rank
-        self._telemetry.begin(self._context.models, replica, batches)
-        self._mark_s = time.monotonic()
+        self._watch.begin()
+        self._reports.start_clock()
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
@@ -127,8 +153,7 @@ class TrialRun:
         if not self._accelerator.split_batches:
             now = self._runtime.adapter.micro_batch_size
             require_micro_batch(self._accelerator._dataloaders, micro_batch_before(self._runtime), now)
-        self._window_start = int(loop_state.get("window_start", self._tracker.batches_trained))
-        self._window_seconds = float(loop_state.get("window_seconds", 0.0))
+        self._reports.restore(loop_state)
         self._loader.restore_random_states()
         self._has_pending_random_states = True
         if self._is_chief:
@@ -143,7 +168,8 @@ class TrialRun:
         if tracker.batches_trained and not tracker.progress.checkpoint_is_current:
             self.save()
         self._saver.finish()
-        self._sinks.upload()
+        self._reports.upload()
+        self._reports.require_written()
         if not self._is_chief:
             return
         if tracker.stopped is not None:
@@ -153,17 +179,17 @@ class TrialRun:
                 self._core.preempt.acknowledge_preemption_signal()
             return
         if tracker.batches_trained:
-            self._report_progress()
+            self._keep_progress(tracker.batches_trained, tracker.batches_total)
             self._core.train.report_progress(1.0)
-        self._telemetry.close(is_complete=True)
+        self._watch.close()
+        self._reports.finish_telemetry()
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Abandon a save that is under way, and end sinks and loggers."""
+        """Wait for a save that is under way, and end sinks and loggers."""
         self._heartbeat.end()
         self._saver.close()
-        self._telemetry.close(is_complete=False)
-        self._sinks.close()
+        self._stack.close()
         is_stopped = self._tracker.stopped is not None
         self._loggers.end("failed" if has_failed else "stopped" if is_stopped else "completed")
 
@@ -173,6 +199,7 @@ class TrialRun:
         tracker = self._tracker
         require_equal_lengths(self._context.distributed.allgather(length_of(loader)))
         epoch_length = tracker.epoch_length = epoch_length_of(loader, self._steps)
+        self._reports.batches_total = tracker.batches_total
         warn_of_unrepeatable_order(loader, is_chief=self._is_chief)
         while not tracker.is_over:
             epoch, done = divmod(tracker.batches_trained, epoch_length)
@@ -180,14 +207,14 @@ class TrialRun:
             this_epoch.set_epoch(epoch)
             num_left = (epoch_length - done) * self._steps
             self._heartbeat.begin(Phase.BATCH, tracker.batches_trained)
-            for idx, item in enumerate(self._telemetry.watched(this_epoch)):
+            for idx, item in enumerate(self._watch.watched(this_epoch)):
                 if idx >= num_left:
                     continue  # of a batch that is not whole; the loader comes to its own end
                 if self._has_pending_random_states:
                     # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
                     self._loader.restore_random_states()
                     self._has_pending_random_states = False
-                self._telemetry.begin_micro_batch(item)
+                self._watch.begin_micro_batch(item)
                 yield item
                 if self._between_batches():
                     break
@@ -205,8 +232,7 @@ class TrialRun:
             if self._runtime.stop_signals is not None:
                 self._runtime.stop_signals.listen()
         self._has_batch_to_finish = True
-        trained_s = time.monotonic() - self._mark_s
-        self._telemetry.end_batch(batches, trained_s, pauses=self._tracker.needs_validation)
+        self._watch.end_batch(batches, self._reports.elapsed_s, pauses=self._tracker.needs_validation)
         is_single_rank = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
         if self._tracker.is_anything_due or batches >= self._sync_points.next_batch or is_single_rank:
             self._exchange()
@@ -217,39 +243,16 @@ class TrialRun:
 
     def _exchange(self) -> None:
         """Agree on stopping, report metrics, settle the save. Ranks: all, collectively."""
-        tracker, batches = self._tracker, self._tracker.batches_trained
-        reports = tracker.is_report_due or (tracker.is_at_end and batches > self._window_start)
-        share = self._window.totals().pack() if reports and len(self._window) else None
-        trained_s = time.monotonic() - self._mark_s
-        self._window_seconds += trained_s
-        self._telemetry.trained(trained_s)
-        sample = self._telemetry.sample(batches) if reports else None
-        packed = None if sample is None else sample.pack()
-        agreement = self._sync_points.agree(batches, (share, self._saver.status(), packed))
-        self._saver.settle([status for _, status, _ in agreement.shares])
-        if reports:
-            shares = [share and MetricTotals.unpack(share) for share, _, _ in agreement.shares]
-            averages = combine(shares, "reporter.step")
-            if self._is_chief:
-                metrics = dict(averages)
-                per_second = (batches - self._window_start) / max(self._window_seconds, 1e-9)
-                metrics.setdefault("batches_per_second", per_second)
-                metrics.setdefault("samples_per_second", per_second * self._records_per_batch)
-                self._send_training(metrics)
-                samples = [packed and RankSample.unpack(packed) for _, _, packed in agreement.shares]
-                self._telemetry.report(samples, batches, self._records_per_batch)
-            self._sinks.upload(at_once=False)
-            self._window.reset()
-            self._window_seconds = 0.0
-            self._window_start = batches
-        if self._is_chief:
-            self._report_progress()
-        self._mark_s = time.monotonic()
-        if agreement.stop is not None and not tracker.is_at_end:
-            tracker.stopped = agreement.stop
+        tracker = self._tracker
+        self._reports.begin(
+            reports=tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
+        )
+        stop = self._reports.end()
+        if stop is not None and not tracker.is_at_end:
+            tracker.stopped = stop
             if self._is_chief:
                 logger.warning(
-                    "stopping after batch %d (%s), with a checkpoint", batches, agreement.stop.value
+                    "stopping after batch %d (%s), with a checkpoint", tracker.batches_trained, stop.value
                 )
 
     def _between_batches(self) -> bool:
@@ -261,7 +264,7 @@ class TrialRun:
             self.save()
         if self._tracker.pauses_training:
             self._sync_points.start(self._tracker.batches_trained)
-            self._mark_s = time.monotonic()
+            self._reports.start_clock()
         self._heartbeat.begin(Phase.BATCH, self._tracker.batches_trained)
         return self._tracker.is_over
 
@@ -270,19 +273,23 @@ class TrialRun:
     def report_training(self, metrics: Mapping[str, Any]) -> None:
         averages = self._mean_over_ranks(metrics, "report_training")
         if self._is_chief:
-            self._send_training(averages)
+            self._reports.submit_training(self._tracker.batches_trained, averages)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
         averages = self._mean_over_ranks(metrics, "report_validation")
         self._require_searcher_metric(averages)
-        progress = self._tracker.progress
-        progress.last_validation = progress.batches_trained
-        saves = self._is_chief and self._send_validation(averages)
-        self._sinks.upload()
-        if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
+        plan, progress = self._plan, self._tracker.progress
+        saves = self._reports.report_validation(
+            averages,
+            epochs=self._tracker.epoch_idx,
+            policy=plan.checkpoint_policy,
+            searcher_metric=plan.metric,
+            smaller_is_better=plan.smaller_is_better,
+        )
+        if saves and not progress.checkpoint_is_current:
             self.save()
-        self._telemetry.resume()
-        self._mark_s = time.monotonic()
+        self._watch.resume()
+        self._reports.start_clock()
         if self._heartbeat.phase is Phase.VALIDATION:
             self._heartbeat.begin(Phase.SCRIPT, progress.batches_trained)
 
@@ -303,45 +310,18 @@ class TrialRun:
                 f"number among {sorted(metrics)}. Report it, or set searcher.metric to one of them."
             )
 
-    def _send_training(self, metrics: dict[str, Any]) -> None:
-        batches = self._tracker.batches_trained
-        self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
-        self._sinks.report("training", batches, metrics)
-
-    def _send_validation(self, metrics: Mapping[str, Any]) -> bool:
-        """Report validation metrics on rank 0; return whether to save a checkpoint."""
-        plan, train, batches = self._plan, self._core.train, self._tracker.batches_trained
-        is_best = plan.checkpoint_policy == "best"
-        best_before = train.get_experiment_best_validation() if is_best else None
-        self._sinks.report("validation", batches, metrics)
-        reported = {"batches": batches, "epochs": self._tracker.epoch_idx, **metrics}
-        train.report_validation_metrics(steps_completed=batches, metrics=reported)
-        now = reported.get(str(plan.metric))
-        return asks_for_checkpoint(
-            plan.checkpoint_policy, now, best_before, smaller_is_better=plan.smaller_is_better
-        )
-
-    def _report_progress(self) -> None:
-        batches, total = self._tracker.batches_trained, self._tracker.batches_total
-        if total is None:
-            return
-        if self._runtime.kept_reports is not None:
+    def _keep_progress(self, batches: int, total: int | None) -> None:
+        if self._runtime.kept_reports is not None and total is not None:
             self._runtime.kept_reports.report_batches(batches, total)
-        self._core.train.report_progress(min(batches / total, 1.0))
 
     def save(self) -> str:
         self._set_status("checkpointing")
         phase_before, batches = self._heartbeat.phase, self._tracker.batches_trained
         self._heartbeat.begin(Phase.SAVE, batches)
-        uuid = self._saver.save(
-            {
-                "window_seconds": self._window_seconds,
-                "window_start": self._window_start,
-                "epoch_length": self._tracker.epoch_length,
-            }
-        )
+        self._reports.require_written()
+        uuid = self._saver.save({**self._reports.state(), "epoch_length": self._tracker.epoch_length})
         self._heartbeat.begin(phase_before, batches)
-        self._mark_s = time.monotonic()
+        self._reports.start_clock()
         self._set_status("training")
         return uuid
 
@@ -355,6 +335,74 @@ class TrialRun:
             return StopReason.PREEMPTED
         signals = self._runtime.stop_signals
         return StopReason.SIGNAL if signals is not None and signals.requested is not None else None
+
+
+class LoopWatch:
+    """Tells a rank's instruments, if there are any, what the script does.
+
+    Waiting for data and FLOPs are known of loops over ``Reporter.batches`` only.
+    """
+
+    def __init__(self, instruments: Instruments | None) -> None:
+        self._instruments = instruments
+        self._counting = contextlib.ExitStack()
+        self._is_first, self._is_counting = True, False
+        self._has_loader = False
+        self._waited_s = 0.0
+
+    def begin(self) -> None:
+        self._switch(True)
+
+    def watched(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield a loader's items, and measure how long the rank waits for them."""
+        found, ended = iter(micro_batches), object()
+        self._has_loader = True
+        while True:
+            began_s = time.perf_counter()
+            micro_batch = next(found, ended)
+            self._waited_s += time.perf_counter() - began_s
+            if micro_batch is ended:
+                return
+            yield micro_batch
+
+    def begin_micro_batch(self, micro_batch: Any) -> None:
+        if self._instruments is None:
+            return
+        self._instruments.on_batch_loaded(micro_batch, self._waited_s)
+        self._waited_s = 0.0
+        self._switch(True)
+        if self._is_first and not self._is_counting:
+            self._is_counting = True
+            self._counting.enter_context(self._instruments.counting())
+
+    def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
+        """Record the end of a batch, for a first one ``seconds`` after training began.
+
+        ``pauses``: the script does something else than to train next.
+        """
+        if self._instruments is None:
+            return
+        # What it does before it asks for the next micro batch is no training, where it asks.
+        self._switch(not (self._has_loader or pauses))
+        if self._is_first:
+            self._is_first = False
+            self._counting.close()
+            if not self._has_loader:
+                self._instruments.without_loader()
+            self._instruments.end_first_batch(batches_trained, seconds)
+
+    def resume(self) -> None:
+        """Record that training goes on, for scripts that draw records themselves."""
+        if not self._has_loader:
+            self._switch(True)
+
+    def _switch(self, is_training: bool) -> None:
+        if self._instruments is not None:
+            self._instruments.switch(is_training)
+
+    def close(self) -> None:
+        """End the counting of a first batch that never ended; idempotent."""
+        self._counting.close()
 
 
 def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:

@@ -16,8 +16,8 @@ from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import TrainerCheckpoints
 from dstrial.integrations.huggingface.metrics import LogKind, LossWatch, MetricReporter, kind_of
 from dstrial.integrations.huggingface.preemption import LeaveTrainingError, PreemptionHandler
+from dstrial.integrations.huggingface.telemetry import TrainerTelemetry
 from dstrial.integrations.huggingface.trial import Startup
-from dstrial.integrations.loop_telemetry import TrainerTelemetry
 from dstrial.ranks.heartbeat import Phase, heartbeat
 
 if TYPE_CHECKING:
