@@ -6,20 +6,26 @@ checkpoint would lie beyond its last report and a resume would leave a gap. So a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import pathlib
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import determined
+import torch
 from determined import core
 
+import dstrial
+from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, Manifest, hash_file, write_manifest
 from dstrial.errors import CheckpointError, DstrialError
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.ranks.heartbeat import heartbeat
+from dstrial.storage_guard import is_storage_gone
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -126,6 +132,52 @@ def run_on_all_ranks(
         if failure is not None:
             raise CheckpointError(failure)
     return [outcome for _, outcome in outcomes]
+
+
+def base_metadata(steps_completed: int) -> dict[str, Any]:
+    """Return what the metadata of every checkpoint says, besides its run."""
+    return {
+        "steps_completed": steps_completed,
+        "determined_version": determined.__version__,
+        "dstrial_version": dstrial.__version__,
+        "framework": f"torch-{torch.__version__}",
+    }
+
+
+def complete_manifest(
+    root: pathlib.Path,
+    parts: Sequence[tuple[Mapping[str, Any], Sequence[str]]],
+    layouts: Sequence[Mapping[str, Any]],
+    metadata: dict[str, Any],
+) -> None:
+    """Write the manifest, and its digest into ``metadata``. Ranks: 0.
+
+    ``parts`` has, by rank, the hashed files and the names of those that the rank reads at a resume. The store reads
+    ``metadata`` when its block ends; so the master knows which files were written.
+    """
+    files = {name: entry for part, _ in parts for name, entry in part.items()}
+    readers: dict[str, list[int]] = {}
+    for reader, (_, names) in enumerate(parts):
+        for name in names:
+            readers.setdefault(name, []).append(reader)
+    steps = int(metadata["steps_completed"])
+    write_manifest(root, Manifest.build(steps_completed=steps, layouts=layouts, files=files, readers=readers))
+    metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
+
+
+def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception) -> str:
+    """Return why ``what`` cannot be written, with the room that is left, and what to do."""
+    if isinstance(error, CheckpointError) or is_storage_gone(error):
+        return str(error)
+    free = ""
+    if isinstance(error, (OSError, RuntimeError)):
+        with contextlib.suppress(OSError):
+            free = f" ({shutil.disk_usage(root).free:,} bytes free)"
+    cause = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return (
+        f"{what} cannot be written by rank {rank}: {cause}{free}; expected a writable directory with enough room. Make room, "
+        "then resume: the checkpoints before it are complete."
+    )
 
 
 _DEADLINE_S = 600.0

@@ -20,30 +20,27 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import determined as det
 import torch
 from determined import constants, core
 
-import dstrial
 from dstrial.checkpoint.file_roles import rank_state_name
-from dstrial.checkpoint.manifest import (
-    MANIFEST_DIGEST,
-    MANIFEST_NAME,
-    Manifest,
-    hash_file,
-    hash_files,
-    share_of,
-    write_manifest,
-)
+from dstrial.checkpoint.manifest import hash_files, share_of
 from dstrial.engine.files import engine_files, missing_files
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state
 from dstrial.errors import CheckpointError
-from dstrial.loop.background_save import PendingReports, SaveJob, SaveStatus, run_on_all_ranks
+from dstrial.loop.background_save import (
+    PendingReports,
+    SaveJob,
+    SaveStatus,
+    base_metadata,
+    complete_manifest,
+    describe_failure,
+    run_on_all_ranks,
+)
 from dstrial.loop.run_state import RunState, reducer_state
 from dstrial.ranks.control_channel import ControlChannel
-from dstrial.storage_guard import is_storage_gone
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
@@ -190,10 +187,7 @@ class CheckpointSaver:
 
     def _metadata(self) -> dict[str, Any]:
         return {
-            "steps_completed": self._state.progress.batches_trained,
-            "determined_version": det.__version__,
-            "dstrial_version": dstrial.__version__,
-            "framework": f"torch-{torch.__version__}",
+            **base_metadata(self._state.progress.batches_trained),
             **self._state.runtime.checkpoint_metadata(self._state.layouts(), self._state.trial_id),
         }
 
@@ -322,34 +316,13 @@ class CheckpointSaver:
     def _write_manifest(
         self, copied: _Copied, parts: Sequence[tuple[dict[str, Any], tuple[str, ...]]]
     ) -> None:
-        if self._state.context.distributed.rank != 0:
-            return
-        files = {name: entry for part, _ in parts for name, entry in part.items()}
-        readers: dict[str, list[int]] = {}
-        for reader, (_, names) in enumerate(parts):
-            for name in names:
-                readers.setdefault(name, []).append(reader)
-        manifest = Manifest.build(
-            steps_completed=copied.batches_trained, layouts=copied.layouts, files=files, readers=readers
-        )
-        write_manifest(copied.path, manifest)
-        # Read by the store when its block ends; so the master knows which files were written.
-        copied.metadata[MANIFEST_DIGEST] = hash_file(copied.path / MANIFEST_NAME).sha256
-        self._reports.wait()
+        if self._state.context.distributed.rank == 0:
+            complete_manifest(copied.path, parts, copied.layouts, copied.metadata)
+            self._reports.wait()
 
     def _describe(self, path: pathlib.Path, batches_trained: int, error: Exception) -> str:
-        if isinstance(error, CheckpointError) or is_storage_gone(error):
-            return str(error)
-        free = ""
-        if isinstance(error, (OSError, RuntimeError)):
-            with contextlib.suppress(OSError):
-                free = f" ({shutil.disk_usage(path).free:,} bytes free)"
-        cause = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        return (
-            f"checkpoint {path} at batch {batches_trained} cannot be written by rank {self._state.context.distributed.rank}: "
-            f"{cause}{free}; expected a writable directory with enough room. Make room, then resume: the checkpoints before "
-            "it are complete."
-        )
+        what = f"checkpoint {path} at batch {batches_trained}"
+        return describe_failure(what, path, self._state.context.distributed.rank, error)
 
     # ---- the outcome ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from determined import pytorch, util
+from determined import pytorch
 
 from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
 from dstrial.engine.finite_weights import FiniteWeights, StepCounts
@@ -39,7 +39,7 @@ from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.ranks.startup_phase import FIRST_BATCH, TRAINING, begin_phase
 from dstrial.telemetry.instruments import Instruments
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
-from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError, SearcherMetricError
+from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -111,7 +111,11 @@ class TrainingLoop:
         state = RunState(trial, context, self._callbacks, self._progress, self._window, settings.trial_id)
         self._loader = CheckpointLoader(state)
         self._saver = CheckpointSaver(state, in_background=settings.saves_in_background)
-        self._instruments = self._make_instruments() if settings.has_telemetry else None
+        self._instruments = (
+            Instruments(context.models, self._adapter.data_parallel_rank, count_tokens=trial.get_num_tokens)
+            if settings.has_telemetry
+            else None
+        )
         self._reports = ReportExchange(
             context,
             self._callbacks,
@@ -186,15 +190,6 @@ class TrainingLoop:
         skipped = sum(counts.num_skipped for counts in step_counts(self._context))
         return FitResult(
             progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped
-        )
-
-    def _make_instruments(self) -> Instruments:
-        engine = self._context.models[0]
-        return Instruments(
-            self._context.models,
-            self._adapter.data_parallel_rank,
-            shares_sequences=int(engine.seq_dp_world_size) != int(engine.dp_world_size),
-            count_tokens=self._trial.get_num_tokens,
         )
 
     def _start_checks(self) -> None:
@@ -493,30 +488,14 @@ class TrainingLoop:
         progress = self._progress
         if self._is_chief:
             self._core.train.set_status("validating")
-        metrics = validation.run()
-        self._check_searcher_metric(metrics)
         settings = self._settings
         return self._reports.report_validation(
-            metrics,
+            validation.run(),
             epochs=progress.epochs_trained,
             policy=settings.checkpoint_policy,
             searcher_metric=settings.searcher_metric,
             smaller_is_better=settings.smaller_is_better,
         )
-
-    def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
-        searched = self._settings.searcher_metric
-        if searched is None or searched in ("batches", "epochs"):  # every validation has them
-            return
-        if searched not in metrics:
-            raise SearcherMetricError(
-                f"the searcher's metric is {searched!r}, but validation returned {sorted(metrics)}; expected it among "
-                "them. Return it from evaluate_batch, or set searcher.metric to one of them."
-            )
-        if not util.is_numerical_scalar(metrics[searched]):
-            raise SearcherMetricError(
-                f"the searcher's metric {searched!r} is {metrics[searched]!r}; expected one number. Return a scalar."
-            )
 
     def _state_evidence(self) -> list[StateEvidence]:
         """Look at the weights and newest losses of all ranks. Ranks: all, collectively."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from determined import pytorch
+from determined import pytorch, util
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.loop import sync_point
@@ -32,6 +32,7 @@ from dstrial.telemetry.instruments import AsyncSample, Instruments
 from dstrial.telemetry.reporting import TelemetryReports
 from dstrial.telemetry.samples import GROUP, RankSample
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+from dstrial.trial.determined_errors import SearcherMetricError
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -304,8 +305,12 @@ class ReportExchange:
     ) -> bool:
         """Report validation metrics; return whether the policy asks for a checkpoint.
 
+        Raises:
+            SearcherMetricError: the searcher's metric is missing, or no number.
+
         Ranks: all, collectively.
         """
+        _require_searcher_metric(metrics, searcher_metric)
         saves = False
         error: Exception | None = None
         batches = self._progress.batches_trained
@@ -388,6 +393,20 @@ class ReportExchange:
             raise error
         told = [(rank, text) for rank, text in enumerate(failures) if text is not None]
         raise sync_point.peer_failed("the writing of a report", told)
+
+
+def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> None:
+    if name is None or name in ("batches", "epochs"):  # every validation has them
+        return
+    if name not in metrics:
+        raise SearcherMetricError(
+            f"the searcher's metric is {name!r}, but validation returned {sorted(metrics)}; expected it among "
+            "them. Return it from evaluate_batch or report it, or set searcher.metric to one of them."
+        )
+    if not util.is_numerical_scalar(metrics[name]):
+        raise SearcherMetricError(
+            f"the searcher's metric {name!r} is {metrics[name]!r}; expected one number. Return a scalar."
+        )
 
 
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:

@@ -67,7 +67,6 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
 
     Args:
         replica: ranks of one replica read the same records, by the first engine.
-        shares_sequences: whether ranks of a replica read parts of one sequence, so that tokens are unknown.
         count_tokens: returns the tokens of a micro batch; None if they are unknown.
 
     Ranks: each its own; no communication, no synchronisation of a device.
@@ -78,7 +77,6 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         engines: Sequence[Any],
         replica: int,
         *,
-        shares_sequences: bool = False,
         count_tokens: Callable[[Any], int | None] = tokens_in,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -88,7 +86,8 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._accelerator = get_accelerator()
         self._device = torch.device(self._accelerator.current_device_name())
         self._timer = PhaseTimer(timed_events(self._accelerator), clock)
-        self._counts_tokens = not shares_sequences
+        # Ranks that share sequences read parts of them.
+        self._counts_tokens = engines[0].seq_dp_world_size == engines[0].dp_world_size
         self._count_tokens = count_tokens
         self._num_tokens: int | None = 0
         self._data_wait_s = 0.0

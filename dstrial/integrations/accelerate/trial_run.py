@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from determined import pytorch, util
+from determined import pytorch
 
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
-from dstrial.errors import ConfigError, TrialContractError
+from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (
     epoch_length_of,
@@ -94,7 +94,12 @@ class TrialRun:
         )
         self._loader = CheckpointLoader(state)
         self._saver = CheckpointSaver(state, in_background=self._plan.saves_in_background)
-        self._instruments = self._make_instruments()
+        has_telemetry = dstrial_section(runtime.exp_conf).get("telemetry") is not False
+        self._instruments = (
+            Instruments(context.models, runtime.adapter.data_parallel_rank)
+            if has_telemetry and not is_measuring(runtime.hparams or {})
+            else None
+        )
         self._watch = LoopWatch(self._instruments)
         self._reports = ReportExchange(
             context,
@@ -107,15 +112,6 @@ class TrialRun:
             self._keep_progress,
             lambda *_report: None,
             self._instruments,
-        )
-
-    def _make_instruments(self) -> Instruments | None:
-        runtime, first = self._runtime, self._context.models[0]
-        if is_measuring(runtime.hparams or {}) or dstrial_section(runtime.exp_conf).get("telemetry") is False:
-            return None
-        shares_sequences = int(first.seq_dp_world_size) != int(first.dp_world_size)
-        return Instruments(
-            self._context.models, runtime.adapter.data_parallel_rank, shares_sequences=shares_sequences
         )
 
     # ---- start and end -------------------------------------------------------------------------------
@@ -277,7 +273,6 @@ class TrialRun:
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
         averages = self._mean_over_ranks(metrics, "report_validation")
-        self._require_searcher_metric(averages)
         plan, progress = self._plan, self._tracker.progress
         saves = self._reports.report_validation(
             averages,
@@ -298,17 +293,6 @@ class TrialRun:
         own = MetricWindow(where)
         own.add(metrics)
         return dict(combine(self._core.distributed.allgather(own.totals()), where))
-
-    def _require_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse validation metrics that the searcher cannot compare."""
-        searched = self._plan.metric
-        if searched is None or searched in ("batches", "epochs"):
-            return
-        if not util.is_numerical_scalar(metrics.get(searched)):
-            raise TrialContractError(
-                f"the searcher's metric {searched!r} is {metrics.get(searched)!r} in reporter.report_validation; expected one "
-                f"number among {sorted(metrics)}. Report it, or set searcher.metric to one of them."
-            )
 
     def _keep_progress(self, batches: int, total: int | None) -> None:
         if self._runtime.kept_reports is not None and total is not None:

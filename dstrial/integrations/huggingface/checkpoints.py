@@ -17,30 +17,23 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import determined as det
-import torch
 import transformers
 from deepspeed import DeepSpeedEngine
 from determined import core
 
-import dstrial
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import (
-    MANIFEST_DIGEST,
-    MANIFEST_NAME,
-    Manifest,
-    hash_file,
-    hash_files,
-    share_of,
-    write_manifest,
-)
+from dstrial.checkpoint.manifest import hash_files, share_of
 from dstrial.engine.files import engine_files
 from dstrial.engine.parameter_table import collect_layout
-from dstrial.errors import CheckpointError, RankError
+from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
-from dstrial.loop.background_save import run_on_all_ranks
+from dstrial.loop.background_save import (
+    base_metadata,
+    complete_manifest,
+    describe_failure,
+    run_on_all_ranks,
+)
 from dstrial.resume.metadata import EngineRecord, run_metadata
-from dstrial.storage_guard import is_storage_gone
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -159,16 +152,15 @@ class TrainerCheckpoints:
                 return hash_files(root, names), read
 
             def describe(error: Exception) -> str:
-                return self._describe(directory, root, error)
+                what = f"{directory} in checkpoint {root}"
+                return describe_failure(what, root, self._distributed.rank, error)
 
             parts = run_on_all_ranks(self._distributed, put, describe)
 
             def finish() -> None:
                 if self._distributed.rank == 0:
-                    files = {name: entry for part, _ in parts for name, entry in part.items()}
-                    write_manifest(root, _manifest(step, layout, files, [names for _, names in parts]))
-                    # Read by the store when its block ends; so the master knows which files were written.
-                    metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
+                    layouts = [] if layout is None else [layout.to_json()]
+                    complete_manifest(root, parts, layouts, metadata)
 
             run_on_all_ranks(self._distributed, finish, describe)
         if self._shares:
@@ -215,10 +207,7 @@ class TrainerCheckpoints:
             }
             record = EngineRecord.from_layout(layout.to_json(), more)
         return {
-            "steps_completed": step,
-            "determined_version": det.__version__,
-            "dstrial_version": dstrial.__version__,
-            "framework": f"torch-{torch.__version__}",
+            **base_metadata(step),
             "transformers_version": transformers.__version__,
             **run_metadata([record], self._description.trial_id),
         }
@@ -259,17 +248,6 @@ class TrainerCheckpoints:
             names.append(name)
         return names
 
-    def _describe(self, directory: pathlib.Path, root: pathlib.Path, error: Exception) -> str:
-        if isinstance(error, CheckpointError) or is_storage_gone(error):
-            return str(error)
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f" ({shutil.disk_usage(root).free:,} bytes free)"
-        return (
-            f"{directory} cannot be put into checkpoint {root} by rank {self._distributed.rank}: {error}{free}; expected a "
-            "writable directory with enough room. Make room, then resume: the checkpoints before it are complete."
-        )
-
 
 def _directory(args: TrainingArguments, step: int) -> pathlib.Path:
     return pathlib.Path(str(args.output_dir)) / f"checkpoint-{step}"
@@ -284,14 +262,3 @@ def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object
         if error.errno not in _NO_LINKS:
             raise
         shutil.copy2(source, target)
-
-
-def _manifest(
-    step: int, layout: Layout | None, files: Mapping[str, Any], read_by_rank: Sequence[Sequence[str]]
-) -> Manifest:
-    readers: dict[str, list[int]] = {}
-    for rank, names in enumerate(read_by_rank):
-        for name in names:
-            readers.setdefault(name, []).append(rank)
-    layouts = [] if layout is None else [layout.to_json()]
-    return Manifest.build(steps_completed=step, layouts=layouts, files=files, readers=readers)
