@@ -100,26 +100,19 @@ class CheckpointSaver:
         self._in_background = in_background and self._can_be_in_background()
 
     def _can_be_in_background(self) -> bool:
-        """Return whether a thread can complete checkpoints; log why not."""
+        """Return whether a thread can complete checkpoints; log what training waits for."""
         distributed = self._state.context.distributed
-        is_chief = distributed.rank == 0
-        if distributed.size > 1 and not isinstance(distributed, ControlChannel):
-            if is_chief:
-                logger.info(
-                    "checkpoints are written while training waits: the distributed context is %s, which is no other thread's",
-                    type(distributed).__name__,
-                )
-            return False
-        if is_chief and self._saves_itself:
-            logger.info(
-                "%s.save writes checkpoints while training waits; the rest happens behind it",
-                type(self._state.trial).__name__,
-            )
-        elif is_chief and self._files_are_seen:
-            logger.info(
-                "a callback sees the files of a checkpoint, which are written while training waits; the rest happens behind it"
-            )
-        return True
+        can = distributed.size == 1 or isinstance(distributed, ControlChannel)
+        why = None
+        if not can:
+            why = f"all of a checkpoint: the distributed context is {type(distributed).__name__}, which is no other thread's"
+        elif self._saves_itself:
+            why = f"the files of a checkpoint, which {type(self._state.trial).__name__}.save writes"
+        elif self._files_are_seen:
+            why = "the files of a checkpoint, which a callback sees"
+        if why is not None and distributed.rank == 0:
+            logger.info("training waits for %s", why)
+        return can
 
     # ---- the main thread -----------------------------------------------------------------------------
 

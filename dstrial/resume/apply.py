@@ -10,13 +10,13 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.config.batch import BATCH_KEYS, BatchSolution
 from dstrial.config.deepspeed_source import MAIN_KEY, other_configs
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.engine.adapters.batch_sizes import set_batch_sizes
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.batch import engine_of, in_words, keep_batch
+from dstrial.resume.batch import engine_of, in_words, keep_batch, own_solution
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings, given_sizes
 
 logger = logging.getLogger("dstrial.trial")
@@ -57,7 +57,7 @@ class ResumedRun:
             solution = None if merged is None else self._solve(merged, is_main=False)
             if merged is not None and solution is not None and not _comes_to(merged, solution):
                 is_mapping = isinstance(hparams[key], Mapping)
-                if is_mapping or _own_solution(merged, solution.data_parallel_size) is None:
+                if is_mapping or own_solution(given_sizes(merged), solution.data_parallel_size) is None:
                     result[key] = merge_deepspeed(merged, self._sizes(merged, solution))
         return result
 
@@ -193,14 +193,7 @@ def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
         return None
 
 
-def _own_solution(config: Mapping[str, Any], data_parallel_size: int) -> BatchSolution | None:
-    try:
-        return solve_batch(*given_sizes(config), data_parallel_size)
-    except ConfigError:
-        return None
-
-
 def _comes_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
     """Return whether DeepSpeed makes the same sizes of a config."""
-    own = _own_solution(config, solution.data_parallel_size)
+    own = own_solution(given_sizes(config), solution.data_parallel_size)
     return own is not None and all(getattr(own, key) == getattr(solution, key) for key in BATCH_KEYS)

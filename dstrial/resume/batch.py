@@ -47,7 +47,7 @@ def keep_batch(
         # What a script's arguments fill in is looked at again by the ranks, which know them.
         given = (wanted, given[1], given[2])
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
-    own = _own_solution(given, data_parallel_size)
+    own = own_solution(given, data_parallel_size)
     limit = given[1] or saved.micro_batch_limit
     is_same = is_unchanged(given, saved)
     if own is not None and own.train_batch_size == wanted and own.train_micro_batch_size_per_gpu <= limit:
@@ -72,7 +72,7 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
     # They come to it on the replicas on which it was written.
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
-    then = _own_solution(given, saved.batch_replicas(saved.world_size))
+    then = own_solution(given, saved.batch_replicas(saved.world_size))
     return then is not None and then.train_batch_size == saved.train_batch_size
 
 
@@ -96,7 +96,7 @@ def in_words(saved: EngineRecord, solution: BatchSolution) -> str:
     )
 
 
-def _own_solution(
+def own_solution(
     given: tuple[int | None, int | None, int | None], data_parallel_size: int
 ) -> BatchSolution | None:
     """Return DeepSpeed's own solution of the sizes; None if it has none."""

@@ -114,6 +114,17 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
     return LOCAL_ID if info is None or is_mirrored else int(info.trial.trial_id)
 
 
+def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str | None:
+    """Return the checkpoint that a run was asked to resume from.
+
+    A uuid, a directory, or off a cluster ``latest``; None for a new run. What the caller was ``given`` counts first.
+    """
+    asked = given or (None if info is None else info.latest_checkpoint)
+    if not asked and (info is None or is_mirrored):
+        asked = os.environ.get(RESUME_VARIABLE)
+    return asked or None
+
+
 def resumed_run(
     core_context: core.Context, info: Any, latest_checkpoint: str | None, *, is_mirrored: bool
 ) -> SavedRun | None:
@@ -124,11 +135,7 @@ def resumed_run(
 
     Ranks: all, collectively.
     """
-    asked = latest_checkpoint
-    if info is not None:
-        asked = asked or info.latest_checkpoint or (os.environ.get(RESUME_VARIABLE) if is_mirrored else None)
-    else:
-        asked = asked or os.environ.get(RESUME_VARIABLE)
+    asked = asked_checkpoint(info, latest_checkpoint, is_mirrored=is_mirrored)
     if asked is None:
         return None
     found: SavedRun | None = None

@@ -37,8 +37,8 @@ from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.ranks.startup_phase import end_phases
-from dstrial.resume.locate import trial_id_of
-from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
+from dstrial.resume.locate import asked_checkpoint, trial_id_of
+from dstrial.resume.metadata import given_settings
 from dstrial.telemetry.instruments import Instruments
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
@@ -118,7 +118,9 @@ class TrialRun:
 
     def start(self) -> None:
         """Load the checkpoint, if any, and open everything. Ranks: all, collectively."""
-        checkpoint = checkpoint_to_resume(self._runtime, self._info)
+        checkpoint = asked_checkpoint(self._info, None, is_mirrored=self._runtime.is_mirrored)
+        if checkpoint == "latest" and self._info is None:
+            checkpoint = self._runtime.newest_checkpoint()
         self._tracker.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
         batches = self._tracker.batches_trained
         if self._runtime.kept_reports is not None:
@@ -387,15 +389,6 @@ class LoopWatch:
     def close(self) -> None:
         """End the counting of a first batch that never ended; idempotent."""
         self._counting.close()
-
-
-def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
-    """Return the checkpoint of a resumed run; None for a new one."""
-    asked = os.environ.get(RESUME_VARIABLE)
-    if info is not None:
-        latest: str | None = info.latest_checkpoint
-        return latest or (asked if runtime.is_mirrored else None)
-    return runtime.newest_checkpoint() if asked == "latest" else asked or None
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
 from dstrial.loop.checkpoint_loader import settle_optimizer_settings
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.stop_signals import StopSignals
-from dstrial.resume.locate import resumed_run, trial_id_of
+from dstrial.resume.locate import asked_checkpoint, resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
 from dstrial.runtime import RUNTIME_ATTRIBUTE, ProcessRuntime, cluster_info, core_context
 
@@ -107,10 +107,8 @@ class TrialFacts:
         is_rewrite = bool(os.environ.get(REWRITE_VARIABLE))
         hparams = info.trial.hparams if info is not None else exp_conf.get("hyperparameters") or {}
         measures = is_measuring(measuring_hyperparameters() or hparams)
-        latest = info.latest_checkpoint if info is not None else None
-        if latest is None and (info is None or is_mirrored):
-            latest = os.environ.get(RESUME_VARIABLE) or None
-        elif latest is None:
+        latest = asked_checkpoint(info, None, is_mirrored=is_mirrored)
+        if latest is None and info is not None and not is_mirrored:
             _require_no_named_checkpoint()
         if latest == "latest":
             latest = _newest_checkpoint(context)
