@@ -285,23 +285,6 @@ def _zero_stage(value: Any) -> ZeroStageEnum:
     return ZeroStageEnum(int(value))
 
 
-class _CountsAsDict(type):
-    """Makes a class equal to ``dict``, one of the few that torch fills (by ``==``)."""
-
-    def __eq__(cls, other: object) -> bool:
-        return other is dict or other is cls
-
-    def __hash__(cls) -> int:
-        return id(cls)
-
-
-class _AttrDictAsData(dict[str, Any], metaclass=_CountsAsDict):
-    """An ``AttrDict`` of a file, as the dictionary that it is."""
-
-    def __setstate__(self, _state: object) -> None:
-        """Leave out the state: a copy of the entries, and two settings of the class."""
-
-
 LISTED: Mapping[str, Any] = {
     # Plain numbers in attributes; the constructor only stores its arguments, and there is neither __setstate__ nor a property
     # with a setter. ZeRO 1 and 2 and BF16_Optimizer save the object itself (stage_1_and_2.py:3551, stage3.py:3439).
@@ -311,10 +294,6 @@ LISTED: Mapping[str, Any] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _zero_stage,
     # A dataclass of two numbers, without __post_init__ (param_slice_mappings of ZeRO's and BF16_Optimizer's files).
     "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
-    # In files of runs that gave DeepSpeed an AttrDict as its config. Not the class, whose __setstate__ sets attributes of any
-    # name: the dictionary that it is. Its state names the type of its sequences, which is ``tuple``.
-    "attrdict.dictionary.AttrDict": _AttrDictAsData,
-    "builtins.tuple": tuple,
 }
 """Name in a file -> what is used in its place. Never a module's prefix.
 

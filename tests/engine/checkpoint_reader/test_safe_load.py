@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrdict import AttrDict
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -72,22 +71,6 @@ def test_the_classes_that_deepspeed_writes_come_back(tmp_path: Path, mmap: bool,
     assert loaded["stage"] is ZeroStageEnum.gradients
     assert loaded["slices"] == value["slices"]
     assert torch.equal(loaded["weights"], value["weights"])
-
-
-def test_an_attr_dict_comes_back_as_the_dictionary_that_it_is(tmp_path: Path) -> None:
-    given = AttrDict(
-        {"zero_optimization": {"stage": 1, "buckets": [1, 2]}, "inner": AttrDict({"a": {"b": 2}})}
-    )
-    path = saved(tmp_path / "state.pt", {"ds_config": given, "after": 5})
-
-    loaded = load(path)
-
-    assert dict(loaded["ds_config"]) == {
-        "zero_optimization": {"stage": 1, "buckets": [1, 2]},
-        "inner": {"a": {"b": 2}},
-    }
-    assert not isinstance(loaded["ds_config"], AttrDict)
-    assert loaded["after"] == 5
 
 
 def test_a_state_cannot_change_the_members_of_an_enum(tmp_path: Path) -> None:
