@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import datetime
+import json
 import socket
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from determined import core
 
-from dstrial.errors import RankError
 from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
-from dstrial.local.run_directory import RunDirectory
+from dstrial.local.run_directory import LOCAL_ID, RunDirectory
 from dstrial.local.train_context import LocalTrainContext, repair_reports
 
 _LAST_REPORT_S = 10.0  # how long the end of a training waits for the last system metrics
 
 
-class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy does not follow determined
+class LocalPreemptContext(core.DummyPreemptContext):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's preemption context, which asks a function.
 
     ``stop_requested`` returns why to stop, or None. It must not communicate, and is called on the chief only, but in mode
@@ -33,111 +33,29 @@ class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy do
         stop_requested: Callable[[], str | None],
         preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
     ) -> None:
-        self._dist = dist
+        super().__init__(dist, preempt_mode)
         self._stop_requested = stop_requested
-        self._preempt_mode = core.PreemptMode(preempt_mode)
-        self._started = False
 
-    def start(self) -> LocalPreemptContext:
-        if self._started:
-            raise RankError(
-                "PreemptContext.start() is called a second time; expected one call per context. "
-                "Remove the second call."
-            )
-        self._started = True
-        return self
-
-    def close(self) -> None:
-        """Do nothing: no thread waits for anything."""
-
-    def should_preempt(self, auto_ack: bool = True) -> bool:  # noqa: ARG002 - nobody awaits an acknowledgement
+    def should_preempt(self, auto_ack: bool = True) -> bool:
         """Return whether the job should save a checkpoint and exit.
 
         Ranks: all, in step, in mode ``WorkersAskChief`` (one broadcast); rank 0 in ``ChiefOnly``; any in ``WorkersAskMaster``.
         """
-        if not self._started:
-            raise RankError(
-                "PreemptContext.should_preempt() is called before start(); expected a started context. "
-                "Use the core context inside its with block."
-            )
-        if self._preempt_mode is core.PreemptMode.WorkersAskMaster:
-            return self._stop_requested() is not None
-        if self._preempt_mode is core.PreemptMode.ChiefOnly:
-            if self._dist.rank != 0:
-                raise RankError(
-                    f"PreemptContext.should_preempt() is called on rank {self._dist.rank} in mode ChiefOnly; "
-                    "expected rank 0. Broadcast the chief's answer to the workers."
-                )
+        if not self._started or self._preempt_mode is not core.PreemptMode.WorkersAskChief:
+            super().should_preempt(auto_ack)  # refuses a wrong call; communicates in the other mode only
             return self._stop_requested() is not None
         answer = self._stop_requested() is not None if self._dist.rank == 0 else None
         return bool(self._dist.broadcast(answer))
 
-    def acknowledge_preemption_signal(self) -> None:
-        """Do nothing: there is no master that would wait for it."""
 
+class _ProgressSession:
+    """Takes the progress that operations of Determined's searcher context post."""
 
-class LocalSearcherOperation(core.SearcherOperation):  # type: ignore[misc]  # mypy does not follow determined
-    """Train to the configured length, the one operation of a run without a master."""
-
-    def __init__(self, length: int, is_chief: bool, train: LocalTrainContext) -> None:
-        self._length = length
-        self._is_chief = is_chief
+    def __init__(self, train: LocalTrainContext) -> None:
         self._train = train
-        self._completed = False
 
-    def report_progress(self, length: float) -> None:
-        if not self._is_chief:
-            raise RankError(
-                "op.report_progress() is called on a worker; expected rank 0. Call it only where "
-                "distributed.rank is 0."
-            )
-        if self._completed and length != self._length:
-            raise RankError(
-                "op.report_progress() is called after op.report_completed(); expected no more progress. "
-                "Report progress before completion."
-            )
-        self._train.report_progress(min(1.0, max(0.0, length / self._length)))
-
-
-class LocalSearcherContext(core.SearcherContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Yields one operation of the configured length, synchronised as Determined does."""
-
-    def __init__(
-        self,
-        dist: core.DistributedContext,
-        train: LocalTrainContext,
-        max_length: int,
-        unit: core.Unit | None = None,
-    ) -> None:
-        self._dist = dist
-        self._train = train
-        self._length = max_length
-        self._units = unit
-
-    def _operations(
-        self, searcher_mode: core.SearcherMode = core.SearcherMode.WorkersAskChief
-    ) -> Iterator[core.SearcherOperation]:
-        asks_chief = core.SearcherMode(searcher_mode) is core.SearcherMode.WorkersAskChief
-        if self._dist.rank != 0:
-            if not asks_chief:
-                raise RankError(
-                    f"searcher.operations(ChiefOnly) is called on rank {self._dist.rank}; expected rank 0. "
-                    "Use SearcherMode.WorkersAskChief, or call it on the chief only."
-                )
-            while (length := self._dist.broadcast(None)) is not None:
-                yield LocalSearcherOperation(length, False, self._train)
-            return
-        operation = LocalSearcherOperation(self._length, True, self._train)
-        if asks_chief:
-            self._dist.broadcast(operation.length)
-        yield operation
-        if not operation._completed:
-            raise RankError(
-                "a searcher operation was left without op.report_completed(); expected one call for each "
-                "operation. Call it with the searcher metric after the last validation."
-            )
-        if asks_chief:
-            self._dist.broadcast(None)
+    def post(self, _path: str, data: str) -> None:
+        self._train.report_progress(json.loads(data)["progress"])
 
 
 class LocalSystemMetrics:
@@ -191,7 +109,7 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         checkpoint: LocalCheckpointContext,
         preempt: LocalPreemptContext,
         train: LocalTrainContext,
-        searcher: LocalSearcherContext | None,
+        searcher: core.SearcherContext | None,
         profiler: NodeProfiler,
     ) -> None:
         super().__init__(
@@ -251,7 +169,9 @@ def init(
         smaller_is_better=smaller_is_better,
     )
     searcher = (
-        None if max_length is None else LocalSearcherContext(distributed, train, max_length, max_length_unit)
+        None
+        if max_length is None
+        else core.SearcherContext(_ProgressSession(train), distributed, LOCAL_ID, max_length, max_length_unit)
     )
     return LocalContext(
         run_directory,
