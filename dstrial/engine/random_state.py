@@ -15,10 +15,10 @@ import torch
 class RngState:
     """State of Python's, NumPy's and torch's generators, and of one accelerator's."""
 
-    python: Any
-    numpy: Any
-    torch: torch.Tensor
-    device: torch.Tensor | None  # None on the CPU
+    of_python: Any
+    of_numpy: Any
+    of_torch: torch.Tensor
+    of_device: torch.Tensor | None  # None on the CPU
 
     @classmethod
     def read(cls, device: torch.device | None = None) -> RngState:
@@ -28,17 +28,17 @@ class RngState:
         return cls(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), of_device)
 
     def restore(self, device: torch.device | None = None) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        if self.device is not None and device is not None and device.type != "cpu":
-            _accelerator().set_rng_state(self.device, device.index)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+        torch.set_rng_state(self.of_torch)
+        if self.of_device is not None and device is not None and device.type != "cpu":
+            _accelerator().set_rng_state(self.of_device, device.index)
 
     def to_saved(self) -> dict[str, Any]:
         """Return values for a checkpoint, without arrays, which no listed class loads."""
-        algorithm, keys, position, has_gauss, cached = self.numpy
+        algorithm, keys, position, has_gauss, cached = self.of_numpy
         saved: dict[str, Any] = {
-            "python": self.python,
+            "python": self.of_python,
             "numpy": (
                 algorithm,
                 torch.from_numpy(np.asarray(keys).astype(np.int64)),
@@ -46,9 +46,9 @@ class RngState:
                 has_gauss,
                 cached,
             ),
-            "torch": self.torch,
+            "torch": self.of_torch,
         }
-        return saved if self.device is None else {**saved, "device": self.device}
+        return saved if self.of_device is None else {**saved, "device": self.of_device}
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> RngState:

@@ -102,7 +102,8 @@ class HostBuffers:
         return False
 
     def _allocate(self, num_bytes: int) -> Any:
-        if not self._locks_pages or num_bytes < _LOCKED_BYTES:
+        device = self._device
+        if device is None or not self._locks_pages or num_bytes < _LOCKED_BYTES:
             # NumPy asks the kernel for huge pages: the first copy is several times faster than into torch's own memory.
             return np.empty(num_bytes, dtype=np.uint8)
         # Not torch's pinned memory, which rounds sizes up to a power of two. A page can be registered once only.
@@ -110,13 +111,13 @@ class HostBuffers:
         whole = np.empty(num_paged + mmap.PAGESIZE - 1, dtype=np.uint8)
         start = -whole.ctypes.data % mmap.PAGESIZE
         address = whole.ctypes.data + start
-        with torch.cuda.device(self._device):  # else the runtime makes a context on the thread's device 0
+        with torch.cuda.device(device):  # else the runtime makes a context on the thread's device 0
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             error = int(runtime.cudaHostRegister(address, num_paged, 0))
             if error:
                 # A launch takes the thread's last error, which a later one would be blamed for.
                 with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=self._device)
+                    torch.zeros(1, device=device)
         if error:
             self._locks_pages = False
             logger.warning(
@@ -126,7 +127,7 @@ class HostBuffers:
                 error,
             )
         else:
-            weakref.finalize(whole, _unlock, self._device, address).atexit = False
+            weakref.finalize(whole, _unlock, device, address).atexit = False
         return whole[start : start + num_bytes]
 
     def release(self) -> None:

@@ -337,7 +337,7 @@ class ReportExchange:
         if failure is not None:
             raise sync_point.peer_failed("the report of a validation", [(0, failure)])
         self._progress.last_validation = batches
-        return saves
+        return bool(saves)
 
     def _report_telemetry(self, samples: Sequence[str | None], begun: Exchange) -> None:
         if self._telemetry is None or None in samples:
