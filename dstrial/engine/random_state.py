@@ -23,8 +23,9 @@ class RngState:
     @classmethod
     def read(cls, device: torch.device | None = None) -> RngState:
         """Read the generators of the CPU, and of ``device`` if it is an accelerator."""
-        is_accelerator = device is not None and device.type != "cpu"
-        of_device = _accelerator().get_rng_state(device.index) if is_accelerator else None
+        of_device = None
+        if device is not None and device.type != "cpu":
+            of_device = _accelerator().get_rng_state(device.index)
         return cls(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), of_device)
 
     def restore(self, device: torch.device | None = None) -> None:
