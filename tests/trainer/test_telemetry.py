@@ -86,9 +86,7 @@ def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
 
 def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache):
     first, _ = fitted(EXP_CONF)
-    ((key, peak),) = json.loads(cache.read_text()).items()
-    measured = json.dumps({key: {**peak, "load": 0.0}})
-    cache.write_text(measured)
+    measured = cache.read_text()
     second, _ = fitted(EXP_CONF)
 
     assert not ["mfu" for row in first.rows("telemetry").values() if "mfu" in row]
