@@ -1,4 +1,4 @@
-"""Snapshots of state in host memory, taken between two steps and written later by another thread.
+"""Snapshots of state in host memory, which another thread writes later.
 
 A written file has the bits of one written at the moment of the snapshot: ``torch.save`` pickles the value at once, through a
 pickle module that keeps the bytes and the storages, which are copied; later it is given a pickle module that returns both.
@@ -70,7 +70,7 @@ class HostBuffers:
         return sum(chunk.nbytes for chunk in [*self._free, *self._taken])
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage] | None:
-        """Return uninitialised buffers of these sizes; None if they do not fit into memory."""
+        """Return uninitialised buffers of these sizes; None if they do not fit."""
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
         # A small file does not take the chunk of a large one, which would need another.

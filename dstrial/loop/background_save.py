@@ -166,7 +166,7 @@ def complete_manifest(
 
 
 def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception) -> str:
-    """Return why ``what`` cannot be written, with the room that is left, and what to do."""
+    """Return why ``what`` cannot be written, the room that is left, and what to do."""
     if isinstance(error, CheckpointError) or is_storage_gone(error):
         return str(error)
     free = ""

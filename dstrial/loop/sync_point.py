@@ -116,7 +116,7 @@ class SyncPoints:
         return self.end()
 
     def begin(self, batches_trained: int, share: Any = None) -> None:
-        """Start the exchange, on a control channel without blocking. Ranks: all, collectively."""
+        """Start the exchange; does not block on a control channel. Ranks: all."""
         self._own = self._payload(batches_trained, share)
         if isinstance(self._distributed, ControlChannel):
             self._gather = self._distributed.begin_allgather(self._own)

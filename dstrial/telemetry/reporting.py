@@ -57,7 +57,7 @@ class TelemetryReports:
             self._warn(error)
 
     def finish(self, measure: Callable[[], Peak | None]) -> None:
-        """Measure the device's peak if FLOPs are known, and none is cached or this run beats it."""
+        """Measure the peak if FLOPs are known and none is cached, or this run beats it."""
         if not self._totals.knows_flops:
             return
         is_beaten = self._totals.to_json(self._peak).get("hfu", 0.0) > 1.0

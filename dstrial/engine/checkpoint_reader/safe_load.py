@@ -196,14 +196,14 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _is_pickle(path: pathlib.Path) -> bool:
-    """Return whether a file is torch's archive, its old .tar or a pickle from protocol 2."""
+    """Return whether a file is torch's archive or old .tar, or a pickle from protocol 2."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
     return head == _ARCHIVE or is_plain or _is_torch_tar(path)
 
 
 def _is_torch_tar(path: pathlib.Path) -> bool:
-    """Return whether torch takes a file for its format before 0.1.10, a .tar of pickles."""
+    """Return whether a file is in torch's format before 0.1.10, a .tar of pickles."""
     with contextlib.suppress(tarfile.TarError), tarfile.open(path, "r:") as tar:
         return "storages" in tar.getnames()
     return False

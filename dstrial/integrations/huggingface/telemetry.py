@@ -1,4 +1,4 @@
-"""Telemetry of a Trainer: its chief is measured, at every line that the Trainer logs."""
+"""Telemetry of a Trainer's chief, at every line that the Trainer logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrial.telemetry.samples import GROUP
 
 
 class TrainerTelemetry:
-    """Measures the chief of a DeepSpeed Trainer, without communication or synchronisation.
+    """Measures a DeepSpeed Trainer's chief; neither communicates nor synchronises.
 
     A callback sees the steps, not their inside, and a Trainer's log has no exchange of ours: FLOPs are those of the chief's
     device. Waiting for data is the time between two steps, in which the Trainer also logs. Nothing is measured where
