@@ -196,7 +196,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _is_pickle(path: pathlib.Path) -> bool:
-    """Return whether a file is torch's archive or old .tar, or a pickle from protocol 2."""
+    """Return whether a file is torch's archive or .tar, or a pickle from protocol 2."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
     return head == _ARCHIVE or is_plain or _is_torch_tar(path)
