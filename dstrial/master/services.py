@@ -145,31 +145,26 @@ class Services:
             self.settings.slurm,
             wants_devices=has_devices,
         )
-        return self._over_engine(local, slurm, "slurm", wants_devices=has_devices)
+        return self._over_engine(local, slurm, wants_devices=has_devices)
 
     def _over_ray(self, local: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.ray import RayEngine
 
         ray = RayEngine(self.settings.ray_address, self.cluster_id)
-        return self._over_engine(local, ray, "ray", wants_devices=ray.wants_devices())
+        return self._over_engine(local, ray, wants_devices=ray.wants_devices())
 
-    def _over_engine(
-        self, local: LocalBackend, lender: Engine, section: str, *, wants_devices: bool
-    ) -> Backend:
-        from dstrial.master.backends.hosts.backend import SHOWN_NAME
+    def _over_engine(self, local: LocalBackend, engine: Engine, *, wants_devices: bool) -> Backend:
         from dstrial.master.backends.queued.backend import QueuedBackend
 
-        self.engine = lender.name
+        self.engine = engine.name
         return QueuedBackend(
             local,
-            lender,
+            engine,
             self._agent_settings(),
             lambda names: self.database.write(lambda tx: nodes.ids_of(tx, names)),
             lambda: self.pubsub.publish(("scheduler",)),
             self.state_dir,
             wants_devices=wants_devices,
-            section=section,
-            shown_hosts_name=SHOWN_NAME,
         )
 
     def _agent_settings(self) -> AgentSettings:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from dstrial.master.api.jobs import Entry, engine_jobs, entries
 from dstrial.master.api.webhooks import masked_url, seen_workspaces
 from dstrial.master.backends import Node
+from dstrial.master.backends.engine import shown_engine
 from dstrial.master.backends.fork_servers import shown_servers
-from dstrial.master.backends.queued.backend import shown_engine
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
@@ -171,7 +171,7 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
     by_slot = {slot_id: row.id for row in living for slot_id in row.slots}
     off = jobs.disabled_slots(connection, tuple(slot.id for node in nodes for slot in node.slots))
     there = room(nodes, off, frozenset(by_slot))
-    lender = shown_engine(services.state_dir)
+    engine = shown_engine(services.state_dir)
     return {
         "pool": services.settings.pool_name,
         "backend": services.engine or ("hosts" if services.hosts else "local"),
@@ -184,8 +184,8 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
             for num_ahead, entry in enumerate(entries(connection))
         ],
         "engine": None
-        if lender is None
-        else {"name": lender.name, "away": lender.why_away, "jobs": lender.jobs},
+        if engine is None
+        else {"name": engine.name, "away": engine.why_away, "jobs": engine.jobs},
         "warm": [
             {"pid": one.pid, "state": one.state, "forks": one.num_forks}
             for one in shown_servers(services.state_dir)

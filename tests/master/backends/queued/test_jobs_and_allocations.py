@@ -127,8 +127,6 @@ def made(tmp_path: Path) -> Iterator[Made]:
         told.set,
         tmp_path,
         wants_devices=False,
-        section="memory",
-        shown_hosts_name="hosts.json",
     )
     yield Made(engine, backend, told)
     backend.close()

@@ -2,55 +2,97 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.backends.backend import ResourceRequest
-from dstrial.master.backends.queued.backend import submitted_text
-from dstrial.master.backends.queued.plan import KnownJob, Plan, chosen_counts, free_indices, key_text, plan
+from dstrial.master.backends.backend import ResourceRequest, RunRef
+from dstrial.master.backends.engine import EngineJob, JobState
+from dstrial.master.backends.queued.jobs import (
+    Plan,
+    TrackedJob,
+    chosen_counts,
+    free_indices,
+    key_text,
+    plan,
+    size_of,
+    submitted_text,
+)
 
 _TITLE = "trial 7 of experiment 2 (gpt)"
 
 
+_RUN = RunRef("2.x.1", Path("/allocations/2.x.1"), ())
+
+
+def job(id_: str, key: str, state: JobState, num_slots: int = 1, **values: Any) -> TrackedJob:
+    """Return a job that was submitted for so many slots."""
+    return TrackedJob(EngineJob(id_, key, state, ""), f"job {id_}", size_of(_request(num_slots)), **values)
+
+
+def planned(requested: str, due: str, jobs: list[TrackedJob], max_pending: int = 8) -> Plan:
+    return plan({key: _request(1) for key in requested}, list(due), jobs, max_pending)
+
+
+def cancelled(made: Plan) -> list[tuple[str, str]]:
+    return [(one.seen.id, why) for one, why in made.cancelled]
+
+
 def test_plan_requests_get_one_job_each_most_urgent_first() -> None:
-    assert plan(["b", "a"], ["b", "a"], [], 8) == Plan((), ("b", "a"))
-    assert plan(["b", "a"], ["b", "a"], [KnownJob("1", "b", "pending")], 8) == Plan((), ("a",))
-    assert plan(["b", "a"], ["b", "a"], [KnownJob("1", "b", "running")], 8).submitted == ("a",)
+    assert planned("ba", "ba", []) == Plan((), ("b", "a"))
+    assert planned("ba", "ba", [job("1", "b", "pending")]) == Plan((), ("a",))
+    assert planned("ba", "ba", [job("1", "b", "running")]) == Plan((), ("a",))
 
 
 def test_plan_requests_beyond_max_pending_are_deferred() -> None:
-    assert plan("abc", ["a", "b", "c"], [], 2).submitted == ("a", "b")
-    jobs = [KnownJob("1", "a", "pending"), KnownJob("2", "d", "running", is_in_use=True)]
-    made = plan("abc", ["a", "b", "c"], jobs, 2)
+    assert planned("abc", "abc", [], 2).submitted == ("a", "b")
+    jobs = [job("1", "a", "pending"), job("2", "d", "running", run=_RUN, was_used=True)]
+    made = planned("abc", "abc", jobs, 2)
     assert (made.submitted, made.deferred) == (("b",), ("c",))
 
 
 def test_plan_unwanted_job_is_cancelled_unless_in_use() -> None:
-    jobs = [KnownJob("1", "a", "pending"), KnownJob("2", "b", "running", is_in_use=True)]
-    assert plan([], [], jobs, 8) == Plan((("1", "its allocation is not wanted any more"),), ())
+    made = planned("", "", [job("1", "a", "pending"), job("2", "b", "running", run=_RUN, was_used=True)])
+    assert cancelled(made) == [("1", "its allocation is not wanted any more")]
+    assert made.submitted == ()
 
 
 def test_plan_leaving_job_is_replaced_once_unused() -> None:
-    assert plan([], [], [KnownJob("1", "a", "leaving", is_in_use=True)], 8) == Plan((), ())
-    left = plan(["a"], ["a"], [KnownJob("1", "a", "leaving")], 8)
-    assert left == Plan((("1", "its nodes are taken away"),), ("a",))
+    assert planned("", "", [job("1", "a", "leaving", run=_RUN, was_used=True)]) == Plan()
+    left = planned("a", "a", [job("1", "a", "leaving")])
+    assert (cancelled(left), left.submitted) == ([("1", "its nodes are taken away")], ("a",))
 
 
-def test_plan_unusable_job_is_replaced_and_a_duplicate_cancelled() -> None:
-    unusable = plan(["a"], ["a"], [KnownJob("1", "a", "running", unusable_reason="host2 is gone")], 8)
-    assert unusable == Plan((("1", "host2 is gone"),), ("a",))
-    twice = [KnownJob("1", "a", "pending"), KnownJob("2", "a", "running")]
-    assert plan(["a"], ["a"], twice, 8) == Plan((("1", "there is another job for the same allocation"),), ())
+def test_plan_job_of_an_ended_allocation_or_another_size_is_replaced() -> None:
+    used = planned("a", "a", [job("1", "a", "running", was_used=True)])
+    assert (cancelled(used), used.submitted) == ([("1", "its allocation has ended")], ("a",))
+    resized = planned("a", "a", [job("1", "a", "pending", 2)])
+    assert (cancelled(resized), resized.submitted) == ([("1", "another size is requested")], ("a",))
+
+
+def test_plan_duplicate_job_is_cancelled() -> None:
+    made = planned("a", "a", [job("1", "a", "pending"), job("2", "a", "running")])
+    assert cancelled(made) == [("1", "there is another job for the same allocation")]
+    assert made.submitted == ()
+
+
+def test_plan_unheard_cancellation_is_repeated() -> None:
+    assert len(planned("", "", [job("1", "a", "running", is_cancelled=True)]).cancelled) == 1
+    assert planned("", "", [job("1", "a", "leaving", is_cancelled=True)]) == Plan()
 
 
 _JOBS = st.lists(
     st.builds(
-        KnownJob,
+        job,
         st.uuids().map(str),
         st.sampled_from("abcd"),
         st.sampled_from(("pending", "running", "leaving")),
-        st.booleans(),
-        st.sampled_from((None, "down")),
+        st.sampled_from((1, 2)),
+        run=st.sampled_from((None, _RUN)),
+        was_used=st.booleans(),
+        is_cancelled=st.booleans(),
     ),
     max_size=8,
 )
@@ -58,16 +100,16 @@ _JOBS = st.lists(
 
 @given(st.lists(st.sampled_from("abcd"), unique=True), st.sets(st.sampled_from("abcd")), _JOBS)
 def test_plan_never_cancels_used_jobs_nor_duplicates(
-    due: list[str], rejected: set[str], jobs: list[KnownJob]
+    due: list[str], rejected: set[str], jobs: list[TrackedJob]
 ) -> None:
-    made = plan({*due, *rejected}, due, jobs, 3)
-    cancelled = {job_id for job_id, _ in made.cancelled}
-    left = [job for job in jobs if job.id not in cancelled and not job.is_in_use]
-    assert not any(job.id in cancelled for job in jobs if job.is_in_use)
+    made = planned("".join({*due, *rejected}), "".join(due), jobs, 3)
+    ended = {id_ for id_, _ in cancelled(made)}
+    left = [one for one in jobs if one.seen.id not in ended and one.run is None and not one.is_cancelled]
+    assert not any(one.seen.id in ended for one in jobs if one.run is not None)
     assert {*made.submitted, *made.deferred} <= set(due)
-    keys = [*made.submitted, *made.deferred, *(job.key for job in left)]
+    keys = [*made.submitted, *made.deferred, *(one.seen.key for one in left)]
     assert len(keys) == len(set(keys))
-    assert not made.submitted or len(made.submitted) + sum(job.state == "pending" for job in left) <= 3
+    assert not made.submitted or len(made.submitted) + sum(one.state == "pending" for one in left) <= 3
 
 
 def test_chosen_counts_divide_only_what_fits_nowhere() -> None:

@@ -1,0 +1,241 @@
+"""A job from its submission to its end, and which jobs to cancel or to submit."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from dstrial.master.backends.backend import ResourceRequest, RunRef, Share
+from dstrial.master.backends.engine import EngineJob, JobState
+from dstrial.master.backends.hosts.link import HostLink
+
+logger = logging.getLogger("dstrial.master.engine")
+
+_MAX_FAILURES = 3  # consecutive job failures after which a request fails
+
+
+@dataclasses.dataclass(slots=True)
+class WaitingRequest:
+    """A request until its allocation begins, or the scheduler makes it no more.
+
+    Attributes:
+        num_failures: consecutive jobs that have ended before the allocation began.
+        failure: why it is given up; None while it is not.
+        retry_s: when another job may be submitted, monotonic.
+        text: why it has no job.
+        logged: the last message for its log.
+    """
+
+    request: ResourceRequest
+    num_failures: int = 0
+    failure: str | None = None
+    retry_s: float = 0.0
+    text: str = ""
+    logged: str = ""
+
+    def count_failure(self, key: str, why: str) -> None:
+        """Count a job in which no allocation has begun; some in a row fail the request."""
+        logger.warning("for %s: %s", key, why)
+        self.num_failures += 1
+        if self.num_failures >= _MAX_FAILURES:
+            self.num_failures = 0
+            self.failure = f"{_MAX_FAILURES} jobs in a row failed before it began; the last one: {why}"
+
+
+@dataclasses.dataclass(slots=True)
+class TrackedJob:
+    """A job from its submission until no allocation uses it.
+
+    Attributes:
+        seen: the engine's last report.
+        name: for people.
+        size: :func:`size_of` its request; None for a job of an earlier master.
+        shares: its slots once it has nodes, in rank order; no other job has them.
+        links: by node id.
+        run: the allocation in it.
+        was_used: whether an allocation has begun in it; no second one does.
+        is_cancelled: whether the engine was asked to end it.
+        end: how it ended; None while the engine has it.
+    """
+
+    seen: EngineJob
+    name: str
+    size: tuple[int, bool, frozenset[int]] | None = None
+    shares: tuple[Share, ...] = ()
+    links: dict[int, HostLink] = dataclasses.field(default_factory=dict)
+    run: RunRef | None = None
+    was_used: bool = False
+    is_cancelled: bool = False
+    end: str | None = None
+
+    @property
+    def state(self) -> JobState:
+        if self.end is not None:
+            return "ended"
+        is_leaving = self.seen.state == "running" and self.leaving_reason() is not None
+        return "leaving" if is_leaving else self.seen.state
+
+    @property
+    def is_free(self) -> bool:
+        """Whether an allocation may begin in it."""
+        return self.state == "running" and not self.was_used and not self.is_cancelled
+
+    def report(self, now: EngineJob | None) -> bool:
+        """Take the engine's report, None if the job is gone; return whether it is new."""
+        if self.end is not None or now == self.seen:
+            return False
+        if now is None or now.state == "ended":
+            self.end = f"{self.name} has ended" if now is None else now.text
+            for link in self.links.values():
+                link.lose_all(self.end)
+        else:
+            self.seen = now
+        return True
+
+    def begin(self, run: RunRef) -> None:
+        """Let an allocation use the job."""
+        self.run, self.was_used, self.shares = run, True, self.shares or run.shares
+
+    def cancel(self) -> bool:
+        """Let nothing begin in the job; return whether that is new.
+
+        Its slots are free for the next job, though the engine still ends this one.
+        """
+        is_new, self.is_cancelled, self.shares = not self.is_cancelled, True, ()
+        return is_new
+
+    def leaving_reason(self) -> str | None:
+        """Return why it loses its nodes soon, by the engine or one of its agents."""
+        if self.seen.state == "leaving":
+            return self.seen.text
+        reason = next(filter(None, (link.why_leaving() for link in self.links.values())), None)
+        return None if reason is None else f"{self.name} is being ended: {reason}"
+
+    def unusable_nodes(self) -> dict[int, str]:
+        """Return the nodes on which nothing can begin, with the reason."""
+        return {
+            node_id: reason
+            for node_id, link in self.links.items()
+            if link.has_tried.is_set() and (reason := link.why_lost()) is not None
+        }
+
+    def slots_for(self, request: ResourceRequest) -> list[int] | None:
+        """Return an allocation's slots in rank order; None if there are too few."""
+        available = {part: len(share.slots) for part, share in enumerate(self.shares)}
+        for count in (request.num_slots, *request.fewer):
+            chosen = chosen_counts(count, available, is_on_one_node=request.is_on_one_node)
+            if chosen is not None:
+                return [slot for part, num in chosen.items() for slot in self.shares[part].slots[:num]]
+        return None
+
+    def unusable_reason(self, request: ResourceRequest) -> str | None:
+        """Return why an allocation cannot begin in it; None if it can."""
+        if self.was_used or self.is_cancelled:
+            return "its allocation has ended"
+        if self.state == "leaving":
+            return "its nodes are taken away"
+        if self.state == "pending":
+            return "another size is requested" if self.size not in (None, size_of(request)) else None
+        if not self.links:
+            return None
+        if unusable := self.unusable_nodes():
+            return "; ".join(unusable.values())
+        if request.excluded_nodes & self.links.keys():
+            return "it has a node that is disabled for this trial"
+        if self.slots_for(request) is None:
+            num_slots = sum(len(share.slots) for share in self.shares)
+            return f"it has {num_slots} slots, which cannot be used as {request.num_slots} are requested"
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do.
+
+    Attributes:
+        cancelled: jobs to cancel, with the reason.
+        submitted: keys for which a job is submitted, in this order.
+        deferred: keys that wait until fewer jobs are pending.
+    """
+
+    cancelled: tuple[tuple[TrackedJob, str], ...] = ()
+    submitted: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
+
+
+def plan(
+    requests: Mapping[str, ResourceRequest], due: Sequence[str], jobs: Iterable[TrackedJob], max_pending: int
+) -> Plan:
+    """Give each request exactly one job.
+
+    Args:
+        requests: what waits for an allocation, by the engine's key.
+        due: keys for which a job may be submitted now, the most urgent first.
+        jobs: all; those that have ended, or in which an allocation runs, stay as they are.
+        max_pending: how many jobs may be pending at once.
+    """
+    cancelled: list[tuple[TrackedJob, str]] = []
+    served: set[str] = set()
+    num_pending = 0
+    for job in sorted(jobs, key=lambda one: one.state != "running"):
+        if job.run is not None or job.end is not None or (job.is_cancelled and job.state == "leaving"):
+            continue
+        key = job.seen.key
+        if key not in requests:
+            reason: str | None = "its allocation is not wanted any more"
+        elif key in served:
+            reason = "there is another job for the same allocation"
+        else:
+            reason = job.unusable_reason(requests[key])
+        if reason is not None:
+            cancelled.append((job, reason))
+        else:
+            served.add(key)
+            num_pending += job.state == "pending"
+    waiting = [key for key in due if key not in served]
+    num_submitted = max(max_pending - num_pending, 0)
+    return Plan(tuple(cancelled), tuple(waiting[:num_submitted]), tuple(waiting[num_submitted:]))
+
+
+def size_of(request: ResourceRequest) -> tuple[int, bool, frozenset[int]]:
+    """Return what a job is submitted for; another size needs another job."""
+    return request.num_slots, request.is_on_one_node, request.excluded_nodes
+
+
+def chosen_counts(
+    num_slots: int, available: Mapping[int, int], *, is_on_one_node: bool = False
+) -> dict[int, int] | None:
+    """Return how many slots of each part are used; None if there are too few.
+
+    What fits on one part is not divided. ``available`` has slots by part, in rank order.
+    """
+    for part, count in available.items():
+        if count >= num_slots:
+            return {part: num_slots}
+    if is_on_one_node or sum(available.values()) < num_slots:
+        return None
+    left, chosen = num_slots, {}
+    for part, count in available.items():
+        if left > 0:
+            chosen[part] = min(count, left)
+            left -= chosen[part]
+    return chosen
+
+
+def free_indices(num: int, taken: Collection[int]) -> list[int]:
+    """Return the ``num`` lowest slot numbers of a node that no other job has."""
+    free = (index for index in range(num + len(taken)) if index not in taken)
+    return [index for index, _ in zip(free, range(num), strict=False)]
+
+
+def key_text(key: int | str) -> str:
+    """Return the engine's key of a trial's number, or of a command's task id."""
+    return f"command-{key}" if isinstance(key, str) else f"trial-{key}"
+
+
+def submitted_text(job_name: str, engine: str, num_slots: int, request: ResourceRequest, title: str) -> str:
+    slots = f"{num_slots} slot{'s' if num_slots != 1 else ''}"
+    where = " on one node" if request.is_on_one_node else ""
+    fewer = "" if num_slots == request.num_slots else f", for {request.num_slots} are more than there are"
+    return f"{job_name}: pending ({engine} is asked for {slots}{where} for {title}{fewer})"
