@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-CPU, GPU = "CPU", "GPU"
-"""Ray's names of what slots are."""
+CPU, GPU = "CPU", "GPU"  # Ray's names of what slots are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class RayGroup:
         state: Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``.
         bundles: in rank order.
         node_ids: where each bundle is; empty for nowhere.
-        first_node_ids: where each was when it first had all of them.
     """
 
     id: str
@@ -53,12 +51,6 @@ class RayGroup:
     state: str
     bundles: tuple[Mapping[str, float], ...]
     node_ids: tuple[str, ...]
-    first_node_ids: tuple[str, ...] = ()
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether Ray has lost a node of the group, and moves or has moved its bundle."""
-        return self.state == "RESCHEDULING" or self.first_node_ids not in ((), self.node_ids)
 
 
 def parse_nodes(seen: Mapping[str, Any]) -> tuple[RayNode, ...]:
@@ -92,7 +84,7 @@ def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
     found = []
     for number, row in seen["groups"].items():
         indices = sorted(row["bundles"], key=int)
-        places, first = row["bundles_to_node_id"], row.get("first_node_ids") or {}
+        places = row["bundles_to_node_id"]
         found.append(
             RayGroup(
                 number,
@@ -100,7 +92,6 @@ def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
                 str(row["state"]),
                 tuple(row["bundles"][index] for index in indices),
                 tuple(str(places.get(index) or "") for index in indices),
-                tuple(str(first.get(index) or "") for index in indices) if first else (),
             )
         )
     return tuple(found)

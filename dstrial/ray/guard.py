@@ -1,9 +1,9 @@
 """Starts a program on a node of Ray's, and ends its processes with the job.
 
 Standard library only. Ray kills an actor without a word when its placement group is removed, and leaves the actor's children.
-So this process, which is none of Ray's, starts the program: a pipe from the actor tells it that the actor is gone, and orphans
-of the program become its children (``PR_SET_CHILD_SUBREAPER``). Sent as text, with two descriptors as the first arguments and
-the program's words after them.
+So a guard, which is none of Ray's, starts the program: a pipe from the actor tells it that the actor is gone, and orphans of
+the program become its children (``PR_SET_CHILD_SUBREAPER``). The actor's child only waits for the exit code: Ray may kill it.
+Sent as text, with a descriptor as the first argument and the program's words after it.
 """
 
 # pathlib would take 5 ms of each start.
@@ -20,20 +20,23 @@ import sys
 import time
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_KILL_AGAIN_S = 0.05
+_KILL_AGAIN_S = 0.05  # between kills while processes still fork
 _NOT_STARTED = 127
+_KILLED = 137  # a guard that is killed tells no exit code
 
 
 def main(words: list[str]) -> None:
-    """Run a program to the end of all that it starts.
+    """Run a program to the end of all that it starts; end with its exit code, a shell's.
 
-    ``words``: a descriptor whose end is the actor's; one for the program's exit code, as a shell has it; the program.
+    ``words``: a descriptor whose end is the actor's; the program.
     """
-    life, status = int(words[0]), int(words[1])
+    life = int(words[0])
+    ended, status = os.pipe()
     if os.fork():
-        os._exit(0)  # no child of the actor's is left, which Ray would kill with it
+        os.closerange(0, 3)  # the program's alone: their end is to be seen when it ends
+        os.close(status)
+        os._exit(int(os.read(ended, 8) or _KILLED))
     os.set_inheritable(life, False)
-    os.set_inheritable(status, False)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -48,8 +51,8 @@ def main(words: list[str]) -> None:
         file.write("0")
     program = os.fork()
     if program == 0:
-        _become(words[2:])
-    for descriptor in range(3):  # the program's alone: their end is to be seen when it ends
+        _become(words[1:])
+    for descriptor in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
     while not is_told_to_end:
         ready, _, _ = select.select([life, woken], [], [])
@@ -90,8 +93,8 @@ def _reap(program: int, status: int) -> bool:
             return True
         if pid == program:
             code = os.waitstatus_to_exitcode(ended)
-            with contextlib.suppress(OSError):  # the actor is gone
-                os.write(status, b"%d\n" % (code if code >= 0 else 128 - code))
+            with contextlib.suppress(OSError):  # the actor's child is gone
+                os.write(status, b"%d" % (code if code >= 0 else 128 - code))
 
 
 def descendants(ancestor: int) -> list[int]:

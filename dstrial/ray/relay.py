@@ -13,10 +13,12 @@ import socket
 import sys
 import threading
 
-EXIT_CODE_OF_CONNECTION = 255
-"""Where the program's own is not known, as ssh has it."""
-OUT, ERR, CODE = b"o", b"e", b"x"
-"""Kinds of frames that come back: a byte, four for the length, as many bytes."""
+EXIT_CODE_OF_CONNECTION = 255  # where the program's own is not known, as ssh has it
+OUT, ERR, CODE = (
+    b"o",
+    b"e",
+    b"x",
+)  # kinds of frames that come back: a byte, four for the length, as many bytes
 HEAD_BYTES = 5
 _READ_BYTES = 1 << 16
 
@@ -34,7 +36,9 @@ def main(arguments: list[str]) -> int:
     with socket.socket(socket.AF_UNIX) as bridge:
         try:
             bridge.connect(path)
-            bridge.sendall(json.dumps({"job": job, "host": host, "words": words}).encode() + b"\n")
+            bridge.sendall(
+                json.dumps({"do": "start", "job": job, "host": host, "words": words}).encode() + b"\n"
+            )
         except OSError as error:
             _write(2, f"dstrial is not connected to Ray ({error.strerror})\n".encode())
             return EXIT_CODE_OF_CONNECTION

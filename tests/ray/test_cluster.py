@@ -49,34 +49,23 @@ def test_what_is_free_and_drained_is_known_by_id() -> None:
     assert nodes[0].num_slots("GPU") == 0
 
 
-def group(state: str, places: dict[str, str], first: dict[str, str] | None = None) -> dict[str, Any]:
+def group(state: str, places: dict[str, str]) -> dict[str, Any]:
     bundles = {"0": {"CPU": 2.0}, "1": {"CPU": 1.0}, "10": {"CPU": 1.0}}
     return {
-        "name": "dstrial c k t", "state": state, "bundles": bundles, "bundles_to_node_id": places, "first_node_ids": first,
+        "name": "dstrial c k t", "state": state, "bundles": bundles, "bundles_to_node_id": places,
     }  # fmt: skip
 
 
 def test_bundles_are_in_the_order_of_their_numbers() -> None:
     places = {"10": "c", "1": "b", "0": "a"}
-    (found,) = parse_groups(seen([], groups={"g": group("CREATED", places, places)}))
+    (found,) = parse_groups(seen([], groups={"g": group("CREATED", places)}))
     assert found.node_ids == ("a", "b", "c")
     assert [bundle["CPU"] for bundle in found.bundles] == [2.0, 1.0, 1.0]
-    assert not found.has_moved
 
 
-def test_a_group_whose_bundle_is_elsewhere_than_at_first_has_moved() -> None:
-    first = {"0": "a", "1": "b", "10": "c"}
-    moved = group("CREATED", {**first, "1": "d"}, first)
-    (found,) = parse_groups(seen([], groups={"g": moved}))
-    assert found.has_moved
-    (lost,) = parse_groups(seen([], groups={"g": group("RESCHEDULING", {**first, "1": ""}, first)}))
-    assert lost.has_moved
-
-
-def test_a_group_that_waits_has_not_moved() -> None:
+def test_a_group_that_waits_has_no_nodes() -> None:
     (found,) = parse_groups(seen([], groups={"g": group("PENDING", {"0": "", "1": "", "10": ""})}))
     assert found.node_ids == ("", "", "")
-    assert not found.has_moved
 
 
 @pytest.mark.parametrize(

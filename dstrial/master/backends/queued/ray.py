@@ -29,10 +29,10 @@ from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
 from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, choose_shares, parse_groups, parse_nodes
 from dstrial.visible_text import visible_line
 
-_PREFIX = "dstrial"
-_CONNECT_S = 40.0
-_SHOWN_NODES = 8
-_SHOWN_DIGITS = 8
+_PREFIX = "dstrial"  # of placement groups' names
+_CONNECT_S = 40.0  # timeout of an actor's start and the agent's answer
+_SHOWN_NODES = 8  # nodes named in a message
+_SHOWN_DIGITS = 8  # digits of a placement group's id in a message
 
 
 class RayEngine:
@@ -59,11 +59,12 @@ class RayEngine:
         self._bridge = BridgeClient(address)
         self._cluster_id = cluster_id
         self._num_free = 0
-        self._nodes: Sequence[RayNode] = ()  # By the last poll; any thread reads it.
+        self._nodes: Sequence[RayNode] = ()  # by the last poll; any thread reads it
+        self._places: dict[str, tuple[str, ...]] = {}  # where the bundles of each group were at first
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
         """Slots are processor cores where no node has accelerators."""
-        nodes = usable(parse_nodes(self._bridge.ask("look")))
+        nodes = usable(parse_nodes(self._bridge.ask("poll")))
         kind = slot_kind(nodes, os.environ)
         return {node.name: NodeCapacity(node.num_slots(kind)) for node in nodes if node.num_slots(kind)}
 
@@ -77,7 +78,7 @@ class RayEngine:
             MasterError: the cluster does not answer.
         """
         try:
-            nodes = usable(parse_nodes(self._bridge.ask("look")))
+            nodes = usable(parse_nodes(self._bridge.ask("poll")))
         except ConnectionError as error:
             self.close()
             raise MasterError(
@@ -88,12 +89,17 @@ class RayEngine:
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
         """The nodes of the last poll decide; Ray is not asked."""
-        nodes = self._nodes
-        return refusals_of(request, nodes) if nodes else ()
+        found = bundles_for(request, self._nodes)
+        return [found] if self._nodes and isinstance(found, Refusal) else ()
 
     def submit(self, request: JobRequest) -> str:
-        nodes = usable(parse_nodes(self._bridge.ask("look")))
+        nodes = usable(parse_nodes(self._bridge.ask("poll")))
         bundles = bundles_for(request, nodes)
+        if isinstance(bundles, Refusal):
+            slots = _slots(request.num_slots, GPU if request.wants_devices else CPU)
+            raise EngineRefusedError(
+                f"{request.key} asks Ray for {slots} ({bundles.key}); expected {bundles.expected}. {bundles.fix}"
+            )
         try:
             answer = self._bridge.ask(
                 "reserve",
@@ -115,7 +121,7 @@ class RayEngine:
 
     def jobs(self) -> Sequence[EngineJob]:
         """A group that has lost a node has ended; its other nodes are released."""
-        seen = self._bridge.ask("look")
+        seen = self._bridge.ask("poll")
         nodes = parse_nodes(seen)
         self._nodes = usable(nodes)
         self._num_free = num_free(nodes, slot_kind(self._nodes, os.environ))
@@ -123,7 +129,9 @@ class RayEngine:
         for group in parse_groups(seen):
             key = key_of(group.name, self._cluster_id)
             if key is not None and group.state != "REMOVED":
-                job = job_of(group, key, nodes)
+                if group.state == "CREATED":
+                    self._places.setdefault(group.id, group.node_ids)
+                job = job_of(group, key, nodes, self._places.get(group.id, ()))
                 found.append(job)
                 if job.state == "ended":
                     self.cancel(job.id)
@@ -131,6 +139,7 @@ class RayEngine:
 
     def cancel(self, job_id: str) -> None:
         """What the group's actors have started on the nodes ends with them."""
+        self._places.pop(job_id, None)
         self._bridge.ask("remove", id=job_id)
 
     def transport(self, job_id: str) -> Transport:
@@ -225,58 +234,40 @@ def key_of(name: str, cluster_id: str) -> str | None:
     return words[2] if len(words) > 3 and words[:2] == [_PREFIX, cluster_id] else None
 
 
-def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]]:
-    """Return a placement group's bundles; refuse what the nodes do not have."""
-    kind = GPU if request.wants_devices else CPU
-    allowed = [node for node in nodes if node.name not in request.excluded_nodes]
-    counts = [node.num_slots(kind) for node in allowed]
-    shares = choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
-    if shares is None:
-        count, where = _most(counts, is_on_one_node=request.is_on_one_node)
-        excluded = (
-            f"; {', '.join(sorted(request.excluded_nodes))} must not be used"
-            if request.excluded_nodes
-            else ""
-        )
-        raise EngineRefusedError(
-            f"{request.key} asks Ray for {_slots(request.num_slots, kind)} {where}; expected at most {count}, which is what the "
-            f"cluster's nodes have ({_amounts(allowed, kind)}{excluded}). Ask for fewer slots (resources.slots_per_trial), or "
-            "start Ray on more nodes."
-        )
-    return [{kind: float(count)} for count in shares]
-
-
-def refusals_of(request: JobRequest, nodes: Sequence[RayNode]) -> list[Refusal]:
-    """Return what the nodes lack, as a problem of the experiment's config. Pure."""
+def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]] | Refusal:
+    """Return a placement group's bundles, or what the nodes lack for it. Pure."""
     kind = GPU if request.wants_devices else CPU
     nodes = [node for node in nodes if node.name not in request.excluded_nodes]
     counts = [node.num_slots(kind) for node in nodes]
-    if choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node) is not None:
-        return []
-    most, where = _most(counts, is_on_one_node=request.is_on_one_node)
-    expected = f"at most {most}, which the nodes of the Ray cluster have {where} ({_amounts(nodes, kind)})"
-    fix = "Lower it, or start Ray on more nodes."
-    return [
-        Refusal("resources.slots_per_trial", str(request.num_slots), expected, fix, is_for_nodes=True),
-    ]
-
-
-def _most(counts: Sequence[int], *, is_on_one_node: bool) -> tuple[int, str]:
-    """Return how many slots a job may have at most, and where."""
-    return (
-        (max(counts, default=0), "on one node") if is_on_one_node else (sum(counts), "on all nodes together")
+    shares = choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
+    if shares is not None:
+        return [{kind: float(count)} for count in shares]
+    most = max(counts, default=0) if request.is_on_one_node else sum(counts)
+    where = "on one node" if request.is_on_one_node else "on all nodes together"
+    excluded = ", ".join(sorted(request.excluded_nodes))
+    without = f"; {excluded} must not be used" if excluded else ""
+    return Refusal(
+        "resources.slots_per_trial",
+        str(request.num_slots),
+        f"at most {most}, which the nodes of the Ray cluster have {where} ({_amounts(nodes, kind)}{without})",
+        "Lower it, or start Ray on more nodes.",
+        is_for_nodes=True,
     )
 
 
-def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
-    """Return a placement group as a job; ``nodes`` are all that Ray knows."""
+def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[str] = ()) -> EngineJob:
+    """Return a placement group as a job.
+
+    ``nodes`` are all that Ray knows; ``first`` is where the bundles were at first, empty if unknown: Ray moves a dead node's
+    bundle as soon as another node has room, without a trace.
+    """
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]
     known = {node.id: node for node in nodes}
     begin = f"placement group {group.id[:_SHOWN_DIGITS]}"
-    places = group.first_node_ids or group.node_ids
-    dead = [known[one] for one in places if one in known and not known[one].is_alive]
-    if group.has_moved or (dead and group.state == "CREATED"):
+    dead = [known[one] for one in first or group.node_ids if one in known and not known[one].is_alive]
+    has_moved = group.state == "RESCHEDULING" or tuple(first) not in ((), group.node_ids)
+    if has_moved or (dead and group.state == "CREATED"):
         why = "; ".join(f"{node.name} is dead{_reason(node)}" for node in dead)
         return EngineJob(group.id, key, "ended", f"{begin}: ended ({why or 'one of its nodes is gone'})")
     if group.state != "CREATED":
@@ -292,20 +283,9 @@ def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
 
 
 def _why_waiting(counts: Sequence[int], kind: str, nodes: Sequence[RayNode]) -> str:
-    up = usable(nodes)
     sizes = sorted(set(counts), reverse=True)
-    wish = ", ".join(f"{_slots(size, kind)} on {_nodes(counts.count(size))}" for size in sizes)
-    if could_hold(counts, [node.num_slots(kind) for node in up]):
-        return f"asks for {wish}; free now: {_amounts(up, kind, is_free=True)}"
-    return f"asks for {wish}, which the nodes that are up do not have: {_amounts(up, kind)}"
-
-
-def could_hold(counts: Sequence[int], capacities: Sequence[int]) -> bool:
-    """Return whether so many slots on a node each would fit, if nothing else ran."""
-    largest = sorted(capacities, reverse=True)
-    return len(counts) <= len(largest) and all(
-        one <= most for one, most in zip(sorted(counts, reverse=True), largest, strict=False)
-    )
+    wanted = ", ".join(f"{_slots(size, kind)} on {_nodes(counts.count(size))}" for size in sizes)
+    return f"asks for {wanted}; free now: {_amounts(usable(nodes), kind, is_free=True)}"
 
 
 def _amounts(nodes: Sequence[RayNode], kind: str, *, is_free: bool = False) -> str:

@@ -13,25 +13,25 @@ from pathlib import Path
 import pytest
 
 from dstrial.ray import guard
-from dstrial.ray.keeper import PIECE_BYTES, NodeActor, environment_of
+from dstrial.ray.node_actor import PIECE_BYTES, NodeActor, environment_of
 
 _GUARD = Path(guard.__file__).read_text()
 _WAIT_S = 60.0
 
 
 class _Programs:
-    """A keeper in this process, with what a caller does with it."""
+    """An actor in this process, with what a caller does with it."""
 
     def __init__(self) -> None:
-        self.keeper = NodeActor(_GUARD)
+        self.actor = NodeActor(_GUARD)
 
     def start(self, *words: str) -> int:
-        return self.keeper.start(words, "01000000")
+        return self.actor.start(words, "01000000")
 
     def all_of(self, number: int) -> tuple[bytes, bytes, int]:
         out = err = b""
         while True:
-            more, also, code = self.keeper.read(number, 5.0)
+            more, also, code = self.actor.read(number, 5.0)
             out, err = out + more, err + also
             if code is not None:
                 return out, err, code
@@ -45,10 +45,10 @@ def programs() -> _Programs:
 @pytest.mark.process
 def test_a_program_has_its_input_and_output_and_an_exit_code(programs: _Programs) -> None:
     number = programs.start("sh", "-c", "cat; echo bad >&2; exit 7")
-    assert programs.keeper.write(number, b"one\n")
-    assert programs.keeper.write(number, b"two\n")
-    assert programs.keeper.read(number, 30.0)[0] != b""
-    programs.keeper.end_input(number)
+    assert programs.actor.write(number, b"one\n")
+    assert programs.actor.write(number, b"two\n")
+    assert programs.actor.read(number, 30.0)[0] != b""
+    programs.actor.end_input(number)
     out, err, code = programs.all_of(number)
     assert (err, code) == (b"bad\n", 7)
     assert out in (b"", b"two\n")
@@ -57,7 +57,7 @@ def test_a_program_has_its_input_and_output_and_an_exit_code(programs: _Programs
 @pytest.mark.process
 def test_much_output_comes_whole_and_in_pieces(programs: _Programs) -> None:
     number = programs.start("head", "-c", "5000000", "/dev/zero")
-    first = programs.keeper.read(number, 30.0)[0]
+    first = programs.actor.read(number, 30.0)[0]
     assert 0 < len(first) <= PIECE_BYTES
     out, _, code = programs.all_of(number)
     assert (len(first) + len(out), code) == (5_000_000, 0)
@@ -66,8 +66,8 @@ def test_much_output_comes_whole_and_in_pieces(programs: _Programs) -> None:
 @pytest.mark.process
 def test_nobody_waits_longer_than_asked_for_output_that_does_not_come(programs: _Programs) -> None:
     number = programs.start("cat")
-    assert programs.keeper.read(number, 0.05) == (b"", b"", None)
-    programs.keeper.end_input(number)
+    assert programs.actor.read(number, 0.05) == (b"", b"", None)
+    programs.actor.end_input(number)
     assert programs.all_of(number) == (b"", b"", 0)
 
 
@@ -86,7 +86,7 @@ def test_a_program_that_is_not_there_is_named(programs: _Programs) -> None:
 def test_a_program_that_reads_nothing_holds_up_neither_its_end_nor_others(programs: _Programs) -> None:
     number = programs.start("sh", "-c", "sleep 0.5; exec true")
     began = time.monotonic()
-    while programs.keeper.write(number, b"x" * PIECE_BYTES):
+    while programs.actor.write(number, b"x" * PIECE_BYTES):
         assert time.monotonic() < began + _WAIT_S
     assert programs.all_of(number) == (b"", b"", 0)
 
@@ -97,8 +97,8 @@ def test_who_is_forgotten_has_no_more_input_and_never_waits_for_a_reader(
 ) -> None:
     done = tmp_path / "done"
     number = programs.start("sh", "-c", f"cat; head -c 5000000 /dev/zero; touch {done}")
-    programs.keeper.forget(number)
-    programs.keeper.forget(number)
+    programs.actor.abandon(number)
+    programs.actor.abandon(number)
     _wait_until(done.exists)
 
 
@@ -119,9 +119,9 @@ def test_what_a_program_leaves_behind_goes_on_until_the_actor_is_gone(tmp_path: 
 
 @contextlib.contextmanager
 def _actor(script: str) -> Iterator[subprocess.Popen[str]]:
-    """Give a process that keeps a program, prints how it ended, and stays."""
+    """Give an actor's process that starts a program, prints how it ended, and stays."""
     program = (
-        "import sys,time\nfrom dstrial.ray.keeper import NodeActor\n"
+        "import sys,time\nfrom dstrial.ray.node_actor import NodeActor\n"
         "k=NodeActor(sys.argv[1])\nn=k.start(['sh','-c',sys.argv[2]],'')\n"
         "while (code:=k.read(n,5.0)[2]) is None: pass\nprint(code,flush=True)\ntime.sleep(600)"
     )

@@ -1,0 +1,220 @@
+"""The actor on a node's share of a job: starts the agent there, and passes its bytes.
+
+Pickled by value, so that a node's Ray needs no dstrial: standard library only, and Ray inside its methods. It belongs to the
+cluster (``lifetime="detached"``) and lives as long as the job's placement group; the master after a killed one finds it again.
+When Ray reports that a program's owner is gone, the program gets the end of its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+NUM_CALLS = 32  # methods that may run at once: one waits for each program's output
+# Below what Ray sends in the answer itself, 100 KiB (`max_direct_call_object_size`); more would go through its object store.
+PIECE_BYTES = 96 * 1000  # the most that one call passes
+_SILENT_S = 4.0  # without a call for a program, Ray is asked whether its owner is gone
+_LATE_OUTPUT_S = 2.0  # for output after a program's end: what it has left behind may hold its pipes
+_FULL_PIPE_MS = 1000  # between looks whether the input of a program that does not read is to be closed
+_POLL_S = 1.0
+# Which of the node's devices Ray has given to this actor (ray/_private/accelerators).
+_DEVICES = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "ASCEND_RT_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES", "TPU_VISIBLE_CHIPS", "NEURON_RT_VISIBLE_CORES",
+)  # fmt: skip
+
+
+class _Program:
+    """A program under a guard; ``job`` is its owner, Ray's hexadecimal id."""
+
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str], life: int, job: str) -> None:
+        self.job = job
+        self.heard_s = time.monotonic()
+        self._process = subprocess.Popen(
+            words,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(life,),
+            env=environ,
+            cwd="/",
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin = self._process.stdin
+        self._outputs = [self._process.stdout, self._process.stderr]
+        os.set_blocking(self._stdin.fileno(), False)
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._is_input_over = False
+
+    def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
+        """Return new output as soon as there is any, or the exit code once there is no more."""
+        self.heard_s = time.monotonic()
+        found = [b"", b""]
+        with self._reading:
+            poll = select.poll()
+            for output in self._outputs:
+                if not output.closed:
+                    poll.register(output, select.POLLIN)
+            if all(output.closed for output in self._outputs):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout_s)
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * min(timeout_s, _LATE_OUTPUT_S))}
+            for index, output in enumerate(self._outputs):
+                if not output.closed and output.fileno() in ready:
+                    found[index] = os.read(output.fileno(), PIECE_BYTES)
+                    if not found[index]:
+                        output.close()
+            # After the poll: what has ended before it has been read.
+            code = None if ready else self._process.poll()
+        self.heard_s = time.monotonic()
+        return found[0], found[1], code
+
+    def write(self, data: bytes) -> bool:
+        """Write to its input; return whether it accepts more."""
+        with self._writing:
+            waiting = select.poll()
+            if not self._stdin.closed:
+                waiting.register(self._stdin, select.POLLOUT)
+            while data and not self._is_input_over:
+                self.heard_s = time.monotonic()
+                try:
+                    data = data[os.write(self._stdin.fileno(), data) :]
+                except BlockingIOError:
+                    waiting.poll(_FULL_PIPE_MS)
+                except OSError:
+                    return False
+            return not self._is_input_over
+
+    def end_input(self) -> None:
+        """Close its input, of which it may have read less than was written."""
+        self._is_input_over = True
+        with self._writing:
+            self._stdin.close()
+
+    def abandon(self) -> None:
+        """Close its input, and drain its output so that it never blocks."""
+        self.end_input()
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self) -> None:
+        while self.read(_LATE_OUTPUT_S)[2] is None:
+            pass
+        self.close()
+
+    def close(self) -> None:
+        """Release an ended program's pipes."""
+        self.end_input()
+        for output in self._outputs:
+            output.close()
+
+
+class NodeActor:
+    """Programs on a node: an actor of Ray's, called from several threads.
+
+    ``guard`` is the source of ``dstrial.ray.guard``. In a worker of Ray's (``is_worker``) programs of dead owners are abandoned,
+    and this process ends with its parent, Ray's daemon of the node.
+    """
+
+    def __init__(self, guard: str, *, is_worker: bool = False) -> None:
+        self._guard = guard
+        self._life, self._keep = os.pipe()  # its end tells guards that this process is gone
+        self._programs: dict[int, _Program] = {}
+        self._num_started = 0
+        if is_worker:
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def start(self, words: Sequence[str], job: str) -> int:
+        """Start a program for Ray's job of this hexadecimal id; return its number."""
+        guard = [sys.executable, "-I", "-S", "-c", self._guard, str(self._life)]
+        program = _Program(
+            [*guard, *words], environment_of(_login_environment(), os.environ), self._life, job
+        )
+        self._num_started += 1
+        self._programs[self._num_started] = program
+        return self._num_started
+
+    def read(self, number: int, timeout_s: float) -> tuple[bytes, bytes, int | None]:
+        """Return what a program has printed, and its exit code, a shell's, once that is all."""
+        program = self._programs[number]
+        found = program.read(timeout_s)
+        if found[2] is not None:
+            self._programs.pop(number, None)
+            program.close()
+        return found
+
+    def write(self, number: int, data: bytes) -> bool:
+        return self._programs[number].write(data)
+
+    def end_input(self, number: int) -> None:
+        self._programs[number].end_input()
+
+    def abandon(self, number: int) -> None:
+        """Close a program's input, and drain its output. Idempotent."""
+        program = self._programs.pop(number, None)
+        if program is not None:
+            program.abandon()
+
+    def _watch(self) -> None:
+        """Abandon programs whose owner is gone; a silent one may be behind a cut cable."""
+        while True:
+            time.sleep(_POLL_S)
+            programs = list(self._programs.items())
+            silent = [one for one in programs if time.monotonic() > one[1].heard_s + _SILENT_S]
+            dead = _dead_jobs() if silent else set()
+            for number, program in silent:
+                if program.job in dead:
+                    self.abandon(number)
+
+
+def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return a program's variables: Ray's at its start, and the actor's devices. Pure.
+
+    Ray's processes have variables besides, as ``OMP_NUM_THREADS``, which mean the actor, and an allocator of Ray's own.
+    """
+    found = {name: value for name, value in login.items() if not name.startswith("RAY_")}
+    loaded = [path for path in found.pop("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
+    if kept := [path for path in loaded if "/ray/core/" not in path]:
+        found["LD_PRELOAD"] = ":".join(kept)
+    found.update({name: own[name] for name in _DEVICES if own.get(name)})
+    return found
+
+
+def _login_environment() -> dict[str, str]:
+    """Return the variables of our parent, Ray's daemon of this node."""
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:  # noqa: PTH123  # as short as that
+            pairs = file.read().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    return dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
+
+
+def _dead_jobs() -> set[str]:
+    """Return Ray's jobs that are over; empty if its head does not answer."""
+    from ray._private import state
+
+    try:
+        return {str(job["JobID"]) for job in state.jobs() if job.get("IsDead")}
+    except Exception:  # noqa: BLE001  # whatever it is, no job is known to be over
+        return set()
+
+
+def _end_with(daemon: int) -> None:
+    """End this process with Ray's daemon.
+
+    Ray leaves its workers behind, whose resources others may have.
+    """
+    while os.getppid() == daemon:
+        time.sleep(_POLL_S)
+    os._exit(1)
