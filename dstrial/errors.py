@@ -19,7 +19,7 @@ The tree, drawn once::
     │   ├── RankStalledError          ranks went on no more and were ended, as their config says; names who held them up
     │   └── RankIdentityError         the environment does not say consistently who this process is
     ├── LaunchError                   ranks could not be started
-    │   ├── NodesUnknownError         Slurm refuses a job while it does not know all its nodes; it is asked again
+    │   ├── NodesUnknownError         Slurm refuses a job while it does not know all its nodes
     │   ├── HostError                 hosts cannot train together; carries every problem of every host
     │   └── RankFailedError           a started rank exited with a failure; names the first one
     ├── MissingExtraError             an optional library is missing that an integration needs (also an ImportError)

@@ -61,6 +61,7 @@ from dstrial.local.run_directory import (
 )
 from dstrial.local.run_monitor import RunMonitor, RunView
 from dstrial.master import daemon
+from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.storage_guard import STORAGE_MARKER
 from dstrial.visible_text import visible
 
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
     from dstrial.cli.run_follow import FollowResult
     from dstrial.cli.run_submission import Master
     from dstrial.master.store.views.observe import ExperimentView
-    from dstrial.slurm.allocation import Allocation
 
 _EPILOG = (
     "Ctrl-C and SIGTERM pause the experiment with a checkpoint; a second Ctrl-C leaves that to the master. "
@@ -232,7 +232,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
     if args.override_optimizer:
         overrides.append("data.dstrial.override_optimizer=true")
     run_slurm.require_slurm_flags(args)
-    allocation = run_slurm.own_allocation(args)
+    allocation = allocation_of(os.environ) if args.slurm and not args.print_sbatch else None
     hosts, slots = _hosts_and_slots(args, allocation)
     given = load_experiment(
         args.experiment,

@@ -20,7 +20,7 @@ from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.slurm import client
 from dstrial.slurm.allocation import Allocation, allocation_of
-from dstrial.slurm.job import Job
+from dstrial.slurm.jobs import Job
 
 _POLL_S = 3.0  # between questions to Slurm's controller; a grace period is rarely below 30 s
 _ENDED_BY_REQUEUE_S = 90.0
@@ -71,13 +71,6 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
             problems.append(ConfigProblem(flag, "given with --slurm", "options of sbatch", fix))
     if problems:
         raise ConfigError(problems)
-
-
-def own_allocation(args: argparse.Namespace) -> Allocation | None:
-    """Return the allocation to train in; None to submit a job or without ``--slurm``."""
-    if not args.slurm or args.print_sbatch:
-        return None
-    return allocation_of(os.environ)
 
 
 def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:

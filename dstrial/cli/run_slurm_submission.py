@@ -30,7 +30,7 @@ from dstrial.local.run_directory import (
 )
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.slurm import client
-from dstrial.slurm.job import Job, explained, is_for_ever
+from dstrial.slurm.jobs import Job, explained, is_for_ever
 from dstrial.slurm.script import (
     LOG_NAME,
     OF_CLUSTERS,
@@ -134,7 +134,7 @@ def _submitted(submission: Submission, tell: Callable[[str], object]) -> tuple[i
             "mount. Name another place with --runs-dir or DSTRIAL_RUNS_DIR."
         ) from error
     try:
-        job_id = client.submit_patiently(script, tell)
+        job_id = client.submit(script)
     except LaunchError as error:
         if not client.is_away(str(error)):
             _remove(made)

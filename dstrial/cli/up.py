@@ -202,7 +202,7 @@ def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings:
 
     state.make()
     try:
-        check_slurm(settings.slurm, state.path / "slurm", lambda text: sys.stderr.write(f"{text}\n"))
+        check_slurm(settings.slurm, state.path / "slurm")
     except LaunchError as error:
         if not num_live_allocations(state):
             raise

@@ -6,15 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from dstrial.errors import LaunchError, NodesUnknownError
-from dstrial.slurm.job import Job, parse_job
+from dstrial.slurm.jobs import Job, parse_job
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 30.0  # Slurm's commands wait for minutes for a controller
 _PARTITION = "Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
 _ACCOUNT = (
     "Name an account that may use the partition (--account=NAME in slurm.sbatch_args, or behind --sbatch-arg=); "
@@ -83,11 +81,7 @@ _POLICY = "violates accounting/qos policy"
 # The limit that sbatch names before: of jobs in the queue, as QOSMaxSubmitJobPerUserLimit, or of the job itself.
 _NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
 _CHECK_S = 10.0  # timeout of the check of a job that somebody waits for
-PATIENCE_S = 60.0
-"""For so long Slurm is asked again where it does not answer, and as long once more until it knows its nodes, seconds."""
-_AGAIN_S = 2.0
 _NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
-T = TypeVar("T")
 
 
 def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
@@ -131,9 +125,7 @@ def submit(script: Path) -> int:
         LaunchError: Slurm refuses it, or has given it to another cluster.
     """
     # Without this a job that no partition could hold waits for ever, where Slurm does not enforce limits.
-    _, output, errors = _ask_sbatch("--test-only", script)
-    if _IMPOSSIBLE in f"{output}{errors}".lower():
-        raise LaunchError(refused(errors or output, str(script)))
+    test(script)
     code, output, errors = _ask_sbatch("--parsable", script)
     number, _, cluster = output.strip().partition(";")
     if code or not number.isdecimal():
@@ -149,50 +141,6 @@ def submit(script: Path) -> int:
     return int(number)
 
 
-def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
-    """Queue a batch script like :func:`submit`; retry if a refusal may be over soon.
-
-    ``tell`` hears once that Slurm is asked again, and why. Earlier jobs of a run that goes on had the same script.
-    """
-    before: frozenset[int] | None = None
-
-    def ask() -> int:
-        nonlocal before
-        words = ["squeue", "--noheader", "--me", "--states=all", "-O", "JobID:|,Command:|"]
-        code, output, errors = run_slurm(words)
-        if code and is_away(errors):
-            raise LaunchError(f"Slurm does not answer; {why_away(errors, 'squeue', code)}. {_WAIT}")
-        there = queued_as(output, str(script))
-        if before is None:  # of the run that goes on, most likely ended
-            before = there
-        # An answer to an earlier question may have been lost.
-        return max(there - before) if there - before else submit(script)
-
-    return patiently(ask, tell)
-
-
-def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
-    """Retry ``ask`` while Slurm is away or lacks its nodes; raise the last refusal.
-
-    ``ask`` raises ``LaunchError`` with Slurm's message; ``tell`` hears once that Slurm is asked again, and why.
-    """
-    give_up_at_s = time.monotonic() + PATIENCE_S
-    is_told, was_away = False, False
-    while True:
-        try:
-            return ask()
-        except LaunchError as error:
-            if was_away and not is_away(str(error)):  # Its nodes are given as long to register.
-                give_up_at_s = time.monotonic() + PATIENCE_S
-            was_away = is_away(str(error))
-            if time.monotonic() >= give_up_at_s or not is_transient(error):
-                raise
-            if not is_told:
-                tell(f"Slurm is asked again for up to {PATIENCE_S:g} s: {error}")
-                is_told = True
-        time.sleep(_AGAIN_S)
-
-
 def is_transient(error: LaunchError) -> bool:
     """Return whether Slurm may accept soon what it refuses now."""
     return isinstance(error, NodesUnknownError) or is_away(str(error))
@@ -201,19 +149,16 @@ def is_transient(error: LaunchError) -> bool:
 def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str]:
     """Run sbatch; return its exit code, output and errors.
 
-    A refusal that a controller without its nodes gives, too, counts if all nodes had registered before.
-
     Raises:
-        NodesUnknownError: they have not.
+        NodesUnknownError: it refuses the job, as a controller does that does not know all its nodes yet.
     """
-    has_looked = False
-    while True:
-        code, output, errors = run_slurm(["sbatch", option, str(script)], timeout_s=timeout_s)
-        if has_looked or not is_not_yet(f"{output}{errors}"):
-            return code, output, errors
-        if has_unknown_nodes(timeout_s):
-            raise NodesUnknownError(refused(errors or output, str(script)))
-        has_looked = True  # The last of them may have registered after the refusal.
+    code, output, errors = run_slurm(["sbatch", option, str(script)], timeout_s=timeout_s)
+    if is_not_yet(f"{output}{errors}") and has_unknown_nodes(timeout_s):
+        said = words_of(errors or output)
+        raise NodesUnknownError(
+            f"Slurm does not know all its nodes yet; sbatch says: {said}. Try again in a minute; `sinfo` shows the nodes."
+        )
+    return code, output, errors
 
 
 def is_not_yet(said: str) -> bool:
@@ -228,16 +173,6 @@ def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
     """
     code, output, _ = run_slurm(list(_NODE_STATES), timeout_s=timeout_s)
     return code != 0 or any(line.strip().lower().startswith("unknown") for line in output.splitlines())
-
-
-def queued_as(text: str, script: str) -> frozenset[int]:
-    """Return the jobs of a batch script in squeue's list of jobs and commands. Pure."""
-    found = (line.strip().removesuffix("|").partition("|") for line in text.splitlines())
-    return frozenset(
-        int(number)
-        for number, _, command in found
-        if command.strip() == script and number.strip().isdecimal()
-    )
 
 
 def test(script: Path) -> None:

@@ -12,20 +12,16 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 LOG_NAME = "slurm.log"
 SCRIPT_NAME = "sbatch.sh"
-NODES_SUFFIX = ".nodes"
-"""Of the file in which a holding job says which nodes it has."""
-GIVEN_BACK_SUFFIX = ".given_back"
-"""Of the file by which a holding job knows that its master ends it."""
-ALIVE_NAME = "alive"
-"""File that a master touches while it lives."""
-LONELY_MINUTES = 60
-"""After so long without its master a holding job ends by itself."""
-LONELY_LOOKS = 5
-"""So many looks in a row must find that, half a minute apart."""
-NOTICE_S = (30, 120)
-"""How long before its time limit a job is told at least and at most, seconds; Slurm may do it up to a minute earlier."""
-OF_CLUSTERS = ("--clusters", "--cluster", "-M")
-"""Options that give a job to another cluster, where no other command of ours looks for it."""
+NODES_SUFFIX = ".nodes"  # of the file in which a holding job writes its nodes
+CANCELLED_SUFFIX = ".cancelled"  # of the file by which a holding job knows that a SIGTERM is its master's
+ALIVE_NAME = "alive"  # file that a master touches while it lives
+LONELY_MINUTES = 60  # after so long without its master a holding job ends
+NOTICE_S = (30, 120)  # least and most notice before a time limit; Slurm may give it up to a minute earlier
+OF_CLUSTERS = (
+    "--clusters",
+    "--cluster",
+    "-M",
+)  # give a job to another cluster, where no command of ours looks
 _DEVICES = (
     "--gres",
     "--gpus",
@@ -143,6 +139,20 @@ def notice_s(limit: str | None) -> int:
     return min(max(seconds // 10, least_s), most_s)
 
 
+def refused_options(options: Sequence[str]) -> list[str]:
+    """Return options that would make another job of one that only holds nodes."""
+    own = (
+        "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
+        "--wait", "-W", "--parsable", "--test-only", *OF_CLUSTERS,
+    )  # fmt: skip
+    names = [option.partition("=")[0].partition(" ")[0] for option in options]
+    return [
+        option
+        for option, name in zip(options, names, strict=True)
+        if name in own or (not name.startswith("--") and name[:2] in own)
+    ]
+
+
 def batch_script(
     *,
     name: str,
@@ -160,27 +170,67 @@ def batch_script(
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.
     """
-    ours = [
+    ours = ["--requeue", f"--signal=B:USR1@{notice_s(value_of(options, '--time', '-t'))}"]
+    comments = [
+        f"Written by: {' '.join(submitted_by.splitlines())}",
+        "A task of Slurm's is a slot. The command starts a master, and an agent on each node by srun. It saves a",
+        "checkpoint when the job is preempted, cancelled or short of time; started again by Slurm it goes on from there.",
+    ]
+    head = _head(name, comments, request, working_directory, run_directory / LOG_NAME, [*ours, *options])
+    return f"{head}mkdir -p {shlex.quote(str(run_directory))}\nexec {shlex.join(command)}\n"
+
+
+def holding_script(
+    *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path, state_dir: Path
+) -> str:
+    """Return the script of a job that only holds nodes for a master. Pure.
+
+    The user's ``options`` stand behind ours and so count. Master and nodes see ``directory``, where the output goes.
+
+    Raises:
+        ConfigError: a directory has characters that Slurm cannot handle.
+    """
+    comments = [
+        f"For {' '.join(title.splitlines())}; written by the master of {state_dir}.",
+        "It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and cancels the job",
+        "when the trial has ended, paused, or saved a checkpoint because the job has to leave.",
+    ]
+    head = _head(name, comments, request, directory, directory / "%j.log", ["--no-requeue", *options])
+    lines = [
+        f"cd {shlex.quote(str(directory))} || exit 1",
+        f'echo "$SLURM_JOB_NODELIST $SLURM_TASKS_PER_NODE" > "$SLURM_JOB_ID{NODES_SUFFIX}.new"',
+        f'mv "$SLURM_JOB_ID{NODES_SUFFIX}.new" "$SLURM_JOB_ID{NODES_SUFFIX}"',
+        "# A SIGTERM of Slurm's gives the trial time to save; one of the master's ends the job.",
+        f"trap '[ -e \"$SLURM_JOB_ID{CANCELLED_SUFFIX}\" ] && exit 0' TERM",
+        "# Without its master the job ends. A search that fails, at a file system that is away, says nothing of the master.",
+        f'until seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{LONELY_MINUTES}) && [ -z "$seen" ]; do',
+        "    sleep 30 & wait $!",
+        "done",
+        f'echo "the master was silent for {LONELY_MINUTES} minutes: the job ends"',
+    ]
+    return head + "\n".join(lines) + "\n"
+
+
+def _head(
+    name: str,
+    comments: Sequence[str],
+    request: Sequence[str],
+    cwd: Path,
+    output: Path,
+    options: Sequence[str],
+) -> str:
+    """Return a script's first lines; ``%j`` of the output's name is the job's number."""
+    log = str(output.parent).replace("%", "%%") + f"/{output.name}"
+    sbatch = [
         f"--job-name={name}",
         *request,
-        f"--chdir={_quoted(str(working_directory))}",
-        f"--output={_quoted(str(run_directory / LOG_NAME).replace('%', '%%'))}",
+        f"--chdir={_quoted(str(cwd))}",
+        f"--output={_quoted(log)}",
         "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{notice_s(value_of(options, '--time', '-t'))}",
+        *options,
     ]
-    lines = [
-        "#!/bin/bash",
-        f"# Written by: {' '.join(submitted_by.splitlines())}",
-        "# A task of Slurm's is a slot. The command starts a master, and an agent on each node by srun. It saves a",
-        "# checkpoint when the job is preempted, cancelled or short of time; started again by Slurm it goes on from there.",
-        *(f"#SBATCH {option}" for option in ours),
-        *(f"#SBATCH {option}" for option in options),
-        "set -u",
-        f"mkdir -p {shlex.quote(str(run_directory))}",
-        f"exec {shlex.join(command)}",
-    ]
-    return "\n".join(lines) + "\n"
+    lines = ["#!/bin/bash", *(f"# {line}" for line in comments), *(f"#SBATCH {line}" for line in sbatch)]
+    return "\n".join([*lines, "set -u"]) + "\n"
 
 
 def _quoted(path: str) -> str:
@@ -194,49 +244,3 @@ def _quoted(path: str) -> str:
         )
         raise ConfigError([problem])
     return path if re.fullmatch(r"[\w/.,:+@%=-]+", path) else '"' + path.replace('"', r"\"") + '"'
-
-
-def holding_script(
-    *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path, state_dir: Path
-) -> str:
-    """Return the script of a job that only holds nodes for a master. Pure.
-
-    The user's ``options`` stand behind ours and so count. Master and nodes see ``directory``, where the output goes.
-
-    Raises:
-        ConfigError: a directory has characters that Slurm cannot handle.
-    """
-    ours = [
-        f"--job-name={name}",
-        *request,
-        f"--chdir={_quoted(str(directory))}",
-        f"--output={_quoted(str(directory).replace('%', '%%') + '/%j.log')}",
-        "--open-mode=append",
-        "--no-requeue",
-    ]
-    lines = [
-        "#!/bin/bash",
-        f"# For {' '.join(title.splitlines())}; written by the master of {state_dir}.",
-        "# It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and cancels the job",
-        "# when the trial has ended, paused, or saved a checkpoint because the job has to leave.",
-        *(f"#SBATCH {option}" for option in ours),
-        *(f"#SBATCH {option}" for option in options),
-        "set -u",
-        f"cd {shlex.quote(str(directory))} || exit 1",
-        f'echo "$SLURM_JOB_NODELIST $SLURM_TASKS_PER_NODE" > "$SLURM_JOB_ID{NODES_SUFFIX}.new"',
-        f'mv "$SLURM_JOB_ID{NODES_SUFFIX}.new" "$SLURM_JOB_ID{NODES_SUFFIX}"',
-        "# A SIGTERM of Slurm's gives the trial time to save; one of the master's ends the job.",
-        f"trap '[ -e \"$SLURM_JOB_ID{GIVEN_BACK_SUFFIX}\" ] && exit 0' TERM",
-        "# Without its master it holds nodes for nobody. A look that fails, at a file system that is away, says nothing of that.",
-        "lonely=0",
-        f'while [ "$lonely" -lt {LONELY_LOOKS} ]; do',
-        "    sleep 30 & wait $!",
-        f'    if seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{LONELY_MINUTES}) && [ -z "$seen" ]; then',
-        "        lonely=$((lonely + 1))",
-        "    else",
-        "        lonely=0",
-        "    fi",
-        "done",
-        f'echo "nothing was heard of the master for {LONELY_MINUTES} minutes: the job ends"',
-    ]
-    return "\n".join(lines) + "\n"

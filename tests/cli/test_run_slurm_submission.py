@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.slurm import client
-
 pytestmark = pytest.mark.process
 
 CONFIG = """
@@ -31,7 +29,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dstrial_command: Run) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(commands), prepend=":")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(client, "PATIENCE_S", 0.0)
 
     def submit(sbatch: str, *flags: str, scontrol: str = "", sinfo: str = "") -> tuple[int, str, str]:
         sbatch = f'[ "$1" = --test-only ] && exit 0\n{sbatch}'

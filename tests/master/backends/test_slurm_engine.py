@@ -17,10 +17,10 @@ from dstrial.master.backends.queued.slurm import (
     refusal_of,
     script_of,
     state_of,
-    text_of_unbegun,
+    text_of,
     wants_devices,
 )
-from dstrial.slurm.squeue import QueuedJob
+from dstrial.slurm.jobs import Job
 
 pytestmark = pytest.mark.process
 
@@ -87,22 +87,29 @@ def test_states() -> None:
         ("COMPLETING", "leaving"),
         ("CANCELLED", "ended"),
         ("NODE_FAIL", "ended"),
+        ("PREEMPTED", "ended"),
     ):
-        assert state_of(QueuedJob("1", "x", state, nodes="host1")) == expected
-    assert state_of(QueuedJob("1", "x", "RUNNING", is_preempted=True)) == "leaving"
+        assert state_of(Job("1", state, nodes="host1")) == expected
+    assert state_of(Job("1", "RUNNING", is_preempted=True)) == "leaving"
+
+
+def test_text_of_job_has_its_state_and_slurms_reason() -> None:
+    assert text_of(Job("7", "PENDING", "Resources")) == (
+        "job 7: pending (Resources: waits for nodes to become free)"
+    )
+    assert text_of(Job("7", "RUNNING", nodes="host1")) == "job 7: running on host1"
+    assert text_of(Job("7", "COMPLETING")) == "job 7 is being ended (completing)"
+    assert text_of(Job("7", "NODE_FAIL")) == "job 7 has ended: node fail"
 
 
 def test_a_script_that_could_not_be_begun_is_explained() -> None:
-    failed = QueuedJob("17", "x", "FAILED", "JobLaunchFailure", nodes="host2")
-    assert text_of_unbegun(failed, _PLACE) == (
-        "job 17 has ended (failed) (JobLaunchFailure), and has written nothing into /shared/my state/slurm: most likely host2 "
+    failed = Job("17", "FAILED", "JobLaunchFailure", nodes="host2")
+    assert text_of(failed, _PLACE) == (
+        "job 17 has ended: failed (JobLaunchFailure), and has written nothing into /shared/my state/slurm: most likely host2 "
         "does not see this directory. Start the master with a --state-dir that all nodes mount"
     )
-    for other in (
-        QueuedJob("17", "x", "CANCELLED", nodes="host2"),
-        QueuedJob("17", "x", "PENDING", "Resources"),
-    ):
-        assert text_of_unbegun(other, _PLACE) == other.text
+    for other in (Job("17", "CANCELLED", nodes="host2"), Job("17", "PENDING", "Resources")):
+        assert text_of(other, _PLACE) == text_of(other)
 
 
 def test_slots_are_devices_where_options_ask_for_some() -> None:

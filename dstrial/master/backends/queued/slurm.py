@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dstrial.config.diagnostics import render
@@ -25,30 +25,24 @@ from dstrial.master.backends.engine import (
 )
 from dstrial.master.store.nodes import MOST_SLOTS
 from dstrial.slurm import client
+from dstrial.slurm.jobs import SINFO, SQUEUE, Job, is_up, parse_nodes, parse_queue
 from dstrial.slurm.nodelist import expand_counts, expand_nodes
 from dstrial.slurm.script import (
     ALIVE_NAME,
-    GIVEN_BACK_SUFFIX,
+    CANCELLED_SUFFIX,
     NODES_SUFFIX,
     asks_for_devices,
     holding_script,
+    refused_options,
     request_lines,
     sbatch_args,
     value_of,
 )
-from dstrial.slurm.squeue import (
-    SINFO,
-    SQUEUE,
-    QueuedJob,
-    is_up,
-    parse_nodes,
-    parse_queue,
-    refused_options,
-)
 
 COMMANDS = ("sbatch", "squeue", "scancel", "srun", "sinfo")
-_ALIVE_PERIOD_S = 60.0
+_ALIVE_PERIOD_S = 60.0  # between signs of life to the jobs
 _EXPERIMENT = "the experiment's config"
+_MASTER = "the master's settings"
 _OPTIONS = "slurm.sbatch_args"
 _SHARED_S = 60.0  # until a running job must have written into the master's directory
 
@@ -86,14 +80,10 @@ class SlurmEngine:
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
         """A slot is a task, or a GPU."""
-        self._touch()  # Also while Slurm is away: the jobs go on, and the master lives.
-        code, output, errors = client.run_slurm(list(SINFO))
-        if code:
-            raise ConnectionError(client.why_away(errors or output, "sinfo", code))
-        options = sbatch_args(self._settings, [], "the master's settings")
-        found = parse_nodes(
-            output, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
-        )
+        output = self._query(SINFO)
+        per_task = value_of(sbatch_args(self._settings, [], _MASTER), "--cpus-per-task", "-c") or "1"
+        cpus_per_task = int(per_task) if per_task.isdecimal() else 1
+        found = parse_nodes(output, wants_devices=self._wants_devices, cpus_per_task=cpus_per_task)
         return {
             name: NodeCapacity(min(count, MOST_SLOTS), is_up=is_up(state))
             for name, (count, state) in found.items()
@@ -102,15 +92,18 @@ class SlurmEngine:
     def job_name(self, job_id: str) -> str:
         return f"job {job_id}"
 
-    def _cpus_per_task(self, options: Sequence[str]) -> int:
-        per_task = value_of(options, "--cpus-per-task", "-c") or "1"
-        return int(per_task) if per_task.isdecimal() else 1
+    def _query(self, words: Sequence[str]) -> str:
+        """Return the output of a query."""
+        self._touch()  # Also while Slurm is away: the jobs go on, and the master lives.
+        code, output, errors = client.run_slurm(list(words))
+        if code:
+            raise ConnectionError(client.why_away(errors or output, words[0], code))
+        return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
         """Have sbatch check the job's script without a job; reads no state that changes."""
-        name = f"{request.key}{self._mark}"
         try:
-            text = script_of(request, self._settings, name, self._directory, self._state_dir)
+            text = self._script(request)
         except ConfigError as error:
             return [
                 Refusal(one.where.removeprefix(f"{_EXPERIMENT}: "), one.got, one.expected, one.fix)
@@ -132,9 +125,7 @@ class SlurmEngine:
         """Queue a job that holds nodes; return its number."""
         self._touch()
         try:
-            text = script_of(
-                request, self._settings, f"{request.key}{self._mark}", self._directory, self._state_dir
-            )
+            text = self._script(request)
         except ConfigError as error:
             raise EngineRefusedError(str(error)) from error
         script = self._directory / f"{request.key}.sh"
@@ -146,29 +137,29 @@ class SlurmEngine:
                 raise ConnectionError(str(error)) from error
             raise EngineRefusedError(str(error)) from error
 
+    def _script(self, request: JobRequest) -> str:
+        name = f"{request.key}{self._mark}"
+        return script_of(request, self._settings, name, self._directory, self._state_dir)
+
     def max_pending(self, num_slots: int) -> int:
         """Slurm keeps an order of its own; the limit is what other users put up with."""
         del num_slots
         return MAX_PENDING
 
     def jobs(self) -> Sequence[EngineJob]:
-        self._touch()
-        code, output, errors = client.run_slurm(list(SQUEUE))
-        if code:
-            raise ConnectionError(client.why_away(errors or output, "squeue", code))
-        return [self._engine_job(job) for job in parse_queue(output) if job.name.endswith(self._mark)]
+        jobs = parse_queue(self._query(SQUEUE))
+        return [self._engine_job(job) for job in jobs if job.name.endswith(self._mark)]
 
-    def _engine_job(self, job: QueuedJob) -> EngineJob:
+    def _engine_job(self, job: Job) -> EngineJob:
         key = job.name.removesuffix(self._mark)
         state = state_of(job)
         if state in ("pending", "ended"):
             self._parts.pop(job.job_id, None)
             has_written = (self._directory / f"{job.job_id}{NODES_SUFFIX}").exists()
-            text = job.text if has_written else text_of_unbegun(job, self._directory)
-            return EngineJob(job.job_id, key, state, text)
-        parts = self._parts_of(job)
+            return EngineJob(job.job_id, key, state, text_of(job, None if has_written else self._directory))
+        text, parts = text_of(job), self._parts_of(job)
         if parts:
-            return EngineJob(job.job_id, key, state, job.text, parts)
+            return EngineJob(job.job_id, key, state, text, parts)
         since_s = self._unseen_s.setdefault(job.job_id, time.monotonic())
         if state == "running" and time.monotonic() > since_s + _SHARED_S:
             self.cancel(job.job_id)
@@ -177,9 +168,9 @@ class SlurmEngine:
                 "expected a directory that all nodes mount. Start the master with such a --state-dir"
             )
             return EngineJob(job.job_id, key, "ended", text)
-        return EngineJob(job.job_id, key, "pending", f"{job.text}, where it begins")
+        return EngineJob(job.job_id, key, "pending", f"{text}, where it begins")
 
-    def _parts_of(self, job: QueuedJob) -> tuple[Part, ...]:
+    def _parts_of(self, job: Job) -> tuple[Part, ...]:
         """Return what the job's script reports of its nodes; nothing before it has begun."""
         if job.job_id not in self._parts:
             with contextlib.suppress(OSError, ValueError):
@@ -189,7 +180,7 @@ class SlurmEngine:
         return self._parts.get(job.job_id, ())
 
     def cancel(self, job_id: str) -> None:
-        (self._directory / f"{job_id}{GIVEN_BACK_SUFFIX}").touch()
+        (self._directory / f"{job_id}{CANCELLED_SUFFIX}").touch()
         why = client.cancel(int(job_id))
         if client.is_away(why):
             raise ConnectionError(why)
@@ -211,20 +202,27 @@ class SlurmEngine:
                 os.utime(path)
 
 
-def state_of(job: QueuedJob) -> JobState:
-    if job.is_pending:
+def state_of(job: Job) -> JobState:
+    if job.is_waiting:
         return "pending"
-    if job.is_over:
+    if job.is_over or job.state == "PREEMPTED":  # Its script is never requeued.
         return "ended"
-    return "running" if job.why_leaving is None else "leaving"
+    return "running" if job.leaving_reason is None else "leaving"
 
 
-def text_of_unbegun(job: QueuedJob, directory: Path) -> str:
-    """Return the state of a job that has written nothing, and the likely reason. Pure."""
-    if job.state != "FAILED" or not job.nodes:
-        return job.text
+def text_of(job: Job, unwritten: Path | None = None) -> str:
+    """Return the state of a job, and the likely reason if its script has written nothing. Pure.
+
+    ``unwritten`` is the directory in which the script would have written.
+    """
+    state = state_of(job)
+    if state == "leaving":
+        return f"job {job.job_id} {job.leaving_reason}"
+    text = f"job {job.job_id}{' has ended' if state == 'ended' else ''}: {job.described}"
+    if job.state != "FAILED" or not job.nodes or unwritten is None:
+        return text
     return (
-        f"{job.text}, and has written nothing into {directory}: most likely {job.nodes} does not see this directory. Start the "
+        f"{text}, and has written nothing into {unwritten}: most likely {job.nodes} does not see this directory. Start the "
         "master with a --state-dir that all nodes mount"
     )
 
@@ -265,7 +263,7 @@ def script_of(
         ConfigError: its options are wrong.
         EngineRefusedError: an option would make another job of it.
     """
-    own = sbatch_args(settings, [], "the master's settings")
+    own = sbatch_args(settings, [], _MASTER)
     options = [*own, *sbatch_args(request.settings, [], _EXPERIMENT)]
     refused = refused_options(options)
     if refused:
@@ -297,29 +295,28 @@ def script_of(
     )
 
 
-def check_slurm(settings: Mapping[str, object], directory: Path, tell: Callable[[str], object]) -> None:
+def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
     """Refuse, before a master starts, settings with which no job could run.
 
-    ``directory`` gets the script that is tried; ``tell`` hears that Slurm is asked again, and why.
+    ``directory`` gets the script that is tried.
 
     Raises:
         LaunchError: Slurm's commands are missing, it does not answer, or it refuses a job of one slot.
         ConfigError: the options are wrong.
     """
     client.require_slurm(*COMMANDS, or_else="take another backend")
-    request = JobRequest("check", "a look whether jobs are taken", 1)
+    request = JobRequest("check", "a check whether jobs are accepted", 1)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     script = directory / "check.sh"
-    script.write_text(
-        script_of(request, settings, "dstrial-check", directory, directory.parent), encoding="utf-8"
-    )
-    client.patiently(lambda: client.test(script), tell)
+    text = script_of(request, settings, "dstrial-check", directory, directory.parent)
+    script.write_text(text, encoding="utf-8")
+    client.test(script)
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether slots are GPUs, by options, the partition and the environment."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
-    options = sbatch_args(settings, [], "the master's settings")
+    options = sbatch_args(settings, [], _MASTER)
     partition = value_of(options, "--partition", "-p") or environ.get("SBATCH_PARTITION")
     return asks_for_devices(options) or bool(settings.get("gpu_type")) or client.has_devices(partition)

@@ -1,0 +1,246 @@
+"""Jobs and nodes as ``scontrol``, ``squeue`` and ``sinfo`` show them; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from dstrial.slurm.script import notice_s
+
+_FIELDS = ("JobID", "State", "Reason", "PreemptTime", "TimeLeft", "TimeLimit", "NodeList", "Name")
+# The commands that `parse_queue` and `parse_nodes` read. A job's name, which may have any letter, is the last field.
+SQUEUE = ("squeue", "--noheader", "--me", "--states=all", "-O", ",".join(f"{name}:|" for name in _FIELDS))
+SINFO = ("sinfo", "--noheader", "--Node", "--exact", "-o", "%N|%T|%c|%G")
+_NONE = ("", "None", "Unknown", "N/A", "(null)")
+# Of a job that has no nodes, or may begin again.
+_WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "CONFIGURING")
+_RUNNING_STATES = ("RUNNING", "RESIZING", "SUSPENDED", "STOPPED")
+# Of a job that is about to leave its nodes; a preempted one may be requeued.
+_ENDING_STATES = ("COMPLETING", "SIGNALING", "STAGE_OUT", "PREEMPTED")
+# Of a node that has jobs or may begin some; a controller that has just begun knows nothing of its nodes yet.
+_UP = ("idle", "mixed", "allocated", "completing", "reserved", "planned", "unknown")
+_GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A job as Slurm's controller sees it.
+
+    Attributes:
+        state: Slurm's word, ``PENDING`` for example.
+        reason: why it waits or has ended, Slurm's word; empty for none.
+        nodes: Slurm's list of its nodes; empty while it has none.
+        is_preempted: whether Slurm has asked it to leave for another job since it began.
+        name: by ``squeue`` only, as the next two.
+        left_s: until its time limit; None for no limit, or if unknown.
+        limit: its time limit, as Slurm writes it.
+        exit_code: of its batch script; by ``scontrol`` only, as the rest.
+        signal: that ended it, 0 for none.
+        num_restarts: how often it was requeued.
+        output: path of its output; empty if unknown.
+        begins_at: Slurm's planned start; empty if unknown.
+    """
+
+    job_id: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    is_preempted: bool = False
+    name: str = ""
+    left_s: int | None = None
+    limit: str = ""
+    exit_code: int = 0
+    signal: int = 0
+    num_restarts: int = 0
+    output: str = ""
+    begins_at: str = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in _WAITING_STATES
+
+    @property
+    def is_over(self) -> bool:
+        return not self.is_waiting and self.state not in (*_RUNNING_STATES, *_ENDING_STATES)
+
+    @property
+    def leaving_reason(self) -> str | None:
+        """Why it loses its nodes soon; None if it keeps them, or has none."""
+        if self.is_waiting or self.is_over:
+            return None
+        if self.is_preempted:
+            return "is preempted: another job gets its nodes"
+        if self.state in _ENDING_STATES:
+            return f"is being ended ({self.state.lower()})"
+        if self.left_s is not None and self.left_s <= notice_s(self.limit):
+            return f"ends at its time limit in {self.left_s} s"
+        return None
+
+    @property
+    def described(self) -> str:
+        """State for people: ``pending (Resources)``."""
+        text = self.state.lower().replace("_", " ")
+        if self.is_waiting:
+            return f"{text} ({explained(self.reason)})" if self.reason else text
+        if not self.is_over:
+            return f"{text} on {self.nodes}" if self.nodes else text
+        if self.signal or self.exit_code:
+            how = f"signal {self.signal}" if self.signal else f"exit code {self.exit_code}"
+            return f"{text} ({how})" if self.state == "FAILED" else text
+        return f"{text} ({self.reason})" if self.reason else text
+
+
+def parse_job(text: str) -> Job | None:
+    """Parse the line of ``scontrol show job -o``; None if it is none."""
+    found = {
+        name: match[1]
+        for name in _NAMES
+        # A path may have blanks: a value ends where another key begins.
+        if (match := re.search(rf"(?:^|\s){name}=(.*?)(?=\s[A-Z][\w/:]*=|\s*$)", text)) is not None
+    }
+    if not found.get("JobId", "").isdecimal() or "JobState" not in found:
+        return None
+    code, _, number = found.get("ExitCode", "0:0").partition(":")
+    values = {name: "" if value in _NONE else value for name, value in found.items()}
+    return Job(
+        found["JobId"],
+        found["JobState"],
+        reason=values.get("Reason", ""),
+        nodes=values.get("NodeList", ""),
+        exit_code=int(code) if code.isdecimal() else 0,
+        signal=int(number) if number.isdecimal() else 0,
+        num_restarts=int(found.get("Restarts", "0") or 0),
+        is_preempted=bool(values.get("PreemptTime")),
+        output=values.get("StdOut", ""),
+        begins_at=values.get("StartTime", ""),
+    )
+
+
+def parse_queue(text: str) -> list[Job]:
+    """Parse the output of ``SQUEUE``."""
+    jobs = []
+    for line in text.splitlines():
+        words = line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)
+        if len(words) < len(_FIELDS):
+            continue
+        job_id, state, reason, preempted, left, limit, nodes, name = (word.strip() for word in words)
+        jobs.append(
+            Job(
+                job_id,
+                state,
+                reason="" if reason in _NONE else reason,
+                nodes=nodes,
+                is_preempted=preempted not in _NONE,
+                name=name,
+                left_s=seconds(left),
+                limit=limit,
+            )
+        )
+    return jobs
+
+
+def seconds(text: str) -> int | None:
+    """Parse ``1-02:03:04`` or ``3:04``; None for no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def _state(text: str) -> str:
+    """Strip the marks that ``sinfo`` puts behind a node's state."""
+    return text.lower().rstrip("~#!%$@^-+")
+
+
+def is_up(state: str) -> bool:
+    """Return whether a node in this state has jobs, or may begin some."""
+    return _state(state) in _UP
+
+
+def num_gpus(gres: str) -> int:
+    """Return how many GPUs a list of generic resources names."""
+    return sum(map(int, _GPUS.findall(gres)))
+
+
+def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, tuple[int, str]]:
+    """Return slots and state by node from the output of ``SINFO``.
+
+    It has a line for each node and partition. Slots are GPUs, or tasks of ``cpus_per_task``.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for line in text.splitlines():
+        words = line.split("|")
+        cpus = re.match(r"\d+", words[2]) if len(words) == 4 else None
+        if cpus is None:
+            continue
+        count = num_gpus(words[3]) if wants_devices else int(cpus[0]) // max(cpus_per_task, 1)
+        if count:
+            found[words[0]] = (count, words[1])
+    return found
+
+
+_NAMES = (
+    "JobId",
+    "JobState",
+    "Reason",
+    "NodeList",
+    "ExitCode",
+    "Restarts",
+    "PreemptTime",
+    "StdOut",
+    "StartTime",
+)
+# Slurm's words (squeue(1), "JOB REASON CODES") that a person would have to look up.
+_EXPLAINED = {
+    "Resources": "waits for nodes to become free",
+    "Priority": "waits behind jobs of a higher priority",
+    "BeginTime": "may not begin yet",
+    "Dependency": "waits for another job",
+    "JobHeldUser": "held by its user; `scontrol release` lets it go",
+    "JobHeldAdmin": "held by an administrator",
+    "ReqNodeNotAvail": "waits for nodes that are down, drained or reserved",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition takes no jobs to run",
+    "PartitionConfig": "asks for more than its partition has",
+    "PartitionNodeLimit": "asks for more nodes than its partition has or lets a job have",
+    "PartitionTimeLimit": "asks for more time than its partition lets a job have",
+    "QOSMaxJobsPerUserLimit": "its user has as many jobs as may run at once",
+    "AssocMaxJobsLimit": "its account has as many jobs as may run at once",
+}
+_NEVER = (
+    "PartitionConfig",
+    "PartitionNodeLimit",
+    "PartitionTimeLimit",
+    "BadConstraints",
+    "AccountNotAllowed",
+    "QOSNotAllowed",
+)
+# As QOSMaxCpuPerUserLimit and AssocGrpCPUMinutesLimit.
+_LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
+
+
+def is_for_ever(reason: str) -> bool:
+    """Return whether a job with this reason waits until something changes. Pure."""
+    return reason.partition(",")[0] in _NEVER or (_LIMIT.fullmatch(reason) is not None and "PerJob" in reason)
+
+
+def explained(reason: str) -> str:
+    """Return Slurm's reason with its meaning. Pure."""
+    told = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
+    return reason if told is None else f"{reason}: {told}"
+
+
+def _limit_text(reason: str) -> str | None:
+    """Return the meaning of a limit of an account or a QOS; None for another reason."""
+    found = _LIMIT.fullmatch(reason)
+    if found is None:
+        return None
+    whose = "its QOS" if found[1] == "QOS" else "its account"
+    if "PerJob" in reason or reason.endswith("PerNode"):
+        return f"asks for more than {whose} lets a job have"
+    if "Minutes" in reason:
+        return f"waits until {whose} has time to give again"
+    if "PerUser" in reason:
+        return f"its user has as much as {whose} lets a user have at once"
+    return f"waits for jobs of {whose} to end, which have as much as they may together"

@@ -1,0 +1,235 @@
+"""What ``squeue``, ``sinfo`` and ``scontrol`` say of jobs and nodes, as Slurm 22.05 has printed it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrial.slurm.client import is_away, is_not_yet, refused, why_away
+from dstrial.slurm.jobs import (
+    Job,
+    explained,
+    is_for_ever,
+    is_up,
+    parse_job,
+    parse_nodes,
+    parse_queue,
+    seconds,
+)
+from dstrial.slurm.script import refused_options
+
+_QUEUE = """\
+7|PENDING|Resources|N/A|UNLIMITED|UNLIMITED||trial-3@1f2a|
+5|RUNNING|None|2026-11-24T14:52:12|364-23:59:59|UNLIMITED|host[1-2]|a name|with bars|
+4|RUNNING|None|N/A|1:30|20:00|host3|trial-2@1f2a|
+3|FAILED|BadConstraints|N/A|UNLIMITED|UNLIMITED||three|
+"""
+
+
+def test_each_line_is_a_job() -> None:
+    waits, preempted, late, failed = parse_queue(_QUEUE)
+    assert waits == Job("7", "PENDING", "Resources", name="trial-3@1f2a", limit="UNLIMITED")
+    assert waits.described == "pending (Resources: waits for nodes to become free)"
+    assert waits.is_waiting
+    assert preempted.name == "a name|with bars"
+    assert preempted.leaving_reason == "is preempted: another job gets its nodes"
+    assert late.leaving_reason == "ends at its time limit in 90 s"
+    assert failed.is_over
+    assert failed.described == "failed (BadConstraints)"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "limit", "leaves"),
+    [
+        (119, "10:00:00", True),
+        (121, "10:00:00", False),
+        (31, "5:00", False),
+        (30, "5:00", True),
+        (None, "UNLIMITED", False),
+    ],
+)
+def test_it_leaves_in_time_to_save_a_checkpoint(left_s: int | None, limit: str, leaves: bool) -> None:
+    job = Job("1", "RUNNING", left_s=left_s, limit=limit, nodes="host1")
+    assert (job.leaving_reason is not None) == leaves
+    assert job.described == "running on host1"
+
+
+def test_what_is_being_ended_leaves() -> None:
+    assert Job("1", "COMPLETING").leaving_reason == "is being ended (completing)"
+    assert Job("1", "CANCELLED").leaving_reason is None
+
+
+def test_times() -> None:
+    assert seconds("1-02:03:04") == 93784
+    assert seconds("3:04") == 184
+    assert seconds("UNLIMITED") is None
+
+
+_NODES = """\
+host1|allocated|2|(null)
+host1|allocated|2|(null)
+host2|down*|2|(null)
+host3|drained|2|(null)
+gpu1|mixed|64|gpu:a100:4(S:0-1),gpu:h100:2,shard:8
+gpu2|idle~|64+|gpu:8
+"""
+
+
+def test_parse_nodes_returns_slots_and_states() -> None:
+    assert parse_nodes(_NODES, wants_devices=False) == {
+        "host1": (2, "allocated"),
+        "host2": (2, "down*"),
+        "host3": (2, "drained"),
+        "gpu1": (64, "mixed"),
+        "gpu2": (64, "idle~"),
+    }
+    assert parse_nodes(_NODES, wants_devices=True) == {"gpu1": (6, "mixed"), "gpu2": (8, "idle~")}
+    by_16 = parse_nodes(_NODES, wants_devices=False, cpus_per_task=16)
+    assert by_16 == {"gpu1": (4, "mixed"), "gpu2": (4, "idle~")}
+    assert [is_up(state) for state in ("allocated", "idle~", "down*", "drained")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_options_that_would_make_another_job_of_it() -> None:
+    options = ["--partition=low", "--job-name=mine", "-Jmine", "--array=1-3", "-p low", "--output x"]
+    assert refused_options(options) == ["--job-name=mine", "-Jmine", "--array=1-3", "--output x"]
+
+
+def test_options_that_would_give_it_to_another_cluster() -> None:
+    options = ["--clusters=far", "-M far", "-Mfar", "--cluster-constraint=x", "--mem=4G"]
+    assert refused_options(options) == ["--clusters=far", "-M far", "-Mfar"]
+
+
+def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
+    said = "squeue: error: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
+    assert is_away(said)
+    assert why_away(said, "squeue", 1) == (
+        "squeue says: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
+    )
+    assert not is_away("sbatch: error: invalid partition specified: none")
+    assert why_away("", "squeue", 1) == "squeue ended with 1"
+
+
+def test_nodes_of_which_a_fresh_controller_knows_nothing_yet_count() -> None:
+    assert is_up("unknown")
+
+
+def test_refusals_of_a_controller_that_does_not_know_its_nodes_are_those_of_sizes() -> None:
+    assert is_not_yet("allocation failure: Requested node configuration is not available")
+    assert is_not_yet("error: Invalid generic resource (gres) specification")
+    assert not is_not_yet("sbatch: error: invalid partition specified: none")
+    assert not is_not_yet("sbatch: unrecognized option '--frobnicate'")
+
+
+_RUNNING = (
+    "JobId=9 JobName=small UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901752 Nice=0 Account=(null) QOS=(null) "
+    "JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=1 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:04 "
+    "TimeLimit=UNLIMITED TimeMin=N/A SubmitTime=2026-11-24T10:29:33 EligibleTime=2026-11-24T10:29:33 AccrueTime=Unknown "
+    "StartTime=2026-11-24T10:29:34 EndTime=Unknown Deadline=N/A SuspendTime=None SecsPreSuspend=0 "
+    "PreemptEligibleTime=2026-11-24T10:29:34 PreemptTime=None LastSchedEval=2026-11-24T10:29:34 Scheduler=Backfill Partition=low "
+    "AllocNode:Sid=host1:260 ReqNodeList=(null) ExcNodeList=(null) NodeList=host[1-2] BatchHost=host1 NumNodes=2 NumCPUs=2 "
+    "NumTasks=2 CPUs/Task=1 StdErr=/w/slurm.log StdIn=/dev/null StdOut=/w/slurm.log Power="
+)
+
+
+def test_a_running_job() -> None:
+    job = parse_job(_RUNNING)
+    assert job == Job(
+        "9",
+        "RUNNING",
+        nodes="host[1-2]",
+        num_restarts=1,
+        output="/w/slurm.log",
+        begins_at="2026-11-24T10:29:34",
+    )
+    assert job.described == "running on host[1-2]"
+    assert not job.is_waiting
+    assert not job.is_over
+
+
+def test_a_path_may_have_blanks() -> None:
+    job = parse_job(_RUNNING.replace("StdOut=/w/slurm.log", "StdOut=/w/my place, 100%/slurm.log"))
+    assert job is not None
+    assert job.output == "/w/my place, 100%/slurm.log"
+
+
+def test_a_preempted_job_is_known_by_its_time() -> None:
+    text = _RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-24T10:40:00")
+    job = parse_job(text)
+    assert job is not None
+    assert job.is_preempted
+
+
+@pytest.mark.parametrize(
+    ("state", "is_waiting", "is_over"),
+    [
+        ("PENDING", True, False),
+        ("CONFIGURING", True, False),
+        ("REQUEUE_HOLD", True, False),
+        ("COMPLETING", False, False),
+        ("COMPLETED", False, True),
+        ("CANCELLED", False, True),
+        ("TIMEOUT", False, True),
+        ("NODE_FAIL", False, True),
+        ("OUT_OF_MEMORY", False, True),
+    ],
+)
+def test_states(state: str, is_waiting: bool, is_over: bool) -> None:
+    job = Job("1", state)
+    assert (job.is_waiting, job.is_over) == (is_waiting, is_over)
+
+
+def test_a_waiting_job_says_why_in_words() -> None:
+    job = parse_job(_RUNNING.replace("RUNNING Reason=None", "PENDING Reason=Resources"))
+    assert job is not None
+    assert job.described == "pending (Resources: waits for nodes to become free)"
+    assert explained("ReqNodeNotAvail,_UnavailableNodes:host3").startswith(
+        "ReqNodeNotAvail,_UnavailableNodes:host3: "
+    )
+    assert explained("SomethingNew") == "SomethingNew"
+    assert Job("1", "FAILED", exit_code=3).described == "failed (exit code 3)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "said", "expected"),
+    [
+        ("QOSMaxCpuPerJobLimit", "asks for more than its QOS lets a job have", True),
+        ("AssocMaxWallDurationPerJobLimit", "asks for more than its account lets a job have", True),
+        ("QOSMaxCpuPerUserLimit", "its user has as much as its QOS lets a user have at once", False),
+        ("QOSMaxJobsPerUserLimit", "its user has as many jobs as may run at once", False),
+        (
+            "AssocGrpCpuLimit",
+            "waits for jobs of its account to end, which have as much as they may together",
+            False,
+        ),
+        ("QOSGrpCPUMinutesLimit", "waits until its QOS has time to give again", False),
+        ("PartitionTimeLimit", "asks for more time than its partition lets a job have", True),
+        ("Resources", "waits for nodes to become free", False),
+    ],
+)
+def test_a_limit_is_told_in_words_and_only_that_of_one_job_lasts(
+    reason: str, said: str, *, expected: bool
+) -> None:
+    assert explained(reason) == f"{reason}: {said}"
+    assert is_for_ever(reason) == expected
+
+
+def test_what_is_no_job() -> None:
+    assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
+    assert parse_job("") is None
+
+
+def test_a_refusal_keeps_what_sbatch_said_and_adds_what_to_do() -> None:
+    text = refused(
+        "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name "
+        "specified\n",
+        "/w/sbatch.sh",
+    )
+    assert text == (
+        "Slurm does not take the job; sbatch says: invalid partition specified: nope; Batch job submission failed: Invalid "
+        "partition name specified. Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
+    )
+    assert refused("", "/w/sbatch.sh").endswith("sbatch says: nothing. Look at /w/sbatch.sh.")
