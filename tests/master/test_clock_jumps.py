@@ -197,6 +197,6 @@ def test_a_jump_forwards_takes_no_detached_run_for_silent(
         script.kill()
         script.wait()
 
-    assert "detached runs are given up" not in master.state.log_path.read_text()
+    assert "detached runs without heartbeats are ended" not in master.state.log_path.read_text()
     [found] = master.client().get("/api/v1/experiments", name="by hand")["experiments"]
     wait_until(master, found["id"], "COMPLETED")

@@ -82,18 +82,6 @@ def _read(row: Checkpoint) -> SavedRun | None:
     return SavedRun.from_metadata(str(row.uuid), json.loads(row.metadata))
 
 
-def slots_to_go_on_with(
-    connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
-) -> int | None:
-    """Return the most slots, fewer than configured, for a checkpoint, or None."""
-    saved = _own(connection, trial, config)
-    if saved is None:
-        return None
-    at_least = dstrial_section(config).get("min_slots")
-    least = at_least if isinstance(at_least, int) else 1
-    return next(iter(choices(connection, trial, config, at_least=least, at_most=num_available)), None)
-
-
 def choices(
     connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
 ) -> tuple[int, ...]:

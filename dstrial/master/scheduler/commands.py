@@ -7,24 +7,25 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.experiment_config.command import interpreter_of, seconds_of
-from dstrial.master.backends import AllocationRequest, RunRef, Slot
+from dstrial.master.backends import AllocationRequest, RunRef
 from dstrial.master.backends.ports import TENSORBOARD
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle import tensorboards
 from dstrial.master.store import commands
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.database import Connection
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 _MIB = 2**20
-_MEMORY_PERIOD_S = 2.0
-_CONNECT_TIMEOUT_S = 0.2
+_MEMORY_PERIOD_S = 2.0  # between measurements of a TensorBoard's memory
+_CONNECT_TIMEOUT_S = 0.2  # of a connection to a TensorBoard that may not listen yet
 
 
 def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
@@ -34,53 +35,35 @@ def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
 
 
 def request(
-    services: Services,
-    connection: Connection,
-    allocation: Allocation,
-    slots: tuple[Slot, ...],
-    ports: dict[str, int],
-    tokens: dict[str, str],
+    services: Services, connection: Connection, allocation: Allocation, common: Mapping[str, Any]
 ) -> AllocationRequest:
+    """Return how a command starts; ``common`` are the fields that a trial has, too."""
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
-    directory = Path(allocation.directory)
     links: dict[str, Path] = {}
     if row.kind == "TENSORBOARD":
         links = tensorboards.sources(
             connection, services.cluster_id, json.loads(row.experiment_ids), json.loads(row.trial_ids)
         )
-        words = _tensorboard(row.task_id, directory / "events", ports, config["tensorboard_args"])
+        events = Path(allocation.directory) / "events"
+        words = _tensorboard(row.task_id, events, allocation.ports, config["tensorboard_args"])
     else:
         words = _words(config["entrypoint"])
     return AllocationRequest(
-        allocation_id=allocation.id,
-        task_id=row.task_id,
+        **common,
         trial_id=0,
         experiment_id=0,
-        run_id=allocation.run_id,
-        directory=directory,
-        slots=slots,
-        ports=ports,
         config=config,
         hparams={},
         trial_seed=0,
         steps_completed=0,
         latest_checkpoint=None,
-        session_token=tokens["allocation"],
-        user_token=tokens["user"],
         username=row.username,
-        master_url=services.address,
-        cluster_id=services.cluster_id,
-        master_id=services.master_id,
-        agent_id=services.agent_id,
-        resources_id=allocation.resources_id,
         model_definition=commands.context(connection, row.task_id),
         entrypoint=words,
         interpreter=interpreter_of(config),
-        startup_hook=services.settings.startup_hook or "",
         task_type=row.kind,
         working_directory=config["work_dir"],
-        log_bytes=services.settings.trial_log_bytes,
         links=links,
     )
 
@@ -113,7 +96,7 @@ class CommandWatch:
         self._measured_s: dict[str, float] = {}
         self._limits_s: dict[str, float] = {}
 
-    def look(self, allocation: Allocation, run: RunRef) -> None:
+    def poll(self, allocation: Allocation, run: RunRef) -> None:
         port = allocation.ports.get("TENSORBOARD_PORT")
         if port is None or allocation.kill_us is not None:
             return
@@ -123,11 +106,8 @@ class CommandWatch:
             return
         problem = self._idle(allocation) or self._too_large(allocation, run)
         if problem is not None:
-            text = problem
-            self._services.database.write(lambda tx: self._end(tx, allocation.task_id, text))
-
-    def _end(self, tx: Transaction, task_id: str, why: str) -> None:
-        life.kill(tx, task_id, why)
+            why = problem
+            self._services.database.write(lambda tx: life.kill(tx, allocation.task_id, why))
 
     def _idle(self, allocation: Allocation) -> str | None:
         idle_s = self._services.activity.idle_s(allocation.task_id)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dstrial.errors import DatabaseDamagedError
 from dstrial.master import backends
 from dstrial.master.backends import AllocationRequest
 from dstrial.master.backends.backend import Answer, Key, Node
@@ -29,14 +28,14 @@ from dstrial.master.scheduler.queue import Waiting, assignments, waits_for_other
 from dstrial.master.scheduler.reconciler import Reconciler
 from dstrial.master.scheduler.resizing import Capacity, Resizing, Stop, note_slots
 from dstrial.master.scheduler.resource_requests import begins_of, describe, requests_of, write_answer
-from dstrial.master.scheduler.retries import Retries
+from dstrial.master.scheduler.retries import Retries, is_shared_fault
 from dstrial.master.scheduler.wait_reasons import WaitReasons
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, nodes, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Connection, SqlError, Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports.logs import add_master_line
 
 if TYPE_CHECKING:
@@ -49,17 +48,6 @@ _NODE_GRACE_US = 5_000_000  # for which the slots of a node that is down still c
 _EXCLUDED = 2  # of `trials.is_node_excluded`: the trial has failed, and a log policy excludes this machine
 
 _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Fitting:
-    """How many slots a trial could go on with, cached by the other fields."""
-
-    run_id: int  # allocations that the trial had had
-    available: int
-    version: int  # of the queue; the config is the same where it is
-    config_hash: int
-    num_slots: int | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,7 +81,6 @@ class Dispatcher:
         self._retries = retries  # by trial id
         self._reasons = WaitReasons(services)
         self._resizing = Resizing(services.database)
-        self._fitting: dict[int, _Fitting] = {}
         self._version, self._polled_s = -1, -math.inf  # of the topic at the last poll, and when that was
         self._directory = services.state_dir / "allocations"
         self.is_draining = False
@@ -212,10 +199,10 @@ class Dispatcher:
                     excluded_nodes=excluded_nodes.get(row.id, frozenset()),
                 )
                 one = self._with_choices(connection, row, one, queue)
-            except (SqlError, DatabaseDamagedError):
-                raise
-            except Exception as error:  # noqa: BLE001 - one trial's, which is ended after some attempts
-                queue.failed.append((row, error))
+            except Exception as error:
+                if is_shared_fault(error, self._database):
+                    raise
+                queue.failed.append((row, error))  # The trial is ended after some attempts.
             else:
                 self._retries.forget(row.id)
                 queue.entries.append((row, one))
@@ -240,7 +227,7 @@ class Dispatcher:
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
             return wanted
-        fitting = self._slots_to_go_on_with(connection, row, available)
+        fitting = self._resizing.slots_to_resume_with(connection, row, available)
         if fitting is not None:
             return fitting
         if wanted > num_enabled and not self._reasons.has_said_lacking(row, num_enabled):
@@ -248,24 +235,6 @@ class Dispatcher:
             config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
             queue.lacking.append((row, resume.why_it_waits(connection, trial, config, available)))
         return wanted
-
-    def _slots_to_go_on_with(
-        self, connection: Connection, row: jobs.WaitingTrial, available: int
-    ) -> int | None:
-        """Return what ``resume`` says, asked again only after a change."""
-        known = self._fitting.get(row.id)
-        if known is not None and (known.run_id, known.available) != (row.run_id, available):
-            known = None
-        if known is not None and known.version == self._version:
-            return known.num_slots
-        text = experiment_rows.require(connection, row.experiment_id).config
-        if known is None or known.config_hash != hash(text):
-            trial = trial_rows.require(connection, row.id)
-            num_slots = resume.slots_to_go_on_with(connection, trial, json.loads(text), available)
-        else:
-            num_slots = known.num_slots
-        self._fitting[row.id] = _Fitting(row.run_id, available, self._version, hash(text), num_slots)
-        return num_slots
 
     def _with_choices(
         self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
@@ -362,7 +331,7 @@ class Dispatcher:
         row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
         if row is None:
             return None
-        self._reconciler.launch(row, lambda: self._request(row, slots, ports, tokens))
+        self._reconciler.launch(row, lambda: self._request(row, slots, tokens))
         return row
 
     def _assigned(
@@ -396,7 +365,6 @@ class Dispatcher:
         return self._database.write(write)
 
     def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
-        services = self._services
         with self._database.read() as connection:
             first_ports = command_start.first_ports(connection, task_id)
         ports = backends.choose_ports(set(used_ports), first_ports)
@@ -407,53 +375,57 @@ class Dispatcher:
             return None
 
         def request() -> AllocationRequest:
-            given = tuple(slot for slot in services.slots if slot.id in slots)
+            common = self._common_fields(row, slots, tokens)
             with self._database.read() as connection:
-                return command_start.request(services, connection, row, given, ports, tokens)
+                return command_start.request(self._services, connection, row, common)
 
         self._reconciler.launch(row, request)
         return row
 
-    def _request(
-        self, row: Allocation, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
-    ) -> AllocationRequest:
+    def _request(self, row: Allocation, slots: list[int], tokens: dict[str, str]) -> AllocationRequest:
         with self._database.read() as connection:
             trial = trial_rows.require(connection, row.trial_id)
             experiment = experiment_rows.require(connection, row.experiment_id)
             owner = users.find_by_id(connection, experiment.owner_id)
             model_definition = experiment_rows.model_definition(connection, experiment.id)
         config = json.loads(experiment.config)
-        services = self._services
         storage = self._services.storages.secure(config["checkpoint_storage"])
         return AllocationRequest(
-            allocation_id=row.id,
-            task_id=row.task_id,
+            **self._common_fields(row, slots, tokens),
             trial_id=trial.id,
             experiment_id=experiment.id,
-            run_id=row.run_id,
-            directory=Path(row.directory),
-            slots=tuple(slot for slot in services.slots if slot.id in slots),
-            ports=ports,
             config=config,
             hparams=json.loads(trial.hparams),
             trial_seed=trial.seed,
             steps_completed=row.steps_at_start,
             latest_checkpoint=row.checkpoint_uuid,
-            session_token=tokens["allocation"],
-            user_token=tokens["user"],
             username=owner.username,
-            master_url=services.address,
-            cluster_id=services.cluster_id,
-            master_id=services.master_id,
-            agent_id=services.agent_id,
-            resources_id=row.resources_id,
             model_definition=model_definition,
             entrypoint=config["entrypoint"],
             interpreter=experiment.interpreter,
-            startup_hook=services.settings.startup_hook or "",
-            log_bytes=services.settings.trial_log_bytes,
             storage=None if storage is None else str(storage),
         )
+
+    def _common_fields(self, row: Allocation, slots: list[int], tokens: dict[str, str]) -> dict[str, Any]:
+        """Return the fields of a request that a trial and a command have."""
+        services = self._services
+        return {
+            "allocation_id": row.id,
+            "task_id": row.task_id,
+            "run_id": row.run_id,
+            "directory": Path(row.directory),
+            "slots": tuple(slot for slot in services.slots if slot.id in slots),
+            "ports": row.ports,
+            "session_token": tokens["allocation"],
+            "user_token": tokens["user"],
+            "master_url": services.address,
+            "cluster_id": services.cluster_id,
+            "master_id": services.master_id,
+            "agent_id": services.agent_id,
+            "resources_id": row.resources_id,
+            "startup_hook": services.settings.startup_hook or "",
+            "log_bytes": services.settings.trial_log_bytes,
+        }
 
 
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:

@@ -18,13 +18,12 @@ from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
-from dstrial.master.scheduler.retries import Retries
+from dstrial.master.scheduler.retries import Retries, is_shared_fault
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
 from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import (
     Database,
     IntegrityError,
-    OperationalError,
     Transaction,
     find_cluster_id,
 )
@@ -33,14 +32,18 @@ from dstrial.master.store.reports.metric_values import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
 
-_PERIOD_S = 3600.0
-_LOOK_AGAIN_S = 5.0
-# What is put off until the storage of its experiment is back.
+_PERIOD_S = 3600.0  # between looks for old logs, unused environments and a due copy
+_RETRY_S = 5.0  # first backoff of a job that has failed, or whose storage is away
+# What waits until the storage of its experiment is back.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
 class _StorageAwayError(Exception):
-    """A checkpoint storage went away during a deletion."""
+    """The checkpoint storage of a job is away."""
+
+
+# Errors of a job that another attempt would not mend.
+_FINAL = (DstrialError, OSError, IntegrityError, ValueError, LookupError)
 
 
 class Janitor:
@@ -66,10 +69,9 @@ class Janitor:
         self._log_retention_days = log_retention_days
         self._venvs_path = venvs_path
         self._storages = Storages(database) if storages is None else storages
-        self._put_off: dict[int, float] = {}
-        self._logged_put_off: set[int] = set()
+        self._logged_away: set[int] = set()  # jobs whose storage is away
         self._period_s = period_s
-        self._retries = retries or Retries(first_s=_LOOK_AGAIN_S)  # by job
+        self._retries = retries or Retries(first_s=_RETRY_S)  # by job
         self._forget_at_s = time.monotonic()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
@@ -104,58 +106,53 @@ class Janitor:
             self._forget_old_logs()
             self._collect_venvs()
             self._copy_database()
-        now_s = time.monotonic()
-        self._put_off = {number: due_s for number, due_s in self._put_off.items() if due_s > now_s}
+        postponed = self._retries.postponed()
         with self._database.read() as connection:
-            row = background_jobs.next_pending(connection, self._put_off)
+            row = background_jobs.next_pending(connection, [key for key in postponed if isinstance(key, int)])
         if row is None:
-            next_s = min([self._forget_at_s, *self._put_off.values()])
-            self._event.wait(max(0.0, next_s - time.monotonic()))
+            wait_s = min([self._forget_at_s - time.monotonic(), *postponed.values()])
+            self._event.wait(max(0.0, wait_s))
             self._event.clear()
             return
         try:
             self._perform(row)
+        except _StorageAwayError as error:
+            self._retries.record_failure(row.id, counts=False)
+            if row.id not in self._logged_away:
+                logger.warning("%s of experiment %d is put off: %s", row.kind, row.experiment_id, error)
+            self._logged_away.add(row.id)
         except Exception as error:
             logger.exception("%s of experiment %d has failed", row.kind, row.experiment_id)
-            counts = not isinstance(error, OperationalError) and not self._database.describe_trouble()
-            if self._retries.record_failure(row.id, counts=counts):
+            is_shared = is_shared_fault(error, self._database)
+            is_last = self._retries.record_failure(row.id, counts=not is_shared)
+            if is_last or (isinstance(error, _FINAL) and not is_shared):
                 self._abandon(row, error)
-            else:
-                self._put_off[row.id] = time.monotonic() + self._retries.delay_s(row.id)
         else:
+            self._database.write(lambda tx: background_jobs.done(tx, row.id))
             self._retries.forget(row.id)
+            self._logged_away.discard(row.id)
 
     def _perform(self, row: background_jobs.BackgroundJob) -> None:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         trouble = self._storage_trouble(experiment_id)
         if trouble is not None and row.kind in _NEEDS_STORAGE:
-            self._put_off_job(row, trouble)
-            return
-        self._logged_put_off.discard(row.id)
-        try:
-            if row.kind == "gc":
-                self._collect(experiment_id)
-            elif row.kind == "delete_checkpoints":
-                self._delete_checkpoints(payload["uuids"], payload["globs"])
-            elif row.kind == "sweep":
-                self._sweep(experiment_id, payload["uuids"], payload["allocation_id"])
-            elif row.kind == "delete_tensorboard":
-                self._delete_tensorboard(experiment_id)
-            elif row.kind == "delete_project":
-                self._database.write(lambda tx: containers.finish_project(tx, payload["id"]))
-            elif row.kind == "delete_workspace":
-                self._database.write(lambda tx: containers.finish_workspace(tx, payload["id"]))
-            elif trouble is not None:
-                raise MasterError(trouble)
-            else:
-                self._delete_experiment(experiment_id)
-        except _StorageAwayError as error:
-            self._put_off_job(row, str(error))
-            return
-        except (DstrialError, OSError, IntegrityError, ValueError, LookupError) as error:
-            self._abandon(row, error)
-            return
-        self._database.write(lambda tx: background_jobs.done(tx, row.id))
+            raise _StorageAwayError(trouble)
+        if row.kind == "gc":
+            self._collect(experiment_id)
+        elif row.kind == "delete_checkpoints":
+            self._delete_checkpoints(payload["uuids"], payload["globs"])
+        elif row.kind == "sweep":
+            self._sweep(experiment_id, payload["uuids"], payload["allocation_id"])
+        elif row.kind == "delete_tensorboard":
+            self._delete_tensorboard(experiment_id)
+        elif row.kind == "delete_project":
+            self._database.write(lambda tx: containers.finish_project(tx, payload["id"]))
+        elif row.kind == "delete_workspace":
+            self._database.write(lambda tx: containers.finish_workspace(tx, payload["id"]))
+        elif trouble is not None:
+            raise MasterError(trouble)
+        else:
+            self._delete_experiment(experiment_id)
 
     def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
         """Drop a job that fails; a deletion says so at its experiment."""
@@ -169,12 +166,6 @@ class Janitor:
 
         self._database.write(drop)
         self._retries.forget(row.id)
-
-    def _put_off_job(self, row: background_jobs.BackgroundJob, trouble: str) -> None:
-        if row.id not in self._logged_put_off:
-            logger.warning("%s of experiment %d is put off: %s", row.kind, row.experiment_id, trouble)
-        self._logged_put_off.add(row.id)
-        self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
 
     def _storage_trouble(self, experiment_id: int) -> str | None:
         with self._database.read() as connection:

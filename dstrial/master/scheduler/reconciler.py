@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import json
 import logging
@@ -13,8 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.errors import DatabaseDamagedError, DstrialError
-from dstrial.master import file_limit
+from dstrial.errors import DstrialError
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
 from dstrial.master.backends.backend import Output, SlotsGoneError
@@ -26,13 +24,13 @@ from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
-from dstrial.master.scheduler.retries import Retries
+from dstrial.master.scheduler.retries import Retries, is_shared_fault
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import OperationalError, Transaction
+from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import log_quota
 from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.log_quota import LogOwner
@@ -47,7 +45,7 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _FIRST_POLL_S = 0.05  # poll period of an allocation that prints or stops; doubled by each poll without news
 _LONGEST_POLL_S = 0.5
-_KILL_AGAIN_S = 2.0
+_KILL_AGAIN_S = 2.0  # between kills of an allocation that has not ended
 _STALLED_STOP_S = 30.0  # grace period of ranks that had stalled: what held them up may just have ended
 _UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
 
@@ -128,18 +126,11 @@ class Reconciler:
             has_more = self._watch(state)
         except Exception as error:
             logger.exception("allocation %s could not be looked after", row.id)
-            if self._retries.record_failure(row.id, counts=self._is_own_fault(error)):
+            if self._retries.record_failure(row.id, counts=not is_shared_fault(error, self._database)):
                 self._give_up(state, error)
         else:
             self._retries.forget(row.id)
         state.poll_at_s = 0.0 if has_more else time.monotonic() + state.poll_period_s
-
-    def _is_own_fault(self, error: Exception) -> bool:
-        """Return whether an error may be one trial's; a full disk is everybody's."""
-        if isinstance(error, OperationalError | DatabaseDamagedError) or file_limit.is_shortage(error):
-            return False
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return not is_full and not self._database.describe_trouble()
 
     def _give_up(self, state: _State, error: Exception) -> None:
         """End an allocation that the master cannot look after, as a failure of its trial."""
@@ -165,8 +156,8 @@ class Reconciler:
         if exit_ is None:
             self._leave_if_due(row, run)
             self._stop_if_due(state)
-            self._commands.look(row, run)
-            self._supervisors.look(row, run)
+            self._commands.poll(row, run)
+            self._supervisors.poll(row, run)
         has_more = self._take_in(state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)

@@ -27,10 +27,10 @@ from dstrial.master.store.reports.logs import add_master_line
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
+# Group of metrics in which a trial has a mark for each change of its slots, at the batch from which it goes on.
 SLOTS_GROUP = "resources"
-"""Group of metrics in which a trial has a mark for each change of its slots, at the batch from which it goes on."""
-_LOOK_S = 1.0
-_MOST_KNOWN = 10_000
+_POLL_S = 1.0  # between looks at trials that may change their slots
+_MOST_KNOWN = 10_000  # entries of the cache before it is cleared
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """Numbers of slots of a trial, cached by ``key``: checkpoint, config, bounds."""
+    """Numbers of slots of a trial, valid for ``key``: checkpoint, config, unusable numbers."""
 
     key: tuple[Any, ...]
     choices: tuple[int, ...]
@@ -61,22 +61,20 @@ class Resizing:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known: dict[int, _Known] = {}
+        self._known: dict[tuple[int, int, int], _Known] = {}  # by trial and bounds
         # The newest checkpoint when a change was wished for, by allocation: it follows the next one.
         self._wished: dict[str, str] = {}
-        self._looked_s = -_LOOK_S
+        self._looked_s = -_POLL_S
 
     def is_due(self, connection: Connection) -> bool:
         """Say whether trials are to be looked at though nothing waits."""
-        if time.monotonic() < self._looked_s + _LOOK_S:
+        if time.monotonic() < self._looked_s + _POLL_S:
             return False
         self._looked_s = time.monotonic()
         found = rows.resizable_trials(connection)
         self._wished = {
             key: uuid for key, uuid in self._wished.items() if key in {one.allocation_id for one in found}
         }
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
         return any(_may_change(one) for one in found)
 
     def choices(
@@ -98,6 +96,13 @@ class Resizing:
         if elasticity.at_least is not None and capacity.is_settled:
             at_least = elasticity.at_least
         return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
+
+    def slots_to_resume_with(self, connection: Connection, row: WaitingTrial, available: int) -> int | None:
+        """Return the most slots, fewer than configured, for a trial's checkpoint; None without one."""
+        at_least = _elasticity(row.section, row.slots_per_trial).at_least or 1
+        return next(
+            iter(self._choices(connection, row.id, row.experiment_id, at_least, available).choices), None
+        )
 
     def make_room(
         self,
@@ -216,17 +221,20 @@ class Resizing:
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
     ) -> _Known:
-        """Return what ``resume`` says, cached by checkpoint, config and bounds."""
+        """Return what ``resume`` says, asked again after a change of checkpoint or config."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
-        key = (None if latest is None else latest.uuid, hash(text), at_least, at_most, unusable)
-        known = self._known.get(trial_id)
+        key = (None if latest is None else latest.uuid, hash(text), unusable)
+        cached_as = trial_id, at_least, at_most
+        known = self._known.get(cached_as)
         if known is None or known.key != key:
+            if len(self._known) > _MOST_KNOWN:
+                self._known.clear()
             config = json.loads(text)
             trial = trial_rows.require(connection, trial_id)
             found = resume.choices(connection, trial, config, at_least=at_least, at_most=at_most)
-            known = self._known[trial_id] = _Known(key, found, _saves(config))
+            known = self._known[cached_as] = _Known(key, found, _saves(config))
         return known
 
 

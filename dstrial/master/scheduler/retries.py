@@ -1,10 +1,15 @@
-"""Bounded retries with exponential backoff."""
+"""Bounded retries with exponential backoff, and whose fault an error is."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from collections.abc import Callable, Hashable
+
+from dstrial.errors import DatabaseDamagedError
+from dstrial.master import file_limit
+from dstrial.master.store.database import Database, IntegrityError, SqlError
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,6 +50,10 @@ class Retries:
         failures = self._failures.get(key)
         return 0.0 if failures is None else max(failures.due_s - self._clock(), 0.0)
 
+    def postponed(self) -> dict[Hashable, float]:
+        """Return in how many seconds each next attempt that is not due may begin."""
+        return {key: delay_s for key in self._failures if (delay_s := self.delay_s(key))}
+
     def record_failure(self, key: Hashable, *, counts: bool = True) -> bool:
         """Postpone the next attempt; return whether the limit is reached.
 
@@ -59,3 +68,13 @@ class Retries:
     def forget(self, key: Hashable) -> None:
         """Begin anew: the key has succeeded, or is gone."""
         self._failures.pop(key, None)
+
+
+def is_shared_fault(error: BaseException, database: Database) -> bool:
+    """Return whether an error is the machine's, as a full disk, and not of one trial or job."""
+    if isinstance(error, SqlError) and not isinstance(error, IntegrityError):
+        return True
+    if isinstance(error, DatabaseDamagedError) or file_limit.is_shortage(error):
+        return True
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or bool(database.describe_trouble())

@@ -15,22 +15,25 @@ from dstrial.errors import MasterError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
 from dstrial.master.backends import run_of
+from dstrial.master.clock import now_us
+from dstrial.master.lifecycle import detached_runs
 from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler.dispatcher import Dispatcher
-from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.reconciler import Reconciler, release
 from dstrial.master.scheduler.retries import Retries
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store.database import SqlError, Transaction
+from dstrial.master.store.database import Database, SqlError, Transaction
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_TICK_S = 0.05
-_IDLE_TICK_S = 1.0
+_TICK_S = 0.05  # between looks whether all trials have ended, at the end of a master
+_IDLE_TICK_S = 1.0  # longest time between polls
+_SILENCE_POLL_S = 1.0  # between looks for detached runs without heartbeats
+_CLOCK_JUMP_S = 2.0  # change of the wall clock that counts as a jump
 _REST_OF_OUTPUT_S = 15.0  # for which a master that ends stores what killed trials have printed
 _THREAD = "scheduler"  # key of `_retries` for the thread's own failures
 
@@ -51,7 +54,7 @@ class Scheduler:
             venvs_path=services.state_dir / "venvs",
             storages=services.storages,
         )
-        self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
+        self._heartbeat_timeout = _HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
         storage_wait = StorageWait(services.database, services.storages)
         self._reconciler = Reconciler(services, storage_wait, self._retries)
@@ -188,3 +191,38 @@ class Scheduler:
             if directory.name not in live:
                 backends.kill(backends.find(directory), directory)
                 backends.remove(directory)
+
+
+class _HeartbeatTimeout:
+    """Ends detached runs without heartbeats.
+
+    The time begins anew when the master starts, after a jump of the wall clock, which heartbeats are noted by, and after the
+    machine was suspended.
+    """
+
+    def __init__(self, database: Database, timeout_s: float) -> None:
+        self._database = database
+        self._timeout_s = timeout_s
+        self._next_s = time.monotonic() + timeout_s
+        self._lead_s = _lead_of_wall_clock_s()
+
+    def check(self) -> None:
+        if time.monotonic() < self._next_s:
+            return
+        lead_s, known_s = _lead_of_wall_clock_s(), self._lead_s
+        self._lead_s = lead_s
+        if abs(lead_s - known_s) > _CLOCK_JUMP_S:
+            self._next_s = time.monotonic() + self._timeout_s
+            return
+        self._next_s = time.monotonic() + _SILENCE_POLL_S
+        before_us = now_us() - int(self._timeout_s * 1e6)
+        with self._database.read() as connection:
+            is_any = detached_runs.has_silent_runs(connection, before_us)
+        if is_any:
+            count = self._database.write(lambda tx: detached_runs.give_up_silent(tx, before_us))
+            logger.warning("%d detached runs without heartbeats are ended", count)
+
+
+def _lead_of_wall_clock_s() -> float:
+    """Return by how much the wall clock is ahead of the monotonic one."""
+    return now_us() / 1e6 - time.monotonic()

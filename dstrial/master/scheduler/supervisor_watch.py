@@ -22,23 +22,22 @@ from dstrial.master.store.views.observe import STOPPED_SUPERVISOR_NAME
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-STOPPED_AFTER_S = 10.0  # How long a supervisor is stopped before that is told
-
-_LOOK_EVERY_S = 1.0
-_AGAIN_S = 600.0
+STOPPED_AFTER_S = 10.0  # how long a supervisor is stopped before that is logged
+_POLL_S = 1.0
+_REPEAT_S = 600.0  # between log lines about one supervisor
 
 
 @dataclasses.dataclass(slots=True)
 class _Seen:
     """State of one supervisor; seconds of the clock."""
 
-    looked_s: float
+    polled_s: float
     since_s: float | None = None
-    told_s: float | None = None
+    logged_s: float | None = None
 
 
 class SupervisorWatch:
-    """Looks at supervisors about once a second, in the scheduler's thread."""
+    """Polls supervisors about once a second, in the scheduler's thread."""
 
     def __init__(
         self, database: Database, backend: Backend, clock: Callable[[], float] = time.monotonic
@@ -48,30 +47,30 @@ class SupervisorWatch:
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
 
-    def look(self, row: Allocation, run: RunRef) -> None:
+    def poll(self, row: Allocation, run: RunRef) -> None:
         now_s = self._clock()
         seen = self._seen.get(row.id)
         if seen is None:
             seen = self._seen[row.id] = _Seen(now_s)
-            _take_back(row)  # a master before this one may have left it
-        elif now_s - seen.looked_s < _LOOK_EVERY_S:
+            _remove_shown(row)  # a master before this one may have left it
+        elif now_s - seen.polled_s < _POLL_S:
             return
-        seen.looked_s = now_s
+        seen.polled_s = now_s
         pid = self._backend.stopped_supervisor(run)
         if pid is None:
-            self._goes_on(row, seen)
+            self._note_running(row, seen)
             return
         if seen.since_s is None:
             seen.since_s = now_s
-        last_s = seen.told_s
-        if now_s - seen.since_s >= STOPPED_AFTER_S and (last_s is None or now_s - last_s >= _AGAIN_S):
-            seen.told_s = now_s
-            self._tell(row, pid, now_s - seen.since_s)
+        last_s = seen.logged_s
+        if now_s - seen.since_s >= STOPPED_AFTER_S and (last_s is None or now_s - last_s >= _REPEAT_S):
+            seen.logged_s = now_s
+            self._report(row, pid, now_s - seen.since_s)
 
     def forget(self, row: Allocation) -> None:
         self._seen.pop(row.id, None)
 
-    def _tell(self, row: Allocation, pid: int, stopped_s: float) -> None:
+    def _report(self, row: Allocation, pid: int, stopped_s: float) -> None:
         text = f"the supervisor of its processes, process {pid}, is stopped (SIGSTOP)"
         with contextlib.suppress(OSError):
             fields = {"text": text, "since_s": time.time() - stopped_s}
@@ -83,11 +82,11 @@ class SupervisorWatch:
             "WARNING",
         )
 
-    def _goes_on(self, row: Allocation, seen: _Seen) -> None:
-        was_told = seen.told_s is not None
-        seen.since_s = seen.told_s = None
-        if was_told:
-            _take_back(row)
+    def _note_running(self, row: Allocation, seen: _Seen) -> None:
+        was_logged = seen.logged_s is not None
+        seen.since_s = seen.logged_s = None
+        if was_logged:
+            _remove_shown(row)
             self._say(row, "stalled: no longer, the supervisor goes on", "INFO")
 
     def _say(self, row: Allocation, text: str, level: str) -> None:
@@ -99,7 +98,7 @@ class SupervisorWatch:
         self._database.write(add)
 
 
-def _take_back(row: Allocation) -> None:
+def _remove_shown(row: Allocation) -> None:
     with contextlib.suppress(OSError):
         _shown_in(row).unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
+from dstrial.master.scheduler.retries import Retries
 from dstrial.master.store import background_jobs, checkpoints, models
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import InvalidError
@@ -54,8 +56,8 @@ def away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def working(database: Database) -> Iterator[None]:
-    janitor = Janitor(database, PubSub(), None)
+def working(database: Database, retries: Retries | None = None) -> Iterator[None]:
+    janitor = Janitor(database, PubSub(), None, retries=retries)
     janitor.start()
     try:
         yield
@@ -137,6 +139,27 @@ def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: D
     assert row["state"] == "DELETE_FAILED"
     assert "is gone: no directory" in row["end_reason"]
     assert len(states(database)) == 3
+
+
+def test_shortage_of_files_does_not_fail_a_deletion(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the machine's, and the deletion is tried again."""
+    failures = [errno.EMFILE] * 9
+
+    def remove(path: Path) -> None:
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        remove_tree(path)
+
+    monkeypatch.setattr(checkpoint_gc, "remove_tree", remove)
+    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
+
+    with working(database, Retries(first_s=0.01)):
+        wait_for(lambda: num_pending(database) == 0)
+
+    with database.read() as connection:
+        assert connection.execute("SELECT state FROM experiments").fetchone() is None
 
 
 def register(tx: Transaction) -> None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dstrial.master.scheduler.retries import Retries
+import contextlib
+import errno
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import MasterError
+from dstrial.master.scheduler.retries import Retries, is_shared_fault
+from dstrial.master.store.database import Database
 
 
 def test_retries_back_off_and_end() -> None:
@@ -33,3 +42,37 @@ def test_retries_begin_anew_after_success() -> None:
 def test_failure_of_the_machine_never_counts() -> None:
     retries = Retries(limit=2)
     assert not any(retries.record_failure("a", counts=False) for _ in range(9))
+
+
+def test_postponed_attempts_are_those_not_due() -> None:
+    now_s = 0.0
+    retries = Retries(first_s=1, clock=lambda: now_s)
+    retries.record_failure("a")
+    now_s = 0.5
+    retries.record_failure("b")
+    assert retries.postponed() == {"a": 0.5, "b": 1.0}
+    now_s = 1.0
+    assert retries.postponed() == {"b": 0.5}
+
+
+def _caused_by(error: OSError) -> MasterError:
+    try:
+        raise MasterError("x") from error
+    except MasterError as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, ""), True),
+        (_caused_by(OSError(errno.EMFILE, "")), True),
+        (sqlite3.OperationalError("disk I/O error"), True),
+        (sqlite3.IntegrityError("UNIQUE constraint failed"), False),
+        (OSError(errno.EACCES, ""), False),
+        (LookupError("no such field"), False),
+    ],
+)
+def test_shared_faults_are_those_of_the_machine(tmp_path: Path, error: Exception, *, expected: bool) -> None:
+    with contextlib.closing(Database(tmp_path / "master.db")) as database:
+        assert is_shared_fault(error, database) == expected
