@@ -140,7 +140,6 @@ class Services:
         has_devices = wants_devices(self.settings.slurm)
         slurm = SlurmEngine(
             self.state_dir / "slurm",
-            self.state_dir,
             self.cluster_id,
             self.settings.slurm,
             wants_devices=has_devices,

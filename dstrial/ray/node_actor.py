@@ -8,6 +8,7 @@ When Ray reports that a program's owner is gone, the program gets the end of its
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import subprocess
@@ -65,16 +66,18 @@ class _Program:
             for output in self._outputs:
                 if not output.closed:
                     poll.register(output, select.POLLIN)
+            ready: set[int] = set()
             if all(output.closed for output in self._outputs):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout_s)
-            ready = {descriptor for descriptor, _ in poll.poll(1000 * min(timeout_s, _LATE_OUTPUT_S))}
+            else:
+                ready = {descriptor for descriptor, _ in poll.poll(1000 * min(timeout_s, _LATE_OUTPUT_S))}
             for index, output in enumerate(self._outputs):
                 if not output.closed and output.fileno() in ready:
                     found[index] = os.read(output.fileno(), PIECE_BYTES)
                     if not found[index]:
                         output.close()
-            # After the poll: what has ended before it has been read.
+            # After the poll, so that all output of an ended program has been read.
             code = None if ready else self._process.poll()
         self.heard_s = time.monotonic()
         return found[0], found[1], code
@@ -129,7 +132,7 @@ class NodeActor:
         self._guard = guard
         self._life, self._keep = os.pipe()  # its end tells guards that this process is gone
         self._programs: dict[int, _Program] = {}
-        self._num_started = 0
+        self._numbers = itertools.count(1)
         if is_worker:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
             threading.Thread(target=self._watch, daemon=True).start()
@@ -140,9 +143,9 @@ class NodeActor:
         program = _Program(
             [*guard, *words], environment_of(_login_environment(), os.environ), self._life, job
         )
-        self._num_started += 1
-        self._programs[self._num_started] = program
-        return self._num_started
+        number = next(self._numbers)
+        self._programs[number] = program
+        return number
 
     def read(self, number: int, timeout_s: float) -> tuple[bytes, bytes, int | None]:
         """Return what a program has printed, and its exit code, a shell's, once that is all."""

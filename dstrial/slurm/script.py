@@ -181,7 +181,7 @@ def batch_script(
 
 
 def holding_script(
-    *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path, state_dir: Path
+    *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path
 ) -> str:
     """Return the script of a job that only holds nodes for a master. Pure.
 
@@ -191,7 +191,7 @@ def holding_script(
         ConfigError: a directory has characters that Slurm cannot handle.
     """
     comments = [
-        f"For {' '.join(title.splitlines())}; written by the master of {state_dir}.",
+        f"For {' '.join(title.splitlines())}; written by the master of {directory.parent}.",
         "It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and cancels the job",
         "when the trial has ended, paused, or saved a checkpoint because the job has to leave.",
     ]

@@ -40,9 +40,7 @@ def write_command(path: Path, text: str) -> None:
 
 
 def begun(place: Path) -> subprocess.Popen[str]:
-    text = holding_script(
-        name="trial-7@1f2a3b4c", title="t", request=[], options=[], directory=place, state_dir=place
-    )
+    text = holding_script(name="trial-7@1f2a3b4c", title="t", request=[], options=[], directory=place)
     environ = {
         **os.environ,
         "PATH": f"{place.parent / 'bin'}:{os.environ['PATH']}",

@@ -124,14 +124,12 @@ def test_directory_that_slurm_cannot_have_is_refused(name: str) -> None:
             submitted_by="x",
         )
     with pytest.raises(ConfigError, match="the run, working or state directory is"):
-        holding_script(name="x", title="x", request=[], options=[], directory=path, state_dir=path)
+        holding_script(name="x", title="x", request=[], options=[], directory=path)
 
 
 def test_quotes_in_directories_are_escaped_for_sbatch() -> None:
     """As sbatch 22.05 reads them; tests/hosts/test_run_under_slurm.py has it read them."""
     directory = Path("""/John's "runs" #1""")
-    script = holding_script(
-        name="x", title="x", request=[], options=[], directory=directory, state_dir=directory
-    )
+    script = holding_script(name="x", title="x", request=[], options=[], directory=directory)
 
     assert """#SBATCH --chdir="/John's \\"runs\\" #1\"""" in script.splitlines()

@@ -28,7 +28,7 @@ _PLACE = Path("/shared/my state/slurm")
 
 
 def script(request: JobRequest, settings: dict[str, object] | None = None) -> list[str]:
-    text = script_of(request, settings or {}, "trial-7@1f2a3b4c", _PLACE, _PLACE.parent)
+    text = script_of(request, settings or {}, "trial-7@1f2a3b4c", _PLACE)
     subprocess.run(["bash", "-n", "-c", text], check=True)
     return text.splitlines()
 
@@ -160,7 +160,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 @pytest.fixture
 def engine(tmp_path: Path) -> SlurmEngine:
-    return SlurmEngine(tmp_path / "slurm", tmp_path, "c", {}, wants_devices=False)
+    return SlurmEngine(tmp_path / "slurm", "c", {}, wants_devices=False)
 
 
 def test_nodes_that_are_down_or_drained_have_slots_too(

@@ -51,7 +51,7 @@ class SlurmEngine:
     """Requests nodes from Slurm.
 
     Args:
-        directory: of scripts and output of jobs; on a file system that all nodes mount.
+        directory: of scripts and output of jobs, in the state directory; on a file system that all nodes mount.
         cluster_id: of the master; marks its jobs.
         settings: ``slurm`` of the master's settings, whose options precede those of experiments.
         wants_devices: whether slots are accelerators.
@@ -62,14 +62,12 @@ class SlurmEngine:
     def __init__(
         self,
         directory: Path,
-        state_dir: Path,
         cluster_id: str,
         settings: Mapping[str, object],
         *,
         wants_devices: bool,
     ) -> None:
         self._directory = directory
-        self._state_dir = state_dir
         self._mark = f"@{cluster_id.replace('-', '')[:8]}"
         self._settings = settings
         self._wants_devices = wants_devices
@@ -139,7 +137,7 @@ class SlurmEngine:
 
     def _script(self, request: JobRequest) -> str:
         name = f"{request.key}{self._mark}"
-        return script_of(request, self._settings, name, self._directory, self._state_dir)
+        return script_of(request, self._settings, name, self._directory)
 
     def max_pending(self, num_slots: int) -> int:
         """Slurm keeps an order of its own; the limit is what other users put up with."""
@@ -254,9 +252,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
     return Refusal(key, got, f"{expected}; {said}", fix, is_for_nodes)
 
 
-def script_of(
-    request: JobRequest, settings: Mapping[str, object], name: str, directory: Path, state_dir: Path
-) -> str:
+def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
     """Return the batch script for a request. Pure.
 
     Raises:
@@ -291,7 +287,6 @@ def script_of(
         request=lines,
         options=options,
         directory=directory,
-        state_dir=state_dir,
     )
 
 
@@ -308,7 +303,7 @@ def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
     request = JobRequest("check", "a check whether jobs are accepted", 1)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     script = directory / "check.sh"
-    text = script_of(request, settings, "dstrial-check", directory, directory.parent)
+    text = script_of(request, settings, "dstrial-check", directory)
     script.write_text(text, encoding="utf-8")
     client.test(script)
 
