@@ -26,7 +26,7 @@ _KILLED = 137  # a guard that is killed tells no exit code
 
 
 def main(words: list[str]) -> None:
-    """Run a program to the end of all that it starts; end with its exit code, a shell's.
+    """Run a program and all that it starts; end with its exit code, a shell's.
 
     ``words``: a descriptor whose end is the actor's; the program.
     """

@@ -1,4 +1,4 @@
-"""The actor on a node's share of a job: starts the agent there, and passes its bytes.
+"""The actor on a job's node: starts the agent there, and passes its bytes.
 
 Pickled by value, so that a node's Ray needs no dstrial: standard library only, and Ray inside its methods. It belongs to the
 cluster (``lifetime="detached"``) and lives as long as the job's placement group; the master after a killed one finds it again.
@@ -58,7 +58,7 @@ class _Program:
         self._is_input_over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Return new output as soon as there is any, or the exit code once there is no more."""
+        """Return new output as soon as there is any, or the exit code at its end."""
         self.heard_s = time.monotonic()
         found = [b"", b""]
         with self._reading:
@@ -148,7 +148,7 @@ class NodeActor:
         return number
 
     def read(self, number: int, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Return what a program has printed, and its exit code, a shell's, once that is all."""
+        """Return what a program has printed, and its exit code, a shell's, at the end."""
         program = self._programs[number]
         found = program.read(timeout_s)
         if found[2] is not None:

@@ -130,7 +130,8 @@ class Dispatcher:
         trials = []
         for row, one in queue.entries:
             if not isinstance(row, jobs.WaitingTrial):
-                self._reasons.command_lacks_slots(row, queue.largest)
+                if row.num_slots > queue.largest:
+                    self._reasons.lacks_slots(row, queue.largest)
             elif not self._storage_wait.is_waiting(row.id):
                 trials.append((row, one))
         self._reasons.waits_for_slots(trials, [*queue.live, *begun], len(queue.capacity.enabled))

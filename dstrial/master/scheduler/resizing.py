@@ -49,7 +49,7 @@ Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """Numbers of slots of a trial, valid for ``key``: checkpoint, config, unusable numbers."""
+    """Numbers of slots of a trial, valid for ``key``: checkpoint, config, excluded numbers."""
 
     key: tuple[Any, ...]
     choices: tuple[int, ...]
@@ -98,7 +98,7 @@ class Resizing:
         return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
 
     def slots_to_resume_with(self, connection: Connection, row: WaitingTrial, available: int) -> int | None:
-        """Return the most slots, fewer than configured, for a trial's checkpoint; None without one."""
+        """Return the most slots that a trial's checkpoint can use; None without one."""
         at_least = _elasticity(row.section, row.slots_per_trial).at_least or 1
         return next(
             iter(self._choices(connection, row.id, row.experiment_id, at_least, available).choices), None

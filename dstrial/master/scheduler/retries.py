@@ -71,7 +71,7 @@ class Retries:
 
 
 def is_shared_fault(error: BaseException, database: Database) -> bool:
-    """Return whether an error is the machine's, as a full disk, and not of one trial or job."""
+    """Return whether an error, as a full disk, is not one trial's or job's."""
     if isinstance(error, SqlError) and not isinstance(error, IntegrityError):
         return True
     if isinstance(error, DatabaseDamagedError) or file_limit.is_shortage(error):

@@ -57,25 +57,21 @@ class WaitReasons:
             self._said.setdefault(_key(row), set()).add(reason)
             logger.info("%s waits: %s", _key(row), text)
 
-    def lacks_slots(self, row: WaitingTrial, num_slots: int, why: str | None) -> None:
-        """Log that a trial needs more slots than there are; ``why`` is its checkpoint's."""
-        wanted = row.slots_per_trial
+    def lacks_slots(self, row: WaitingTrial | CommandInfo, num_slots: int, why: str | None = None) -> None:
+        """Log which slots a trial or command lacks; ``why`` is its checkpoint's."""
+        services = self._services
+        is_command = isinstance(row, CommandInfo)
+        wanted = row.num_slots if isinstance(row, CommandInfo) else row.slots_per_trial
         slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
-        text = f"the trial needs {slots} and waits; this master has {num_slots}. {self._how_to_have(wanted)}"
+        has = (
+            "no host has more than"
+            if is_command and (services.hosts or services.engine)
+            else "this master has"
+        )
+        text = f"{'it' if is_command else 'the trial'} needs {slots} and waits; {has} {num_slots}. "
+        text += self._how_to_have(wanted)
         if why is not None:
             text += f", for its checkpoint cannot go on with fewer: {why}"
-        self._say([(row, ("slots", wanted, num_slots), text)])
-
-    def command_lacks_slots(self, row: CommandInfo, num_slots: int) -> None:
-        """Say that a command needs more slots than the largest node has."""
-        wanted = row.num_slots
-        if wanted <= num_slots:
-            return
-        is_alone = not self._services.hosts and self._services.engine is None
-        has = f"this master has {num_slots}" if is_alone else f"no host has more than {num_slots}"
-        how = self._how_to_have(wanted)
-        how += "" if how.startswith("Enable") else ", or enable the slots that are off"
-        text = f"it needs {wanted} slots and waits; {has}. {how}"
         self._say([(row, ("slots", wanted, num_slots), text)])
 
     def all_agents_are_off(self, rows: Iterable[WaitingTrial | CommandInfo]) -> None:

@@ -409,7 +409,7 @@ def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -
     slot = _switched_off(det)
     try:
         task_id = det.run("echo", "done")
-        told = "it needs 1 slots and waits; this master has 0"
+        told = "it needs 1 slot and waits; this master has 0"
         wait_for(lambda: told in det.ok("command", "logs", task_id), "the line in its log")
         # The queue is looked at again, and nothing is said a second time.
         det.wait(det.run("true", **{"resources.slots": 0}), "TERMINATED")

@@ -209,7 +209,7 @@ def state_of(job: Job) -> JobState:
 
 
 def text_of(job: Job, unwritten: Path | None = None) -> str:
-    """Return the state of a job, and the likely reason if its script has written nothing. Pure.
+    """Return a job's state for people, with the likely reason of a failure. Pure.
 
     ``unwritten`` is the directory in which the script would have written.
     """
