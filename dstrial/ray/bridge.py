@@ -128,6 +128,7 @@ def _serve(bridge: Bridge, connection: socket.socket) -> None:
             _serve_relay(bridge, request, connection)
             return
         handlers = {"poll": lambda _: bridge.poll(), "reserve": bridge.reserve, "remove": bridge.remove}
+        answer: dict[str, Any]
         try:
             answer = {"answer": handlers[request["do"]](request)}
         except Exception as error:  # noqa: BLE001  # whatever Ray raises, the master reports it
