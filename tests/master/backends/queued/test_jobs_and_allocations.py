@@ -210,6 +210,20 @@ def test_job_that_ends_before_its_allocation_begins_is_no_failure(made: Made, tm
     assert not failed_start(MasterError("no such entrypoint")).was_lost
 
 
+def test_allocation_of_a_job_that_ended_without_a_master_is_lost(made: Made, tmp_path: Path) -> None:
+    directory = tmp_path / "allocation"
+    directory.mkdir()
+    (directory / "job.json").write_text('{"job": "1"}')
+    run = RunRef("2.x.1", directory, (Share(1, (slot_id_of(1, 0),)),))
+    assert made.backend.find(run) is None
+    assert made.backend.observe(run) is None, "the engine has not been asked"
+    made.backend.begin()
+    wait_for(lambda: made.backend.observe(run) is not None)
+    exit_ = made.backend.observe(run)
+    assert exit_ is not None
+    assert (exit_.was_lost, exit_.explanation) == (True, "job 1 has ended")
+
+
 def test_job_nobody_requests_is_cancelled_after_first_request(made: Made) -> None:
     """Jobs of an earlier master stay until the scheduler has said what waits."""
     made.engine.job_ids, made.engine.state = ("1", "2"), "pending"
