@@ -49,7 +49,7 @@ Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """Numbers of slots of a trial, valid for ``key``: checkpoint, config, excluded numbers."""
+    """Numbers of slots of a trial, for a checkpoint, a config and excluded numbers."""
 
     key: tuple[Any, ...]
     choices: tuple[int, ...]
