@@ -19,8 +19,7 @@ from dstrial.errors import HostError, HostProblem
 from dstrial.hosts import remote
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.ssh import SshTransport
-from dstrial.hosts.transport import Transport
+from dstrial.hosts.transport import SshTransport, Transport
 from dstrial.ranks.devices import SHARE_VARIABLE, may_share
 from dstrial.visible_text import visible_line
 

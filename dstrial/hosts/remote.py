@@ -225,7 +225,7 @@ def main() -> None:
     _answer({**facts(), "greeting": listeners.greeting})
     while True:
         line = _read_line()
-        if not line:
+        if not line.strip():  # before `transport.GOODBYE` there is an empty one
             return
         request = json.loads(line)
         what = request.pop("do")

@@ -1,10 +1,11 @@
-"""The interface to ssh, Slurm and Ray: starts a program with pipes on a host."""
+"""The interface to ssh, Slurm and Ray: starts a program with pipes on a host; and ssh's."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import functools
+import shlex
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,50 @@ from dstrial.hosts import remote
 BEAT_S = 1.0  # between heartbeats of either side
 SILENT_S = 5.0  # without a heartbeat: the host is reported
 LOST_S = 10.0  # without a heartbeat: the host is lost
-LEASE_S = 20.0  # without a heartbeat: a host kills what it runs; longer than the other side waits for it
+LEASE_S = 20.0  # after the last heartbeat that the master has answered: a host kills what it runs
+ORPHAN_S = 24 * 3600.0  # after the master has ended: a host kills what it runs
+GOODBYE = '{"do": "outlive"}'  # the last line to an agent whose master has ended; a lost connection has none
+CONNECT_S = 5
+"""How long a host may take to answer ssh, seconds."""
+# OpenSSH's client, ssh_config(5): it never asks, shares no connection of the user's own, and forwards nothing.
+_OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": str(CONNECT_S),
+    "ConnectionAttempts": "1",
+    "ControlMaster": "no",
+    "ControlPath": "none",
+    "ClearAllForwardings": "yes",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "LogLevel": "ERROR",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "RequestTTY": "no",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "4",
+    # A thousand lines of a log wait for no acknowledgement; interactive sessions do.
+    "IPQoS": "throughput",
+}
+# What belongs to a machine, a login or a terminal, and what tells another job's processes who they are.
+STAYING_NAMES = frozenset(
+    {
+        "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "HOSTNAME", "HOST", "TMPDIR", "TMP", "TEMP",
+        "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "WINDOWID", "STY", "TMUX", "TMUX_PANE", "TERM_SESSION_ID",
+        "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
+        "RANK", "WORLD_SIZE", "NODE_RANK", "DSTRIAL_SECRET", "DSTRIAL_STORE", "DSTRIAL_HEARTBEAT", "DSTRIAL_LAUNCHED",
+    }
+)  # fmt: skip
+"""Variables that stay, by name."""
+STAYING_PREFIXES = (
+    "SSH_", "XDG_", "DBUS_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_",
+    "OMPI_", "PALS_",
+)  # fmt: skip
+"""Variables that stay, by how they begin."""
+# What Slurm says of the step that starts a program there: one task, which libraries would take for the only rank.
+_OF_A_STEP = (
+    "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
+    "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS", "SLURM_NNODES", "SLURM_STEPMGR", "PMI_", "PMIX_",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,3 +115,86 @@ def last_line(text: str) -> str:
     """Return the last line that is not blank."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
+
+
+class SshTransport:
+    """Starts programs by ``ssh HOST``, with the user's own configuration."""
+
+    connect_s = float(CONNECT_S)
+
+    def words(self, host: str, python: str) -> list[str]:
+        options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
+        return ["ssh", "-T", *options, "--", host, remote_command(python)]
+
+    def environment(self) -> Mapping[str, str] | None:
+        return None
+
+    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
+        return refusal_of(host, python, exit_code, errors)
+
+
+def remote_command(python: str) -> str:
+    """Return the command line for a host's login shell."""
+    words = " ".join(map(shlex.quote, remote_words(python)))
+    # A shell that outlives the program tells its signal by the exit code; sshd alone would tell a closed connection.
+    return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
+
+
+def refusal_of(host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
+    """Explain ssh's failure, by its messages (OpenSSH 8 to 10)."""
+    text = errors.lower()
+    by_hand = f"`ssh {host} true`"
+    if exit_code is None:
+        return Refusal(
+            f"silent (no answer within {CONNECT_S} s)",
+            f"Look whether {by_hand} works, and how long the login takes.",
+        )
+    if "could not resolve hostname" in text:
+        return Refusal(
+            "unknown: no such name", f"Correct the name, or give {host} an entry in ~/.ssh/config."
+        )
+    if "remote host identification has changed" in text:
+        return Refusal(
+            "not the machine that ~/.ssh/known_hosts knows (its host key has changed)",
+            f"If that is right, remove the old key by `ssh-keygen -R {host}`.",
+        )
+    if "host key verification failed" in text:
+        return Refusal("not in ~/.ssh/known_hosts", f"Run {by_hand} once and accept its key.")
+    if "permission denied" in text:
+        return Refusal(
+            "refusing the login: permission denied",
+            f"Put your public key there (`ssh-copy-id {host}`), until {by_hand} asks for nothing.",
+        )
+    if "connection refused" in text:
+        return Refusal(
+            "refusing ssh's port (connection refused)", f"Start sshd on {host}, or correct its port."
+        )
+    if "timed out" in text or "no route to host" in text or "network is unreachable" in text:
+        return Refusal(
+            f"unreachable ({last_line(errors)})", f"Look whether {host} is up and its network is connected."
+        )
+    if exit_code in (126, 127):
+        return Refusal(
+            f"without Python at {python}",
+            "Install the same environment at the same path on each host, or name another interpreter by --python.",
+        )
+    return Refusal(
+        f"not answering as expected (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}",
+        f"Look at what {by_hand} prints.",
+    )
+
+
+def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program on another host.
+
+    All of ``environ`` travels but what is listed above, values with line ends included; ``there``, a login's environment, has
+    the rest.
+    """
+    ours = {name: value for name, value in environ.items() if not stays(name)}
+    theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}
+    return {**theirs, **ours}
+
+
+def stays(name: str) -> bool:
+    """Return whether a variable belongs to this machine."""
+    return name in STAYING_NAMES or name.startswith(STAYING_PREFIXES)

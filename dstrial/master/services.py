@@ -167,7 +167,7 @@ class Services:
         )
 
     def _agent_settings(self) -> AgentSettings:
-        from dstrial.hosts.ssh import SshTransport
+        from dstrial.hosts.transport import SshTransport
         from dstrial.master.backends.hosts.link import AgentSettings
 
         return AgentSettings(

@@ -2,7 +2,7 @@
 
 Pickled by value, so that a node's Ray needs no dstrial: standard library only, and Ray inside its methods. It belongs to the
 cluster (``lifetime="detached"``) and lives as long as the job's placement group; the master after a killed one finds it again.
-When Ray reports that a program's owner is gone, the program gets the end of its input.
+When Ray reports that a program's owner is gone, the program gets a goodbye and the end of its input.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ NUM_CALLS = 32  # methods that may run at once: one waits for each program's out
 # Below what Ray sends in the answer itself, 100 KiB (`max_direct_call_object_size`); more would go through its object store.
 PIECE_BYTES = 96 * 1000  # the most that one call passes
 _SILENT_S = 4.0  # without a call for a program, Ray is asked whether its owner is gone
+_GOODBYE = b'\n{"do": "outlive"}\n'  # as `hosts.transport.GOODBYE`: the program's master has ended
 _LATE_OUTPUT_S = 2.0  # for output after a program's end: what it has left behind may hold its pipes
 _FULL_PIPE_MS = 1000  # between looks whether the input of a program that does not read is to be closed
 _POLL_S = 1.0
@@ -177,6 +178,7 @@ class NodeActor:
             dead = _dead_jobs() if silent else set()
             for number, program in silent:
                 if program.job in dead:
+                    program.write(_GOODBYE)
                     self.abandon(number)
 
 

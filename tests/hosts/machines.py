@@ -224,6 +224,12 @@ class Machine:
         self.signal(pid, signal.SIGTERM)
         _wait_for(lambda: not _answers_ssh(self), f"sshd of {self.name} still listens")
 
+    def kill_sshd(self) -> None:
+        """Kill its sshd, and those of all connections."""
+        lines = self.run(["ps", "-wweo", "pid=,comm="]).stdout.splitlines()
+        for pid in [int(line.split()[0]) for line in lines if line.split()[1].startswith("sshd")]:
+            self.signal(pid, signal.SIGKILL)
+
     def refuse_keys(self) -> None:
         (self._keys / "authorized_keys").write_text("")
 

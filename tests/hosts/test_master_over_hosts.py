@@ -175,6 +175,18 @@ def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOn
     )
 
 
+def test_a_dropped_connection_runs_no_trial_twice(started: MasterOnHosts) -> None:
+    """The agent gets the end of its input, as from a killed master, and the master has no way back."""
+    started.create(_slow(1, 2000))
+    started.wait_for_log(1, "Reported checkpoint")
+    (host,) = [one for one in started.hosts if _trials_on(one)]
+    host.kill_sshd()
+    started.wait_for_log(1, f"{host.name} (rank 0) is lost: gone")
+    wait_until(lambda: started.log_now(1).count("Scheduling Trial 1") == 2, 60, lambda: started.log(1))
+    assert not _trials_on(host)
+    assert f"allocation lost: {host.name} is " in started.log(1)
+
+
 def test_a_cut_that_heals_an_agent_and_a_master_that_are_killed_end_no_trial(started: MasterOnHosts) -> None:
     experiment = started.create(_slow(2, 300))
     started.wait_for_log(1, "Reported checkpoint")

@@ -9,10 +9,9 @@ import shlex
 import pytest
 
 from dstrial.errors import HostError, HostProblem
-from dstrial.hosts.environment import travelling
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.preflight import Facts, fact_problems
-from dstrial.hosts.ssh import refusal_of, remote_command
+from dstrial.hosts.transport import refusal_of, remote_command, travelling
 
 HERE = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "dstrial": "1.0"}
 GOOD = Facts(

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dstrial.checkpoint.completion_marker import is_uuid
@@ -73,9 +74,15 @@ _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def prepare(
-    request: AllocationRequest, *, is_warm: bool = True, forks_with_accelerators: bool = False
+    request: AllocationRequest,
+    *,
+    is_warm: bool = True,
+    forks_with_accelerators: bool = False,
+    watch: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
     """Make an allocation's directory; its supervisor is not started yet.
+
+    ``watch`` has what else ends it: the ``lease`` and the ``agent`` of ``supervisor.why_over``.
 
     Raises:
         MasterError: the directory cannot be made.
@@ -101,6 +108,7 @@ def prepare(
                 "umask": trial_umask,
                 "log_bytes": request.log_bytes,
                 "environment": environment,
+                **watch,
             },
         )
         temporary.mkdir(mode=0o700)

@@ -7,7 +7,9 @@ supervisor. A LINE begins the log.
 
 It leads a session, adopts what its descendants orphan, starts the entrypoint in a process group of its own, appends
 what that writes to ``output.log``, ends every descendant when the entrypoint has ended, and leaves ``exit.json``. It does
-not need the master to live. SIGTERM is passed on to the entrypoint's process group; SIGUSR1 kills everything.
+not need the master to live. SIGTERM is passed on to the entrypoint's process group; SIGUSR1 kills everything. Where
+``spec.json`` names a lease, everything is killed at the lease's end, and there is no ``exit.json``; so too if the agent
+ends whose record it names.
 
 A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. Where the output may take only so much of the disk,
 the log goes on in parts, ``output.log.<bytes before it>.<lines before it>``; the first and the newest are kept.
@@ -67,7 +69,9 @@ def main(directory: str, line: str = "", forks: Any = None) -> None:
         return
     output = _Output(child, requests, log, spec.get("log_bytes"))
     output.say(line)
-    status = output.follow()
+    status = output.follow(spec.get("lease"), spec.get("agent"))
+    if output.is_given_up:
+        return
     _leave(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
 
 
@@ -186,12 +190,17 @@ class _Output:
                 self._streams[stream.fileno()] = tag
         self._status: int | None = None
         self._stopped = _StoppedWatch(child.pid)
+        self.is_given_up = False
 
-    def follow(self) -> int:
+    def follow(self, lease: "str | None", agent: "str | None") -> int:
         was_terminated = False
         while True:
             self._wait(_TICK_S)
             self._reap()
+            why = "" if lease is None or self.is_given_up else why_over(lease, agent)
+            if why:
+                self.is_given_up = self._requests.kill = True
+                self.say(f"{why}: everything that runs here is killed")
             if self._requests.kill:
                 kill_descendants(self._is_spared)
             elif self._requests.terminate and not was_terminated:
@@ -465,6 +474,37 @@ def start_time(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else f"{boot}/{fields[19].decode()}"
+
+
+def why_over(lease: str, agent: "str | None") -> str:
+    """Return why nothing may run any more; empty while the lease and the agent live."""
+    if lease_left_s(lease) < 0:
+        return "nothing has been heard of the master for too long"
+    if agent is None:
+        return ""
+    seen = _read_json(agent)
+    # A successor writes its own record before it kills an agent.
+    if seen is None or start_time(seen["pid"]) == seen["start_time"] or _read_json(agent) != seen:
+        return ""
+    return "the agent that watches the job has ended"
+
+
+def _read_json(path: str) -> "dict[str, Any] | None":
+    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+        found: dict[str, Any] = json.load(file)
+        return found
+    return None
+
+
+def lease_left_s(path: str) -> float:
+    """Return the seconds until a lease ends: a file whose modification time is its end.
+
+    The time is that since the boot, suspended time included, so that no clock jumps; to set it takes no room on a full disk.
+    """
+    try:
+        return os.stat(path).st_mtime - time.clock_gettime(time.CLOCK_BOOTTIME)
+    except OSError:
+        return -1.0
 
 
 def _signal_group(group: int, number: int) -> None:

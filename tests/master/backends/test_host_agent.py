@@ -2,56 +2,155 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dstrial.hosts.remote import PREFIX
-from dstrial.master.backends import AllocationRequest
+from dstrial.hosts.transport import GOODBYE, LEASE_S
+from dstrial.master.backends import AllocationRequest, local
 
 pytestmark = pytest.mark.process
+_NAME = "1.x.1"
+_LATE_S = 5.0
+
+
+class _Agent:
+    """An agent with a master that answers its heartbeats until ``stdin`` is closed."""
+
+    def __init__(self, place: Path, live: list[str]) -> None:
+        self._place = place
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "dstrial.master.backends.hosts.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "DSTRIAL_STATE_DIR": str(place)},
+        )
+        self.said: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self.send({
+            "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False, "forks_with_accelerators": False,
+            "warm_idle_timeout_s": 1, "live": live, "umask": None,
+        })  # fmt: skip
+        self._reader = threading.Thread(target=self._answer)
+        self._reader.start()
+        self.wait_for("hello")
+
+    def send(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with self._lock, contextlib.suppress(ValueError, BrokenPipeError):
+            print(json.dumps(message), file=self.process.stdin, flush=True)
+
+    def _answer(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            frame = json.loads(line.removeprefix(PREFIX))
+            if "beat" in frame:
+                self.send({"beat": frame["beat"]})
+            self.said.append(frame)
+
+    def wait_for(self, key: str) -> dict[str, Any]:
+        give_up_at_s = time.monotonic() + 30
+        while not (found := [frame for frame in self.said if key in frame]):
+            assert time.monotonic() < give_up_at_s, self.said
+            time.sleep(0.05)
+        return found[0]
+
+    def submit(self, entrypoint: str) -> None:
+        request = AllocationRequest(
+            allocation_id=_NAME, task_id="1.x", trial_id=1, experiment_id=1, run_id=1, directory=self._place, slots=(),
+            ports={}, config={}, hparams={}, trial_seed=1, steps_completed=0, latest_checkpoint=None, session_token="s",
+            user_token="u", username="determined", master_url="http://127.0.0.1:1", cluster_id="c", master_id="m",
+            agent_id="a", resources_id="r", model_definition=b"", entrypoint=entrypoint,
+        )  # fmt: skip
+        self.send({"do": "submit", "id": _NAME, "slots": [0], "request": request.to_json()})
+        self.wait_for("started")
+
+    def wait_for_supervisor(self) -> local.SupervisorHandle:
+        give_up_at_s = time.monotonic() + 30
+        while (found := self.supervisor) is None:
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.05)
+        return found
+
+    @property
+    def supervisor(self) -> local.SupervisorHandle | None:
+        return local.find(self._place / "hosts" / "c" / "here" / "allocations" / _NAME)
+
+    def close_input(self, last_words: str = "") -> None:
+        assert self.process.stdin is not None
+        with self._lock:
+            self.process.stdin.write(last_words)
+            self.process.stdin.close()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        directory = self._place / "hosts" / "c" / "here" / "allocations" / _NAME
+        local.kill(self.supervisor, directory, leaves_record=False)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def _agent(place: Path, *live: str) -> Iterator[_Agent]:
+    agent = _Agent(place, [*live])
+    try:
+        yield agent
+    finally:
+        agent.close()
 
 
 def test_files_forged_on_a_host_hide_no_end(tmp_path: Path) -> None:
     forging = "rm -f output.log.*; touch output.log.x; mkfifo output.log.9.9 stalled.json ending.json"
-    request = AllocationRequest(
-        allocation_id="1.x.1", task_id="1.x", trial_id=1, experiment_id=1, run_id=1, directory=tmp_path, slots=(),
-        ports={}, config={}, hparams={}, trial_seed=1, steps_completed=0, latest_checkpoint=None, session_token="s",
-        user_token="u", username="determined", master_url="http://127.0.0.1:1", cluster_id="c", master_id="m",
-        agent_id="a", resources_id="r", model_definition=b"",
-        entrypoint=f"cd $DSTRIAL_ALLOCATION_DIR; {forging}; echo printed; exit 4",
-    )  # fmt: skip
-    hello = {
-        "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False, "forks_with_accelerators": False,
-        "warm_idle_timeout_s": 1, "warm_memory_bytes": 1, "live": [], "umask": None,
-    }  # fmt: skip
-    submit = {"do": "submit", "id": "1.x.1", "slots": [0], "bytes": 0, "request": request.to_json()}
-    command = [sys.executable, "-u", "-m", "dstrial.master.backends.hosts.agent"]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "DSTRIAL_STATE_DIR": str(tmp_path / "state")},
-    ) as agent:
-        assert agent.stdin is not None
-        assert agent.stdout is not None
-        late = threading.Timer(30, agent.kill)
-        late.start()
-        print(json.dumps(hello), json.dumps(submit), sep="\n", file=agent.stdin, flush=True)
-        said: list[dict[str, Any]] = []
-        for line in agent.stdout:
-            said.append(json.loads(line.removeprefix(PREFIX)))
-            if "exit" in said[-1]:
-                break
-            print(file=agent.stdin, flush=True)
-        late.cancel()
-        agent.stdin.close()
-    assert (said[-1].get("exit"), said[-1].get("exit_code")) == ("1.x.1", 4), said
-    assert any(one.get("part") == "output.log" for one in said)
+    with _agent(tmp_path) as agent:
+        agent.submit(f"cd $DSTRIAL_ALLOCATION_DIR; {forging}; echo printed; exit 4")
+        exit_ = agent.wait_for("exit")
+    assert (exit_["exit"], exit_["exit_code"]) == (_NAME, 4)
+    assert any(frame.get("part") == "output.log" for frame in agent.said)
+
+
+def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> None:
+    """The master starts the trial elsewhere after a lost connection, and not after its own end."""
+    with _agent(tmp_path / "lost") as lost, _agent(tmp_path / "left") as left:
+        for agent in (lost, left):
+            agent.submit("sleep 300")
+        lost.wait_for_supervisor()
+        before = left.wait_for_supervisor()
+        time.sleep(2)  # some heartbeats
+        lost.close_input()
+        left.close_input(f"\n{GOODBYE}\n")
+        assert left.process.wait(10) == 0
+        began_s = time.monotonic()
+        while lost.supervisor is not None:
+            assert time.monotonic() < began_s + LEASE_S + _LATE_S
+            time.sleep(0.5)
+        assert lost.process.wait(_LATE_S) == 1
+        time.sleep(max(began_s + LEASE_S + 2 - time.monotonic(), 0))
+        assert left.supervisor == before
+        with _agent(tmp_path / "left", _NAME) as successor:
+            assert successor.wait_for("hello")["hello"] == {
+                _NAME: {"pid": before.pid, "start_time": before.start_time}
+            }
+
+
+def test_a_trial_whose_agent_is_killed_ends_with_the_lease(tmp_path: Path) -> None:
+    with _agent(tmp_path) as agent:
+        agent.submit("sleep 300")
+        agent.wait_for_supervisor()
+        began_s = time.monotonic()
+        agent.process.kill()
+        while agent.supervisor is not None:
+            assert time.monotonic() < began_s + LEASE_S + _LATE_S
+            time.sleep(0.5)

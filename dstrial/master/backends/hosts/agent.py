@@ -1,9 +1,10 @@
 """Runs allocations on a host, for a master on another machine.
 
 The other end of :mod:`~dstrial.master.backends.hosts.link`: requests and answers are lines of JSON. Each allocation has a
-supervisor of its own, which outlives this process. When the connection ends because the master has ended, trials go on, and the
-next master asks for their output and exit. When nothing is heard for ``LEASE_S`` on an open connection, the cable is cut and
-the master restarts the trials elsewhere: then all that runs here is killed.
+supervisor of its own, which outlives this process and kills the allocation at the end of its *lease*. Each heartbeat that the
+master answers extends the lease to ``LEASE_S`` after that heartbeat was sent, so that the master knows when it has ended. Only a
+goodbye says that the master has ended: trials go on for ``ORPHAN_S`` then, and the next master asks for their output and exit.
+The end of a connection says nothing; it may be a cut cable's.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.file_writes import remove_tree, replace_file
 from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.remote import PREFIX, addresses
-from dstrial.hosts.transport import BEAT_S, LEASE_S
+from dstrial.hosts.transport import BEAT_S, LEASE_S, ORPHAN_S
 from dstrial.master.backends import local, supervisor, task_venv
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
@@ -92,8 +93,13 @@ class Agent:
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._runs: dict[str, _Run] = {}
-        self._guard: int | None = None
-        self.heard_s = time.monotonic()
+        self._lease = self._directory / f"lease{self._place}"
+        self._record = self._directory / f"agent{self._place}.json"
+        if not self._lease.exists():
+            self._lease.touch()
+            self._set_lease(0.0)
+        self._beat: float | None = None
+        self._lease_ends_s = _boottime() + LEASE_S  # as far as this agent is concerned
         self._take_over()
         self._slots = _slots_of(hello["slots"])
         if self._place and len(self._slots) < len(hello["slots"]):
@@ -110,6 +116,7 @@ class Agent:
         )
         self._streams = Streams(line.say)
         self._listener = self._listen()
+        self._payload = bytearray()
         # Not a number of an earlier agent's, which the master may still be closing.
         self._num_streams = secrets.randbits(40)
         self._find_runs(set(hello["live"]))
@@ -118,69 +125,21 @@ class Agent:
     def begin(self) -> None:
         with self._lock:
             runs = {name: _shown_handle(run.handle) for name, run in self._runs.items()}
-        self._line.say(
-            {"hello": runs, "slots": [dataclasses.asdict(slot) for slot in self._slots], "ports": _ports()}
-        )
-        for run in (self._beat, self._watch_lease, self._look, self._accept):
+        slots = [dataclasses.asdict(slot) for slot in self._slots]
+        self._line.say({**self._heartbeat(), "hello": runs, "slots": slots, "ports": _ports()})
+        for run in (self._send_heartbeats, self._watch_lease, self._look, self._accept):
             threading.Thread(target=run, name="dstrial-agent", daemon=True).start()
 
-    def give_back(self) -> None:
-        """End helpers that would only start trials; the trials go on."""
-        if self._guard is not None:
-            with contextlib.suppress(OSError):
-                os.write(self._guard, b"x")
-        with self._lock:
-            self._fork_servers.close()
-
     def _take_over(self) -> None:
-        """Kill the agent of an earlier connection: its lease would end what runs here."""
-        record = self._directory / f"agent{self._place}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            last = json.loads(record.read_text(encoding="utf-8"))
-            # Its guardian first, which would end what runs here.
-            for one in (last.get("guardian"), last):
-                if one is not None and supervisor.start_time(int(one["pid"])) == one["start_time"]:
-                    os.kill(int(one["pid"]), signal.SIGKILL)
-        own: dict[str, Any] = _process(os.getpid())
-        if self._place:
-            own["guardian"] = _process(self._start_guardian())
-        replace_file(record, json.dumps(own), is_private=True)
-
-    def _start_guardian(self) -> int:
-        """Start a process that kills what runs here if the agent dies; return its pid.
-
-        Slurm kills what it knows of a job's steps when it takes a node away; supervisors are no children of a step.
-        """
-        read_end, self._guard = os.pipe()
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            # Not a child of the step's either, so that it is not killed first.
-            pid = os.fork()
-            if pid == 0:
-                os.close(self._guard)
-                self._watch_agent(read_end)
-            os.write(tell, str(pid).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        os.close(read_end)
-        os.close(tell)
-        pid = int(os.read(told, 32))
-        os.close(told)
-        return pid
-
-    def _watch_agent(self, read_end: int) -> None:
-        """Wait for the agent's end; unless it has said goodbye, kill all that runs here."""
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(nothing, descriptor)
-        if not os.read(read_end, 1):
-            for directory in self._allocations.iterdir():
-                local.kill(local.find(directory), directory, leaves_record=False)
-        os._exit(0)
+        """Kill the agent of an earlier connection."""
+        last: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            last = json.loads(self._record.read_text(encoding="utf-8"))
+        own = {"pid": os.getpid(), "start_time": supervisor.start_time(os.getpid())}
+        replace_file(self._record, json.dumps(own), is_private=True)
+        if last and supervisor.start_time(int(last["pid"])) == last["start_time"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(last["pid"]), signal.SIGKILL)
 
     def _find_runs(self, live: set[str]) -> None:
         """Recover what the master knows of, and kill the rest."""
@@ -212,17 +171,23 @@ class Agent:
 
     # What the master asks
 
-    def take(self, request: dict[str, Any], data: bytes) -> None:
+    def take(self, request: dict[str, Any]) -> None:
         """Handle a request; slow ones in a thread of their own."""
+        self._renew_lease(request.get("beat"))
         if "stream" in request:
             self._streams.take(request)
             return
-        if request.get("do") == "leave":
-            self._leave()
+        if "piece" in request:
+            self._payload += base64.b64decode(request["piece"])
             return
         what, name = request.get("do"), str(request.get("id"))
+        if what == "leave":
+            self._leave()
+        if what == "outlive":
+            self._outlive()
         if what == "submit":
-            threading.Thread(target=self._submit, args=(name, request, data), daemon=True).start()
+            payload, self._payload = bytes(self._payload), bytearray()
+            threading.Thread(target=self._submit, args=(name, request, payload), daemon=True).start()
             return
         with self._lock:
             run = self._runs.get(name)
@@ -245,15 +210,33 @@ class Agent:
         elif what == "forget":
             threading.Thread(target=local.remove, args=(run.directory,), daemon=True).start()
 
-    def _leave(self) -> None:
+    def _leave(self) -> NoReturn:
         """Delete the files of this place: no agent comes back to it."""
-        self.give_back()
+        with self._lock:
+            self._fork_servers.close()
         with contextlib.suppress(OSError):
             remove_tree(self._allocations, is_forced=True)
-        for name in ("agent", "relay"):
-            (self._directory / f"{name}{self._place}.json").unlink(missing_ok=True)
-        (self._directory / f"fork-server{self._place}.log").unlink(missing_ok=True)
+        for name in ("agent{}.json", "relay{}.json", "fork-server{}.log", "lease{}"):
+            (self._directory / name.format(self._place)).unlink(missing_ok=True)
         os._exit(0)
+
+    def _outlive(self) -> NoReturn:
+        """Let the trials go on without a master; the next one asks for them."""
+        if supervisor.lease_left_s(str(self._lease)) > 0:
+            self._set_lease(_boottime() + ORPHAN_S)
+        self._record.unlink(missing_ok=True)
+        with self._lock:
+            self._fork_servers.close()
+        # Threads that wait for trials would hold up an orderly end.
+        os._exit(0)
+
+    def lose_connection(self) -> None:
+        """Stop serving, and wait for the lease's end or the next agent, which kills this one."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._streams.close()
+        self._watch_lease()
 
     def be_asked_to_leave(self, *_: Any) -> None:
         """Report a SIGTERM, which Slurm sends some time before it takes the node away."""
@@ -272,7 +255,13 @@ class Agent:
                 agent_id=self._name,
                 variables=_network_variables(plain),
             )
-            local.prepare(asked, is_warm=self._is_warm, forks_with_accelerators=self._forks_with_accelerators)
+            local.prepare(
+                asked,
+                is_warm=self._is_warm,
+                forks_with_accelerators=self._forks_with_accelerators,
+                # Slurm kills what it knows of a job, and supervisors are no children of a later step's.
+                watch={"lease": str(self._lease), "agent": str(self._record) if self._place else None},
+            )
             with self._lock:
                 run = self._runs[name] = _Run(asked.directory, None, sent={})
                 run.handle = local.start(asked.directory, self._fork_servers)
@@ -285,23 +274,27 @@ class Agent:
 
     # What is told without being asked
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            self._line.say({"beat": True})
+            self._line.say(self._heartbeat())
+
+    def _heartbeat(self) -> dict[str, float]:
+        return {"beat": _boottime(), "lease_s": supervisor.lease_left_s(str(self._lease))}
+
+    def _renew_lease(self, beat: float | None) -> None:
+        if beat is not None and beat != self._beat:
+            self._beat = beat
+            self._lease_ends_s = beat + LEASE_S
+            self._set_lease(self._lease_ends_s)
+
+    def _set_lease(self, ends_s: float) -> None:
+        os.utime(self._lease, (ends_s, ends_s))
 
     def _watch_lease(self) -> None:
-        while time.monotonic() < self.heard_s + LEASE_S:
+        while _boottime() < self._lease_ends_s:
             time.sleep(BEAT_S)
-        self._lose_all()
-
-    def _lose_all(self) -> None:
-        """Kill all that runs here and exit: the master has restarted it elsewhere."""
-        with self._lock:
-            runs = list(self._runs.values())
-        for run in runs:
-            local.kill(run.handle, run.directory, leaves_record=False)
-        os._exit(1)
+        os._exit(1)  # the supervisors kill what runs
 
     def _look(self) -> None:
         collected_s = 0.0
@@ -401,6 +394,10 @@ def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
     return tuple(found[number] for number in wanted if number in found)
 
 
+def _boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _ports() -> dict[str, int]:
     return choose_ports(())
 
@@ -413,10 +410,6 @@ def _network_variables(request: AllocationRequest) -> dict[str, str]:
     if interface is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
-def _process(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "start_time": supervisor.start_time(pid)}
 
 
 def _shown_handle(handle: SupervisorHandle | None) -> dict[str, Any]:
@@ -438,44 +431,26 @@ def _remove_old(tracebacks: Path) -> None:
                 remove_tree(path)
 
 
-def main() -> int:
+def main() -> None:
     os.umask(0o077)
     line = _Line()
     with io.BufferedReader(io.FileIO(0, "rb", closefd=False)) as lines:
-        text = lines.readline()
-        while text == b"\n":  # the master says that it lives, already
-            text = lines.readline()
-        if not text:
-            return 1
-        hello = json.loads(text)
+        hello = json.loads(lines.readline().strip() or "{}")
+        if "host" not in hello:  # the master has ended
+            sys.exit(1)
         local.trial_umask = hello["umask"]
         try:
             agent = Agent(hello, line)
         except (DstrialError, OSError) as error:
             line.say({"error": str(error)})
-            return 1
+            sys.exit(1)
         signal.signal(signal.SIGTERM, agent.be_asked_to_leave)
         agent.begin()
         for text in lines:
-            agent.heard_s = time.monotonic()
             if text.strip():
-                request = json.loads(text)
-                agent.take(request, _read(lines, int(request.get("bytes", 0)), agent))
-    agent.give_back()
-    # Threads that wait for trials would hold up an orderly end; what runs goes on, and the next master asks for it.
-    os._exit(0)
-
-
-def _read(lines: io.BufferedReader[Any], num_bytes: int, agent: Agent) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        piece = lines.read(min(num_bytes - len(data), _CHUNK_BYTES))
-        if not piece:
-            break
-        agent.heard_s = time.monotonic()
-        data += piece
-    return bytes(data)
+                agent.take(json.loads(text))
+    agent.lose_connection()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

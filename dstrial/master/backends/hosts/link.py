@@ -8,11 +8,9 @@ local allocation. The scheduler's thread changes what is wanted and never waits 
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import logging
 import os
-import queue
 import socket
 import threading
 import time
@@ -23,11 +21,20 @@ from typing import Any
 from dstrial.file_writes import replace_file
 from dstrial.hosts import remote
 from dstrial.hosts.connection import HostConnection
-from dstrial.hosts.environment import travelling
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.preflight import fact_problems, facts_of
-from dstrial.hosts.ssh import CONNECT_S, SshTransport
-from dstrial.hosts.transport import BEAT_S, LEASE_S, LOST_S, SILENT_S, Transport, last_line
+from dstrial.hosts.transport import (
+    BEAT_S,
+    CONNECT_S,
+    LEASE_S,
+    LOST_S,
+    ORPHAN_S,
+    SILENT_S,
+    SshTransport,
+    Transport,
+    last_line,
+    travelling,
+)
 from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams
@@ -47,9 +54,12 @@ _TELL_AGAIN_S = 600.0
 _CONNECT_AGAIN_S = 4.0
 _HELLO_S = 30.0
 _LEAVE_S = 2.0
-_MARGIN_S = 2.0  # waited beyond a host's lease before its allocations restart elsewhere
-_FOUND_AGAIN_S = LEASE_S + _MARGIN_S
+_MARGIN_S = 2.0  # waited beyond a host's lease before its allocations restart elsewhere: supervisors poll
 _KILLED = 137
+_MAY_RUN = (
+    "What the last master left there may go on, and begins again elsewhere once the host answers, at the latest after "
+    f"{ORPHAN_S / 3600:g} hours"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +93,6 @@ class RemoteRun:
         ranks: for people, as ``ranks 2 to 3``.
         is_consequence: whether a rank elsewhere failed first.
         heard_s: when its end was known, monotonic seconds.
-        unheard_s: since when its host may not know of it, monotonic seconds; None while it does.
     """
 
     mirror: Path
@@ -92,45 +101,12 @@ class RemoteRun:
     ranks: str
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
-    explanation: str | None = None
-    was_lost: bool = False
     is_consequence: bool = False
     time_us: int = 0
     heard_s: float = 0.0
     is_stopping: bool = False
     kill: bool | None = None
-    unheard_s: float | None = None
     notes: list[Note] = dataclasses.field(default_factory=list)
-
-
-class _Feeder:
-    """Writes to a connection in its own thread, so that a stuck one blocks nobody."""
-
-    def __init__(self, connection: HostConnection) -> None:
-        self._items: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
-        self._connection = connection
-        threading.Thread(target=self._run, name="dstrial-host-feeder", daemon=True).start()
-
-    def put(self, message: Mapping[str, Any], data: bytes = b"") -> None:
-        self._items.put((message, data))
-
-    def end(self) -> None:
-        self._items.put(None)
-
-    def _run(self) -> None:
-        beat_s = 0.0
-        while True:
-            item: tuple[Mapping[str, Any], bytes] | None = ({}, b"")
-            with contextlib.suppress(queue.Empty):
-                item = self._items.get(timeout=BEAT_S)
-            if item is None:
-                return
-            message, data = item
-            if message:
-                self._connection.send(dict(message), data)
-            if not message or time.monotonic() > beat_s + BEAT_S:
-                beat_s = time.monotonic()
-                self._connection.ping()
 
 
 class HostLink:
@@ -163,10 +139,10 @@ class HostLink:
         self._is_given_back = False
         self._lock = threading.RLock()
         self._runs: dict[str, RemoteRun] = {}
-        # To the agent, once it has answered; what is written before that is for what becomes the agent.
-        self._feeder: _Feeder | None = None
-        self._connected: _Feeder | None = None
         self._connection: HostConnection | None = None
+        self._is_up = False  # whether the connection is one to an agent that has answered
+        # When what a master before has left there has ended. A goodbye may be heard until the lease's end.
+        self._lease_ends_s = time.monotonic() + ORPHAN_S + LEASE_S
         self._streams = Streams(self._send)
         self._slots: tuple[Slot, ...] = tuple(
             Slot(self._ids[number], "cpu", "", f"{host.name}-{number}") for number in host.slots
@@ -198,7 +174,7 @@ class HostLink:
         """
         with self._lock:
             connection = self._connection
-            is_up = self._feeder is not None
+            is_up = self._is_up
         if for_good and is_up and connection is not None:
             self._is_given_back = True
             self._send({"do": "leave"})
@@ -226,15 +202,12 @@ class HostLink:
 
     def submit(self, name: str, run: RemoteRun) -> None:
         with self._lock:
-            run.unheard_s = time.monotonic()
             self._runs[name] = run
             self._submit(name, run)
 
     def recover(self, name: str, run: RemoteRun) -> None:
         with self._lock:
-            if name not in self._runs:
-                run.unheard_s = time.monotonic()
-                self._runs[name] = run
+            self._runs.setdefault(name, run)
 
     def run(self, name: str) -> RemoteRun | None:
         """Return a copy of an allocation's state there; None if unknown."""
@@ -273,10 +246,8 @@ class HostLink:
             if run is None or run.exit is not None:
                 return
             run.kill = leaves_record
-            if run.request is not None and self._feeder is None:
-                self._ended(
-                    run, NodeExit(self.node_id, _KILLED, 9, "preempted"), "it was killed before it started"
-                )
+            if run.request is not None and not self._is_up:
+                self._ended(run, NodeExit(self.node_id, _KILLED, 9, "preempted"))
             self._send({"do": "kill", "id": name, "leaves_record": leaves_record})
 
     def forget(self, name: str) -> None:
@@ -311,36 +282,30 @@ class HostLink:
             self._is_given_back = True
             for run in self._runs.values():
                 if run.exit is None:
-                    run.was_lost = True
-                    self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why), why)
+                    self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
 
     def _lose_if_late(self, run: RemoteRun) -> None:
         """Count a run on a host that is down as lost once its lease has ended it there."""
-        since_s = run.unheard_s
-        if run.exit is None and since_s is not None and self._why_down is not None:
-            limit_s = LEASE_S - LOST_S + _MARGIN_S if run.handle is not None else _FOUND_AGAIN_S
-            if time.monotonic() > max(since_s, self._down_s) + limit_s:
-                why = f"{self.host.name} is {self._why_down}"
-                run.was_lost = True
-                self._ended(run, NodeExit(self.node_id, _KILLED, 9, "unreachable", why), why)
+        is_over = self._why_down is not None and time.monotonic() > self._lease_ends_s + _MARGIN_S
+        if run.exit is None and is_over:
+            why = f"{self.host.name} is {self._why_down}"
+            self._ended(run, NodeExit(self.node_id, _KILLED, 9, "unreachable", why))
 
-    def _ended(self, run: RemoteRun, exit_: NodeExit, explanation: str | None) -> None:
-        run.exit, run.explanation = exit_, explanation
+    def _ended(self, run: RemoteRun, exit_: NodeExit) -> None:
+        run.exit = exit_
         run.time_us = run.time_us or now_us()
         run.heard_s = time.monotonic()
         self._tell()
 
     def _submit(self, name: str, run: RemoteRun) -> None:
-        if run.request is None or self._feeder is None:
-            return
-        data = run.request.model_definition
-        message = {"do": "submit", "id": name, "slots": list(run.slots), "bytes": len(data)}
-        self._feeder.put({**message, "request": run.request.to_json()}, data)
+        if run.request is not None:
+            message = {"do": "submit", "id": name, "slots": list(run.slots), "request": run.request.to_json()}
+            self._send(message, run.request.model_definition)
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
         with self._lock:
-            if self._feeder is not None:
-                self._feeder.put(message)
+            if self._is_up and self._connection is not None:
+                self._connection.send(message, payload)
 
     # The connection
 
@@ -359,19 +324,16 @@ class HostLink:
     def _now_down(self, why: str) -> None:
         is_wanted = not self._is_closing.is_set() and not self._is_given_back
         with self._lock:
-            self._feeder = None
             was_up = self._why_down is None
             if was_up:
                 self._down_s = time.monotonic()
                 self._since_us = now_us()
-                for run in self._runs.values():
-                    run.unheard_s = self._down_s
             changed = why != self._why_down
             self._why_down = why
-            if was_up and is_wanted:
+            if is_wanted and (was_up or not self.has_tried.is_set()):
                 for run in self._runs.values():
                     if run.exit is None:
-                        self._note(run, f"is lost: {why}")
+                        self._note(run, f"is lost: {why}" if was_up else f"is not reached: {why}. {_MAY_RUN}")
         self._streams.close()
         now_s = time.monotonic()
         if is_wanted and (was_up or (changed and now_s > self._told_s + _TELL_AGAIN_S)):
@@ -390,12 +352,14 @@ class HostLink:
             return why if why is not None else self._follow(connection)
         finally:
             with self._lock:
-                feeder, self._feeder, self._connected = self._connected, None, None
-            if feeder is not None:
-                feeder.end()
-            if time.monotonic() > connection.heard_s + SILENT_S:
+                self._is_up = False
+            # Only the end of this process is one of the master.
+            if not self._is_closing.is_set() or time.monotonic() > connection.heard_s + SILENT_S:
                 connection.abandon()
             connection.close()
+            # Not before: until then heartbeats are answered.
+            if connection.lease_ends_s is not None:
+                self._lease_ends_s = connection.lease_ends_s
 
     def _become_agent(self, connection: HostConnection) -> str | None:
         """Check the host and start the agent; return what is wrong with the host."""
@@ -403,7 +367,6 @@ class HostLink:
             answer = connection.next(self._settings.transport.connect_s + 1)
         except TimeoutError:
             refusal = connection.refusal()
-            connection.abandon()
             self._was_silent = True
             return f"{visible_line(refusal.got)}. {refusal.fix}"
         if answer is None:
@@ -415,12 +378,10 @@ class HostLink:
         if problems:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
         settings, home = self._settings, facts.environment.get("HOME", "/")
-        feeder = _Feeder(connection)
         with self._lock:
             self._address = next((address for _, address in facts.addresses), "127.0.0.1")
-            self._connected = feeder
             live = [name for name, run in self._runs.items() if run.exit is None]
-        feeder.put(
+        connection.send(
             {
                 "do": "become",
                 "command": [settings.python, "-u", "-m", _AGENT],
@@ -428,7 +389,7 @@ class HostLink:
                 "directory": home,
             }
         )
-        feeder.put(
+        connection.send(
             {
                 "host": self.host.name,
                 "place": self._place,
@@ -449,23 +410,20 @@ class HostLink:
         is_up = is_told = False
         while not self._is_closing.is_set():
             limit_s = LOST_S if is_up else _HELLO_S
+            silent_s = time.monotonic() - max(connection.heard_s, began_s)
+            if silent_s > limit_s:
+                self._was_silent = True
+                return f"silent: nothing was heard for {limit_s:g} s"
+            if is_up and (silent_s > SILENT_S) != is_told:
+                is_told = not is_told
+                silence = f"is silent for {SILENT_S:g} s, and lost after {LOST_S:g} s"
+                self._note_all(silence if is_told else "is heard again")
             try:
                 frame = connection.next(BEAT_S)
             except TimeoutError:
-                silent_s = time.monotonic() - max(connection.heard_s, began_s)
-                if silent_s > limit_s:
-                    connection.abandon()
-                    self._was_silent = True
-                    return f"silent: nothing was heard for {limit_s:g} s"
-                if silent_s > SILENT_S and is_up and not is_told:
-                    is_told = True
-                    self._note_all(f"is silent for {SILENT_S:g} s, and lost after {LOST_S:g} s")
                 continue
             if frame is None:
                 return f"gone: its connection has ended ({visible_line(last_line(connection.errors())) or 'without a word'})"
-            if is_told:
-                is_told = False
-                self._note_all("is heard again")
             if "error" in frame:
                 return visible_line(str(frame["error"]))
             if "hello" in frame:
@@ -481,7 +439,7 @@ class HostLink:
             self._slots = tuple(
                 dataclasses.replace(Slot(**slot), id=self._ids[int(slot["id"])]) for slot in frame["slots"]
             )
-            self._feeder = self._connected
+            self._is_up = True
             self._was_silent = False
             self._ports = dict(frame["ports"])
             self._why_down = None
@@ -499,7 +457,6 @@ class HostLink:
             if run.handle is not None:
                 self._note(run, "is connected again")
             run.request = None
-            run.unheard_s = None
             if found:
                 run.handle = SupervisorHandle(int(found["pid"]), str(found["start_time"]))
             self._send({"do": "follow", "id": name, "sizes": _sizes(run.mirror)})
@@ -509,8 +466,7 @@ class HostLink:
             self._submit(name, run)
         else:
             why = f"{self.host.name} knows nothing of it any more"
-            run.was_lost = True
-            self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why), why)
+            self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
         if run.kill is not None:
             self._send({"do": "kill", "id": name, "leaves_record": run.kill})
 
@@ -530,7 +486,7 @@ class HostLink:
                 run = self._runs.get(frame["refused"])
                 if run is not None:
                     text = f"could not be started on {self.host.name}: {frame['text']}"
-                    self._ended(run, NodeExit(self.node_id, 1, None, "refused", text), text)
+                    self._ended(run, NodeExit(self.node_id, 1, None, "refused", text))
         elif "exit" in frame:
             self._take_exit(frame)
         elif "leaving" in frame:
@@ -543,7 +499,6 @@ class HostLink:
             run = self._runs.get(frame["started"])
             if run is not None:
                 run.request = None
-                run.unheard_s = None
                 run.handle = SupervisorHandle(int(frame["pid"]), str(frame["start_time"]))
         self._tell()
 
@@ -589,11 +544,10 @@ class HostLink:
         if frame["was_lost"]:
             cause = "lost"
         with self._lock:
-            run.was_lost = bool(frame["was_lost"])
             run.is_consequence = bool(frame["is_consequence"])
             run.time_us = int(frame["time_us"])
             text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
-            self._ended(run, NodeExit(self.node_id, code, number, cause, text), text)
+            self._ended(run, NodeExit(self.node_id, code, number, cause, text))
 
     def _note_all(self, what: str) -> None:
         logger.warning("%s %s", self.host.name, what)

@@ -27,90 +27,67 @@ class Streams:
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._open: dict[int, _Stream] = {}
+        # By number: a connection, and what is to be written to it; None is the end.
+        self._open: dict[int, tuple[socket.socket, queue.Queue[bytes | None]]] = {}
 
     def add(self, number: int, connection: socket.socket) -> None:
         """Forward a connection from now on, and close it at its end."""
-        stream = _Stream(number, connection, self._send, self._forget)
+        arrived: queue.Queue[bytes | None] = queue.Queue(_WAITING_CHUNKS)
         with self._lock:
-            self._open[number] = stream
-        stream.start()
+            self._open[number] = (connection, arrived)
+        reader = threading.Thread(target=self._read, args=(number, connection), daemon=True)
+        reader.start()
+        threading.Thread(target=self._write, args=(number, connection, arrived, reader), daemon=True).start()
 
     def take(self, frame: Mapping[str, Any]) -> None:
         """Process a frame of the other end; never waits."""
         with self._lock:
-            stream = self._open.get(int(frame["stream"]))
-        if stream is not None:
-            stream.put(None if frame.get("end") else base64.b64decode(frame["data"]))
-        elif not frame.get("end"):
-            self._send({"stream": frame["stream"], "end": True})
+            connection, arrived = self._open.get(int(frame["stream"]), (None, None))
+        if connection is None or arrived is None:
+            if not frame.get("end"):
+                self._send({"stream": frame["stream"], "end": True})
+            return
+        try:
+            arrived.put_nowait(None if frame.get("end") else base64.b64decode(frame["data"]))
+        except queue.Full:  # it accepts nothing
+            _abandon(connection, arrived)
 
     def close(self) -> None:
         """Close all connections: the tunnel is gone."""
         with self._lock:
             found = list(self._open.values())
-        for stream in found:
-            stream.abandon()
+        for connection, arrived in found:
+            _abandon(connection, arrived)
 
-    def _forget(self, number: int) -> None:
+    def _read(self, number: int, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := connection.recv(_CHUNK_BYTES):
+                self._send({"stream": number, "data": base64.b64encode(data).decode()})
+        self._send({"stream": number, "end": True})
+
+    def _write(
+        self,
+        number: int,
+        connection: socket.socket,
+        arrived: queue.Queue[bytes | None],
+        reader: threading.Thread,
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while (data := arrived.get()) is not None:
+                connection.sendall(data)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        reader.join()
+        connection.close()
         with self._lock:
             self._open.pop(number, None)
 
 
-class _Stream:
-    """One connection: a thread reads from it, another writes to it."""
-
-    def __init__(
-        self,
-        number: int,
-        connection: socket.socket,
-        send: Callable[[Mapping[str, Any]], None],
-        forget: Callable[[int], None],
-    ) -> None:
-        self._number, self._connection, self._send, self._forget = number, connection, send, forget
-        self._arrived: queue.Queue[bytes | None] = queue.Queue(_WAITING_CHUNKS)
-        self._lock = threading.Lock()
-        self._num_running = 2
-
-    def start(self) -> None:
-        for run in (self._read, self._write):
-            threading.Thread(target=run, name=f"dstrial-stream-{self._number}", daemon=True).start()
-
-    def put(self, data: bytes | None) -> None:
-        """Write soon; None is the end. A connection that accepts nothing is closed."""
-        try:
-            self._arrived.put_nowait(data)
-        except queue.Full:
-            self.abandon()
-
-    def abandon(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(queue.Full):
-            self._arrived.put_nowait(None)
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            while data := self._connection.recv(_CHUNK_BYTES):
-                self._send({"stream": self._number, "data": base64.b64encode(data).decode()})
-        self._send({"stream": self._number, "end": True})
-        self._done()
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):
-            while (data := self._arrived.get()) is not None:
-                self._connection.sendall(data)
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-        self._done()
-
-    def _done(self) -> None:
-        with self._lock:
-            self._num_running -= 1
-            is_last = not self._num_running
-        if is_last:
-            self._connection.close()
-            self._forget(self._number)
+def _abandon(connection: socket.socket, arrived: queue.Queue[bytes | None]) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(queue.Full):  # what writes fails by itself then
+        arrived.put_nowait(None)
 
 
 def account_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
