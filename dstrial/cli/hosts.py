@@ -59,13 +59,10 @@ def main(args: argparse.Namespace) -> int:
         problems = [{"host": one.host, "is": one.got, "fix": one.fix} for one in error.problems]
         sys.stdout.write(json.dumps({"ready": False, "problems": problems}, indent=2) + "\n")
         return 1
-    try:
-        if args.json:
-            sys.stdout.write(json.dumps(_document(preflight), indent=2) + "\n")
-        else:
-            _print(preflight)
-    finally:
-        preflight.close()
+    if args.json:
+        sys.stdout.write(json.dumps(_document(preflight), indent=2) + "\n")
+    else:
+        _print(preflight)
     return 0
 
 

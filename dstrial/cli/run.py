@@ -193,7 +193,6 @@ def _check_hosts(request: _Request) -> None:
         environ={**os.environ, **request.experiment.environment_variables},
         transport=None if allocation is None else transport_of(allocation),
     )
-    preflight.close()
     out = LossTolerantStream(sys.stdout)
     out.write("".join(f"{'host:':<15}{line}\n" for line in placement_lines(preflight)))
 

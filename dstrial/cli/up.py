@@ -188,11 +188,8 @@ def _show_hosts(
         # What runs on the others is to be taken back.
         sys.stderr.write(f"warning: {error}\n")
         return
-    try:
-        for line in placement_lines(preflight):
-            sys.stdout.write(f"{'host:':<10}{line}\n")
-    finally:
-        preflight.close()
+    for line in placement_lines(preflight):
+        sys.stdout.write(f"{'host:':<10}{line}\n")
 
 
 def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:

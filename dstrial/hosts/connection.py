@@ -92,13 +92,14 @@ class HostConnection:
             return self.next(timeout_s)
         return None
 
-    @property
-    def has_ended(self) -> bool:
-        return self._program.poll() is not None
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the program's end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._program.wait(timeout_s)
 
     def errors(self) -> str:
         """Return the end of stderr; complete once the program has ended."""
-        if self.has_ended:
+        if self._program.poll() is not None:
             self._threads[0].join(_CLOSE_S)  # not for ever: a process of ProxyCommand may hold the pipe
         return self._stderr.decode(errors="replace").strip()
 
@@ -111,11 +112,8 @@ class HostConnection:
         assert self._input.stdin is not None
         self._sent.put(None)
         self._input.stdin.close()
-        try:
-            self._program.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._program.kill()
-            self._program.wait()
+        self.wait(_CLOSE_S)
+        self.abandon()
         self._input.wait()
         for thread in self._threads:
             thread.join(_CLOSE_S)

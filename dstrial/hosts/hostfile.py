@@ -86,33 +86,20 @@ def _read(path: Path) -> tuple[Host, ...]:
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        where, match = f"{path}:{number}", _LINE.fullmatch(words)
+        match = _LINE.fullmatch(words)
+        name, slots = (match["name"], int(match["slots"])) if match is not None else ("", 0)
+        wrong = None
         if match is None:
-            problems.append(
-                ConfigProblem(where, repr(words), "`NAME slots=N`", "Write the host's name and its slots.")
-            )
-            continue
-        name, slots = match["name"], int(match["slots"])
-        if not _NAME.fullmatch(name):
-            problems.append(ConfigProblem(where, repr(name), "a host's name or address", "Correct the name."))
+            wrong = (repr(words), "`NAME slots=N`", "Write the host's name and its slots.")
+        elif not _NAME.fullmatch(name):
+            wrong = (repr(name), "a host's name or address", "Correct the name.")
         elif name in lines:
-            problems.append(
-                ConfigProblem(
-                    where,
-                    f"{name!r} once more, as in line {lines[name]}",
-                    "each host once",
-                    "Give its slots in one line.",
-                )
-            )
+            told = f"{name!r} once more, as in line {lines[name]}"
+            wrong = (told, "each host once", "Give its slots in one line.")
         elif not 1 <= slots <= _MOST_SLOTS:
-            problems.append(
-                ConfigProblem(
-                    where,
-                    f"slots={slots}",
-                    f"1 to {_MOST_SLOTS} slots",
-                    "Leave the host out, or give it slots.",
-                )
-            )
+            wrong = (f"slots={slots}", f"1 to {_MOST_SLOTS} slots", "Leave the host out, or give it slots.")
+        if wrong is not None:
+            problems.append(ConfigProblem(f"{path}:{number}", *wrong))
         else:
             found[name] = Host(name, tuple(range(slots)))
         lines.setdefault(name, number)

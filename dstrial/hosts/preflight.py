@@ -1,7 +1,4 @@
-"""Checks that hosts can train together, before anything starts.
-
-The connections become the launchers of their hosts, so that what was checked is what is used.
-"""
+"""Checks that hosts can train together, before anything starts."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ _CONNECT_S = 2.0
 _MOST_SKEW_S = 30.0
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
@@ -45,7 +43,6 @@ class Facts:
         machine: equal for two names of one machine.
     """
 
-    hostname: str
     python: str
     versions: Mapping[str, str | None]
     num_accelerators: int
@@ -58,23 +55,19 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyHost:
-    """A host that passed, with its connection.
+    """A host that passed.
 
     Attributes:
         address: at which the other hosts reach it, on ``interface``.
     """
 
-    connection: HostConnection
+    host: Host
     facts: Facts
     address: str
     interface: str
 
-    @property
-    def host(self) -> Host:
-        return self.connection.host
 
-
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Preflight:
     """Hosts that can train together.
 
@@ -85,9 +78,6 @@ class Preflight:
 
     hosts: tuple[ReadyHost, ...]
     seconds: float
-
-    def close(self) -> None:
-        _on_all([ready.connection for ready in self.hosts], HostConnection.close)
 
 
 def check_hosts(
@@ -107,83 +97,63 @@ def check_hosts(
         environ: of what is to train; ``GLOO_SOCKET_IFNAME`` names the interface to use on each host.
         transport: None for ssh.
 
-    Returns:
-        The hosts, whose connections the caller closes.
-
     Raises:
-        HostError: with every problem of every host; all connections are closed then.
+        HostError: with every problem of every host.
     """
     began_s = time.monotonic()
     transport = transport or SshTransport()
     give_up_at_s = began_s + transport.connect_s + _MORE_S
-    with _closed_after_an_error() as connections:
+    connections: list[HostConnection] = []
+    try:
         connections += _on_all(hosts, lambda host: HostConnection(host, python, transport))
         answers = _on_all(connections, lambda one: _facts(one, give_up_at_s))
         problems = [answer for answer in answers if isinstance(answer, HostProblem)]
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
-        here = _own_versions()
         named = next((environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)), None)
-        problems += fact_problems([one.host for one in known], facts, here, environ=environ, interface=named)
+        problems += fact_problems(
+            [one.host for one in known], facts, own_versions(), environ=environ, interface=named
+        )
         places, found = _connectivity(known, facts, named)
         problems += found
         problems += _shared_problems(known, shared_directory)
-        if problems:
-            raise HostError(_in_order(problems, hosts), len(hosts))
-        ready = tuple(
-            ReadyHost(one, fact, *place) for one, fact, place in zip(known, facts, places, strict=True)
-        )
-        return Preflight(ready, time.monotonic() - began_s)
-
-
-@contextlib.contextmanager
-def _closed_after_an_error() -> Iterator[list[HostConnection]]:
-    connections: list[HostConnection] = []
-    try:
-        yield connections
-    except BaseException:
+    finally:
         _on_all(connections, HostConnection.close)
-        raise
+    if problems:
+        order = [host.name for host in hosts]
+        raise HostError(sorted(problems, key=lambda problem: order.index(problem.host)), len(hosts))
+    ready = (ReadyHost(host, fact, *place) for host, fact, place in zip(hosts, facts, places, strict=True))
+    return Preflight(tuple(ready), time.monotonic() - began_s)
 
 
 def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProblem:
-    try:
+    with contextlib.suppress(TimeoutError):
         answer = connection.next(max(give_up_at_s - time.monotonic(), 0.1))
-    except TimeoutError:
-        answer = None
-        asked = connection.refusal()
-        connection.abandon()
-        return HostProblem(connection.host.name, asked.got, asked.fix)
-    if answer is None:
-        asked = connection.refusal()
-        return HostProblem(connection.host.name, visible_line(asked.got), asked.fix)
-    return facts_of(connection, answer)
+        if answer is not None:
+            return facts_of(answer)
+    refusal = connection.refusal()
+    connection.abandon()
+    return HostProblem(connection.host.name, visible_line(refusal.got), refusal.fix)
 
 
-def facts_of(connection: HostConnection, answer: Mapping[str, Any]) -> Facts:
-    """Return a host's first answer, with its clock read once more."""
-    # The first answer took a login's time: ask once more, for the clock alone.
-    asked_s = time.time()
-    timed = connection.ask({"do": "time"}, _STEP_S) or answer
-    skew_s = float(timed["time_s"]) - (asked_s + time.time()) / 2
+def facts_of(answer: Mapping[str, Any]) -> Facts:
+    """Return a host's first answer, which has just come."""
     first = [address for address in answer["reached_at"] if not address.startswith("127.")]
     pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
     return Facts(
-        hostname=str(answer["hostname"]),
         python=str(answer["python"]),
         versions=dict(answer["versions"]),
         num_accelerators=int(answer["num_accelerators"]),
         addresses=tuple(sorted(pairs, key=lambda pair: pair[1] not in first)),
-        skew_s=skew_s,
+        skew_s=float(answer["time_s"]) - time.time(),
         environment=dict(answer["environment"]),
         machine=str(answer["boot"]),
         greeting=str(answer["greeting"]),
     )
 
 
-def _own_versions() -> dict[str, str | None]:
-    names = remote.PACKAGES
-    return {name: remote.version_of(name) for name in names}
+def own_versions() -> dict[str, str | None]:
+    return {name: remote.version_of(name) for name in remote.PACKAGES}
 
 
 def fact_problems(
@@ -221,12 +191,12 @@ def fact_problems(
 def _package_problems(fact: Facts, here: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
     own_python = ".".join(platform.python_version_tuple()[:2])
     if fact.python.split(".")[:2] != own_python.split("."):
-        yield f"Python {fact.python}; {own_python} here", "Install the same environment on all hosts."
+        yield (f"Python {fact.python}; {own_python} here", "Install the same environment on all hosts.")
     for package, version in here.items():
         found = fact.versions.get(package)
         if version is not None and found != version:
             shown = "without" if found is None else f"{found} of"
-            yield f"{shown} {package}; {version} here", f"Install {package}=={version} there."
+            yield (f"{shown} {package}; {version} here", f"Install {package}=={version} there.")
 
 
 def _device_problems(host: Host, fact: Facts, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -252,7 +222,7 @@ def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> 
             "Name another by GLOO_SOCKET_IFNAME.",
         )
     elif not fact.addresses and not is_alone:
-        yield "without an IPv4 address but loopback", "Connect it to the others' network."
+        yield ("without an IPv4 address but loopback", "Connect it to the others' network.")
 
 
 def _connectivity(
@@ -275,8 +245,7 @@ def _connectivity(
     targets = {
         (number, address): [address, found_port, facts[number].greeting]
         for number in numbers
-        for address, found_port, _ in listening[number]
-        if found_port
+        for address, found_port in listening[number]
     }
 
     def connect(number: int) -> dict[tuple[int, str], str | None]:
@@ -287,7 +256,6 @@ def _connectivity(
         return dict(zip(others, verdicts if answer is None else answer["verdicts"], strict=True))
 
     reached = _on_all(numbers, connect)
-    _on_all(connections, lambda one: one.ask({"do": "close"}, _STEP_S))
     names = [one.host.name for one in connections]
     problems: list[HostProblem] = []
     places: list[tuple[str, str]] = []
@@ -362,14 +330,6 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
         for one, answer in zip(others, answers, strict=True)
         if answer.get("word") != left["word"]
     ]
-
-
-def _in_order(problems: Sequence[HostProblem], hosts: Sequence[Host]) -> list[HostProblem]:
-    order = {host.name: number for number, host in enumerate(hosts)}
-    return sorted(problems, key=lambda problem: order[problem.host])
-
-
-_Item = TypeVar("_Item")
 
 
 def _on_all(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:

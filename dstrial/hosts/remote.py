@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import secrets
-import select
 import socket
 import struct
 import sys
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
 
 def facts() -> dict[str, Any]:
     return {
-        "hostname": socket.gethostname(),
         "python": platform.python_version(),
-        "executable": sys.executable,
         "versions": {name: version_of(name) for name in PACKAGES},
         "num_accelerators": num_accelerators(),
         "addresses": addresses(),
@@ -107,17 +104,14 @@ class _Listeners:
         self.greeting = secrets.token_hex(_GREETING_BYTES // 2)
 
     def listen(self, where: list[str]) -> list[list[Any]]:
-        """Return ``[address, port, error]`` of each address; the port is 0 with an error."""
+        """Return ``[address, port]`` of each address that this host has."""
         found: list[list[Any]] = []
         for address in where:
-            try:
+            with contextlib.suppress(OSError):
                 one = socket.create_server((address, 0))
-            except OSError as error:
-                found.append([address, 0, os.strerror(error.errno or 0)])
-                continue
-            self._sockets.append(one)
-            threading.Thread(target=self._greet, args=(one,), daemon=True).start()
-            found.append([address, one.getsockname()[1], None])
+                self._sockets.append(one)
+                threading.Thread(target=self._greet, args=(one,), daemon=True).start()
+                found.append([address, one.getsockname()[1]])
         return found
 
     def _greet(self, listener: socket.socket) -> None:
@@ -127,40 +121,24 @@ class _Listeners:
                 with peer, contextlib.suppress(OSError):
                     peer.sendall(self.greeting.encode())
 
-    def close(self) -> None:
-        for one in self._sockets:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        self._sockets.clear()
-
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
-    give_up_at_s = time.monotonic() + timeout_s
-    verdicts: list[str | None] = ["timed out"] * len(targets)
-    waiting: dict[int, tuple[int, socket.socket]] = {}
-    for number, (address, port, _) in enumerate(targets):
-        one = socket.socket()
-        one.setblocking(False)
-        error = one.connect_ex((address, port))
-        if error and os.strerror(error) and error not in (115, 36):  # EINPROGRESS of Linux and macOS
-            verdicts[number] = os.strerror(error).lower()
-            one.close()
-        else:
-            waiting[one.fileno()] = (number, one)
-    while waiting and time.monotonic() < give_up_at_s:
-        ready, _, _ = select.select(list(waiting), [], [], max(give_up_at_s - time.monotonic(), 0))
-        for descriptor in ready:
-            number, one = waiting.pop(descriptor)
-            try:
+    """Connect to ``[address, port, greeting]`` of each target; return what failed."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def attempt(target: list[Any]) -> str | None:
+        address, port, greeting = target
+        try:
+            with socket.create_connection((address, port), timeout_s) as one:
                 word = one.recv(_GREETING_BYTES).decode(errors="replace")
-                verdicts[number] = None if word == targets[number][2] else "somebody else answers there"
-            except OSError as error:
-                verdicts[number] = (error.strerror or str(error)).lower()
-            one.close()
-    for _, one in waiting.values():
-        one.close()
-    return verdicts
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+        return None if word == greeting else "somebody else answers there"
+
+    if not targets:
+        return []
+    with ThreadPoolExecutor(len(targets)) as threads:
+        return list(threads.map(attempt, targets))
 
 
 def write_probe(directory: str) -> dict[str, Any]:
@@ -233,9 +211,6 @@ def main() -> None:
             _answer({"listening": listeners.listen(request["addresses"])})
         elif what == "connect":
             _answer({"verdicts": connect(request["targets"], request["timeout_s"])})
-        elif what == "close":
-            listeners.close()
-            _answer({})
         elif what == "write_probe":
             _answer(write_probe(request["directory"]))
         elif what == "read_probe":
@@ -243,10 +218,7 @@ def main() -> None:
         elif what == "remove_probe":
             remove_probe(request["path"], request["made"])
             _answer({})
-        elif what == "time":
-            _answer({"time_s": time.time()})
         elif what == "become":
-            listeners.close()
             _answer(_become(request))
 
 

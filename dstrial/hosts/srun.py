@@ -47,9 +47,8 @@ class SrunTransport:
             "--unbuffered", "--cpu-bind=none", "--mpi=none", "--chdir=/", "--job-name=dstrial",
         ]  # fmt: skip
         if self._devices.get(host):
-            options.append(
-                f"--gpus={self._devices[host]}"
-            )  # `--gres` would be one number for all nodes of the job
+            # `--gres` would be one number for all nodes of the job.
+            options.append(f"--gpus={self._devices[host]}")
         return ["srun", *options, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
@@ -59,26 +58,22 @@ class SrunTransport:
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
         text = errors.lower()
         by_hand = f"`srun --jobid={self._job_id} --overlap -N1 -n1 -w {host} true`"
+        got = f"not starting a step (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}"
+        fix = f"Look at what {by_hand} prints."
         if exit_code is None:
-            return Refusal(
-                f"silent (no step began within {_CONNECT_S:g} s)",
-                f"Look whether {by_hand} works, and at `scontrol show node {host}`.",
-            )
-        if "no such file or directory" in text or exit_code == 127:
-            return Refusal(
-                f"without Python at {python}",
-                "Put the environment on a file system that all nodes mount, or name another interpreter by --python.",
-            )
-        if "exec format error" in text:
-            return Refusal(
-                f"another kind of machine than {python} is for", "Ask for nodes of one kind by --constraint."
-            )
-        if any(words in text for words in ("invalid job id", "job has already finished", "has been revoked")):
-            return Refusal(f"in no allocation any more ({last_line(errors)})", "Submit the job once more.")
-        return Refusal(
-            f"not starting a step (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}",
-            f"Look at what {by_hand} prints.",
-        )
+            got = f"silent (no step began within {_CONNECT_S:g} s)"
+            fix = f"Look whether {by_hand} works, and at `scontrol show node {host}`."
+        elif "no such file or directory" in text or exit_code == 127:
+            got = f"without Python at {python}"
+            fix = "Put the environment on a file system that all nodes mount, or name another interpreter by --python."
+        elif "exec format error" in text:
+            got = f"another kind of machine than {python} is for"
+            fix = "Ask for nodes of one kind by --constraint."
+        elif any(
+            words in text for words in ("invalid job id", "job has already finished", "has been revoked")
+        ):
+            got, fix = f"in no allocation any more ({last_line(errors)})", "Submit the job once more."
+        return Refusal(got, fix)
 
 
 def own_allocation() -> Allocation:

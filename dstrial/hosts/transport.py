@@ -40,6 +40,18 @@ _OPTIONS = {
     # A thousand lines of a log wait for no acknowledgement; interactive sessions do.
     "IPQoS": "throughput",
 }
+# What OpenSSH's client prints, what is wrong then, and what to do; the first one that is found counts.
+_SSH_SAYS = (
+    (("could not resolve hostname",), "unknown: no such name", "Correct the name, or give {} an entry in ~/.ssh/config."),
+    (("remote host identification has changed",), "not the machine that ~/.ssh/known_hosts knows (its host key has changed)",
+     "If that is right, remove the old key by `ssh-keygen -R {}`."),
+    (("host key verification failed",), "not in ~/.ssh/known_hosts", "Run `ssh {} true` once and accept its key."),
+    (("permission denied",), "refusing the login: permission denied",
+     "Put your public key there (`ssh-copy-id {0}`), until `ssh {0} true` asks for nothing."),
+    (("connection refused",), "refusing ssh's port (connection refused)", "Start sshd on {}, or correct its port."),
+    (("timed out", "no route to host", "network is unreachable"), "unreachable ({})",
+     "Look whether {} is up and its network is connected."),
+)  # fmt: skip
 # What belongs to a machine, a login or a terminal, and what tells another job's processes who they are.
 STAYING_NAMES = frozenset(
     {
@@ -142,37 +154,13 @@ def remote_command(python: str) -> str:
 
 def refusal_of(host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
     """Explain ssh's failure, by its messages (OpenSSH 8 to 10)."""
-    text = errors.lower()
-    by_hand = f"`ssh {host} true`"
+    text, by_hand = errors.lower(), f"`ssh {host} true`"
     if exit_code is None:
-        return Refusal(
-            f"silent (no answer within {CONNECT_S} s)",
-            f"Look whether {by_hand} works, and how long the login takes.",
-        )
-    if "could not resolve hostname" in text:
-        return Refusal(
-            "unknown: no such name", f"Correct the name, or give {host} an entry in ~/.ssh/config."
-        )
-    if "remote host identification has changed" in text:
-        return Refusal(
-            "not the machine that ~/.ssh/known_hosts knows (its host key has changed)",
-            f"If that is right, remove the old key by `ssh-keygen -R {host}`.",
-        )
-    if "host key verification failed" in text:
-        return Refusal("not in ~/.ssh/known_hosts", f"Run {by_hand} once and accept its key.")
-    if "permission denied" in text:
-        return Refusal(
-            "refusing the login: permission denied",
-            f"Put your public key there (`ssh-copy-id {host}`), until {by_hand} asks for nothing.",
-        )
-    if "connection refused" in text:
-        return Refusal(
-            "refusing ssh's port (connection refused)", f"Start sshd on {host}, or correct its port."
-        )
-    if "timed out" in text or "no route to host" in text or "network is unreachable" in text:
-        return Refusal(
-            f"unreachable ({last_line(errors)})", f"Look whether {host} is up and its network is connected."
-        )
+        got = f"silent (no answer within {CONNECT_S} s)"
+        return Refusal(got, f"Look whether {by_hand} works, and how long the login takes.")
+    for phrases, got, fix in _SSH_SAYS:
+        if any(phrase in text for phrase in phrases):
+            return Refusal(got.format(last_line(errors)), fix.format(host))
     if exit_code in (126, 127):
         return Refusal(
             f"without Python at {python}",

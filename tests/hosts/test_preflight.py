@@ -15,7 +15,6 @@ from dstrial.hosts.transport import refusal_of, remote_command, travelling
 
 HERE = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "dstrial": "1.0"}
 GOOD = Facts(
-    hostname="host1",
     python=platform.python_version(),
     versions=HERE,
     num_accelerators=0,
@@ -34,7 +33,7 @@ def _problems(second: Facts, *, interface: str | None = None, **environ: str) ->
 
 
 def _other(**changes: object) -> Facts:
-    return dataclasses.replace(GOOD, **{"hostname": "host2", "machine": "boot/2", **changes})  # type: ignore[arg-type]
+    return dataclasses.replace(GOOD, **{"machine": "boot/2", **changes})  # type: ignore[arg-type]
 
 
 def test_equal_hosts_are_right() -> None:

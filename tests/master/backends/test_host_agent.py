@@ -116,9 +116,9 @@ def test_files_forged_on_a_host_hide_no_end(tmp_path: Path) -> None:
     forging = "rm -f output.log.*; touch output.log.x; mkfifo output.log.9.9 stalled.json ending.json"
     with _agent(tmp_path) as agent:
         agent.submit(f"cd $DSTRIAL_ALLOCATION_DIR; {forging}; echo printed; exit 4")
-        exit_ = agent.wait_for("exit")
-    assert (exit_["exit"], exit_["exit_code"]) == (_NAME, 4)
-    assert any(frame.get("part") == "output.log" for frame in agent.said)
+        exit_ = agent.wait_for("exit_code")
+    assert (exit_["id"], exit_["exit_code"]) == (_NAME, 4)
+    assert any(frame.get("file") == "output.log" for frame in agent.said)
 
 
 def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +48,7 @@ _CHUNK_BYTES = 256 * 1024
 _TRACEBACKS_LAST_S = 30 * 86_400.0
 _BACKLOG = 128
 _COLLECT_PERIOD_S = 3600.0
+_output = threading.Lock()
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,24 +68,23 @@ class _Run:
     is_told: bool = False
 
 
-class _Line:
-    """Sends the master JSON lines from any thread; blocks while nobody reads."""
+def _say(message: Mapping[str, Any]) -> None:
+    """Send the master a line of JSON, from any thread; block while nobody reads."""
+    data = (PREFIX + json.dumps(message) + "\n").encode()
+    with _output, contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(1, data) :]
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        data = (PREFIX + json.dumps(message) + "\n").encode()
-        with self._lock, contextlib.suppress(OSError):
-            while data:
-                data = data[os.write(1, data) :]
+def _in_background(run: Callable[..., object], *arguments: object, **options: object) -> None:
+    threading.Thread(target=run, args=arguments, kwargs=options, name="dstrial-agent", daemon=True).start()
 
 
 class Agent:
     """Allocations of one master on this host; ``hello`` is the master's first request."""
 
-    def __init__(self, hello: Mapping[str, Any], line: _Line) -> None:
-        self._line = line
+    def __init__(self, hello: Mapping[str, Any]) -> None:
+        self._hello = hello
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
         # A host has several agents where each of its jobs has one.
@@ -107,14 +107,12 @@ class Agent:
                 f"without its devices: the job has {len(hello['slots'])} there, and its programs see {len(self._slots)} "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}). Ask for a device for each slot"
             )
-        self._is_warm = bool(hello["is_warm"])
-        self._forks_with_accelerators = bool(hello["forks_with_accelerators"])
         self._fork_servers = ForkServers(
-            ForkSettings(is_on=self._is_warm, idle_timeout_s=hello["warm_idle_timeout_s"]),
+            ForkSettings(is_on=hello["is_warm"], idle_timeout_s=hello["warm_idle_timeout_s"]),
             self._directory / f"fork-server{self._place}.log",
             None,
         )
-        self._streams = Streams(line.say)
+        self._streams = Streams(_say)
         self._listener = self._listen()
         self._payload = bytearray()
         # Not a number of an earlier agent's, which the master may still be closing.
@@ -126,9 +124,9 @@ class Agent:
         with self._lock:
             runs = {name: _shown_handle(run.handle) for name, run in self._runs.items()}
         slots = [dataclasses.asdict(slot) for slot in self._slots]
-        self._line.say({**self._heartbeat(), "hello": runs, "slots": slots, "ports": _ports()})
+        _say({**self._heartbeat(), "hello": runs, "slots": slots, "ports": _ports()})
         for run in (self._send_heartbeats, self._watch_lease, self._look, self._accept):
-            threading.Thread(target=run, name="dstrial-agent", daemon=True).start()
+            _in_background(run)
 
     def _take_over(self) -> None:
         """Kill the agent of an earlier connection."""
@@ -187,7 +185,7 @@ class Agent:
             self._outlive()
         if what == "submit":
             payload, self._payload = bytes(self._payload), bytearray()
-            threading.Thread(target=self._submit, args=(name, request, payload), daemon=True).start()
+            _in_background(self._submit, name, request, payload)
             return
         with self._lock:
             run = self._runs.get(name)
@@ -200,15 +198,11 @@ class Agent:
         elif what == "stop" and run.handle is not None:
             local.terminate(run.handle)
         elif what == "kill":
-            leaves_record = bool(request["leaves_record"])
-            threading.Thread(
-                target=local.kill,
-                args=(run.handle, run.directory),
-                kwargs={"leaves_record": leaves_record},
-                daemon=True,
-            ).start()
+            _in_background(
+                local.kill, run.handle, run.directory, leaves_record=bool(request["leaves_record"])
+            )
         elif what == "forget":
-            threading.Thread(target=local.remove, args=(run.directory,), daemon=True).start()
+            _in_background(local.remove, run.directory)
 
     def _leave(self) -> NoReturn:
         """Delete the files of this place: no agent comes back to it."""
@@ -241,7 +235,7 @@ class Agent:
     def be_asked_to_leave(self, *_: Any) -> None:
         """Report a SIGTERM, which Slurm sends some time before it takes the node away."""
         why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
-        threading.Thread(target=self._line.say, args=({"leaving": why},), daemon=True).start()
+        _in_background(_say, {"leaving": why})
 
     def _submit(self, name: str, request: Mapping[str, Any], model_definition: bytes) -> None:
         try:
@@ -257,8 +251,8 @@ class Agent:
             )
             local.prepare(
                 asked,
-                is_warm=self._is_warm,
-                forks_with_accelerators=self._forks_with_accelerators,
+                is_warm=self._hello["is_warm"],
+                forks_with_accelerators=self._hello["forks_with_accelerators"],
                 # Slurm kills what it knows of a job, and supervisors are no children of a later step's.
                 watch={"lease": str(self._lease), "agent": str(self._record) if self._place else None},
             )
@@ -268,16 +262,16 @@ class Agent:
         except Exception as error:  # noqa: BLE001  # whatever it is, the master has to hear of it
             if not isinstance(error, (DstrialError, OSError)):
                 traceback.print_exc()
-            self._line.say({"refused": name, "text": str(error) or type(error).__name__})
+            _say({"id": name, "refused": str(error) or type(error).__name__})
             return
-        self._line.say({"started": name, **_shown_handle(run.handle), "ports": _ports()})
+        _say({"id": name, **_shown_handle(run.handle), "ports": _ports()})
 
     # What is told without being asked
 
     def _send_heartbeats(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            self._line.say(self._heartbeat())
+            _say(self._heartbeat())
 
     def _heartbeat(self) -> dict[str, float]:
         return {"beat": _boottime(), "lease_s": supervisor.lease_left_s(str(self._lease))}
@@ -319,46 +313,35 @@ class Agent:
         if run.sent is None or run.is_told:
             return
         exit_ = local.poll_exit(run.directory, run.handle)
-        while self._send_output(name, run):
-            pass
+        self._send_log(name, run)
         self._send_shown(name, run)
         if exit_ is not None:
             run.is_told = True
-            self._line.say(
+            _say(
                 {
-                    "exit": name,
-                    "exit_code": exit_.exit_code,
-                    "signal": exit_.signal,
-                    "time_us": exit_.time_us,
-                    "explanation": exit_.explanation,
-                    "was_lost": exit_.was_lost,
+                    "id": name,
+                    **dataclasses.asdict(exit_),
                     "is_consequence": _is_consequence(run.directory),
                     "begun": local.begun_checkpoints(run.directory),
                 }
             )
 
-    def _send_output(self, name: str, run: _Run) -> bool:
-        """Send a piece of the log; return whether there may be more."""
+    def _send_log(self, name: str, run: _Run) -> None:
         assert run.sent is not None
         parts = [path.name for path in log_paths(run.directory)]
-        gone = [part for part in run.sent if part not in parts]
-        for part in gone:
+        for part in [part for part in run.sent if part not in parts]:
             del run.sent[part]
-            self._line.say({"log": name, "gone": part})
+            self._send_file(name, part, None)
         for part in parts:
-            at = run.sent.get(part, 0)
-            try:
-                with open_regular(run.directory / part) as file:
-                    file.seek(at)
-                    data = file.read(_CHUNK_BYTES)
-            except (FileNotFoundError, ValueError):
-                continue
-            if data:
-                run.sent[part] = at + len(data)
-                text = base64.b64encode(data).decode()
-                self._line.say({"log": name, "part": part, "at": at, "data": text})
-                return True
-        return False
+            with (
+                contextlib.suppress(FileNotFoundError, ValueError),
+                open_regular(run.directory / part) as file,
+            ):
+                file.seek(run.sent.get(part, 0))
+                while data := file.read(_CHUNK_BYTES):
+                    at = run.sent.get(part, 0)
+                    run.sent[part] = at + len(data)
+                    self._send_file(name, part, data, at)
 
     def _send_shown(self, name: str, run: _Run) -> None:
         for file in MIRRORED:
@@ -367,7 +350,12 @@ class Agent:
                 text = json.dumps(read_json(run.directory / file))
             if text != run.shown.get(file, ""):
                 run.shown[file] = text
-                self._line.say({"shown": name, "file": file, "text": text})
+                self._send_file(name, file, text.encode() or None)
+
+    def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
+        """Send a file, whole or from an offset on; None for a file that is gone."""
+        text = None if data is None else base64.b64encode(data).decode()
+        _say({"id": name, "file": file, "at": at, "data": text})
 
     def _accept(self) -> None:
         """Forward connections of this host's trials to the master."""
@@ -382,7 +370,7 @@ class Agent:
                 connection.close()
                 continue
             self._num_streams += 1
-            self._line.say({"open": self._num_streams})
+            _say({"open": self._num_streams})
             self._streams.add(self._num_streams, connection)
 
 
@@ -433,16 +421,15 @@ def _remove_old(tracebacks: Path) -> None:
 
 def main() -> None:
     os.umask(0o077)
-    line = _Line()
     with io.BufferedReader(io.FileIO(0, "rb", closefd=False)) as lines:
         hello = json.loads(lines.readline().strip() or "{}")
         if "host" not in hello:  # the master has ended
             sys.exit(1)
         local.trial_umask = hello["umask"]
         try:
-            agent = Agent(hello, line)
+            agent = Agent(hello)
         except (DstrialError, OSError) as error:
-            line.say({"error": str(error)})
+            _say({"error": str(error)})
             sys.exit(1)
         signal.signal(signal.SIGTERM, agent.be_asked_to_leave)
         agent.begin()

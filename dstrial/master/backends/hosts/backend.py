@@ -24,9 +24,10 @@ from dstrial.master.backends.backend import (
     Share,
     SupervisorHandle,
 )
-from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun, new_run
+from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
 from dstrial.master.backends.local import LocalBackend, begun_checkpoints
 from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.clock import now_us
 
 SHOWN_NAME = "hosts.json"  # file of the state directory that `shown_hosts` reads
 _BEGIN_S = 8.0
@@ -109,37 +110,41 @@ class LinkedBackend(abc.ABC):
     def _new_part(
         self, run: RunRef, share: Share, link: HostLink, request: AllocationRequest | None
     ) -> RemoteRun:
-        return new_run(self._mirror(run, share), request, link.numbers_of(share.slots), _ranks_of(run, share))
+        mirror = self._mirror(run, share)
+        mirror.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return RemoteRun(mirror, request, link.numbers_of(share.slots), _ranks_of(run, share))
 
     def _mirror(self, run: RunRef, share: Share) -> Path:
         # What shows an allocation's state looks into its directory: that is the first node's.
         return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
 
-    def _parts(self, run: RunRef) -> list[tuple[Share, HostLink | None, RemoteRun | None]]:
-        """Return each share with its link and state; recover what another master has sent."""
-        found: list[tuple[Share, HostLink | None, RemoteRun | None]] = []
+    def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
+        """Return each share's link and state; recover what another master has sent."""
+        found: list[tuple[HostLink | None, RemoteRun]] = []
         for share in run.shares:
             link = self._link_to(run, share)
-            part = None if link is None else link.run(run.allocation_id)
-            if link is not None and part is None:
-                link.recover(run.allocation_id, self._new_part(run, share, link, None))
-                part = link.run(run.allocation_id)
-            found.append((share, link, part))
+            if link is None:
+                gone = NodeExit(share.node_id, 137, 9, "lost", self._why_unlinked(run, share))
+                part = RemoteRun(self._mirror(run, share), None, (), "", exit=gone)
+            else:
+                part = link.run(run.allocation_id) or link.recover(
+                    run.allocation_id, self._new_part(run, share, link, None)
+                )
+            found.append((link, part))
         return found
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
         if run.is_on_own_node:
             return self._local.find(run)
-        part = self._parts(run)[0][2]
-        return None if part is None else part.handle
+        return self._parts(run)[0][1].handle
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         if run.is_on_own_node:
             return self._local.supervisors(run)
         return {
             share.node_id: part.handle
-            for share, _, part in self._parts(run)
-            if part is not None and part.handle is not None
+            for share, (_, part) in zip(run.shares, self._parts(run), strict=True)
+            if part.handle is not None
         }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
@@ -147,32 +152,23 @@ class LinkedBackend(abc.ABC):
         if run.is_on_own_node:
             return self._local.observe(run)
         parts = self._parts(run)
-        exits: list[tuple[float, NodeExit, RemoteRun | None]] = []
-        is_failing = run.allocation_id in self._terminating
-        for share, link, part in parts:
-            if link is None:
-                gone = self._why_unlinked(run, share)
-                exits.append((0.0, NodeExit(share.node_id, 137, 9, "lost", gone), None))
-            elif part is not None and part.exit is not None:
-                exits.append((part.heard_s, part.exit, part))
-            elif len(parts) > 1 and not is_failing:
-                why = link.why_lost()
-                if why is not None:
-                    is_failing = True
-                    self._terminating[run.allocation_id] = NodeExit(share.node_id, 137, 9, "unreachable", why)
-        exits.sort(key=lambda one: one[0])
-        failed = [one for one in exits if one[1].exit_code != 0]
-        # What was ended because of another's failure is no cause, though it may be heard of first.
-        failed.sort(key=lambda one: _is_consequence(one[1], one[2]))
-        first = failed[0] if failed else None
-        if len(exits) == len(parts):
-            doom = self._terminating.get(run.allocation_id)
-            return _whole(exits, first if doom is None else (0.0, doom, None))
-        waits = first is not None and first[1].cause in ("exited", "refused")
-        if first is not None and (not waits or time.monotonic() > first[0] + _ENDS_BY_ITSELF_S):
-            is_failing = True
-        if is_failing:
-            self._terminating.setdefault(run.allocation_id, None)
+        ended = sorted((part for _, part in parts if part.exit is not None), key=lambda part: part.heard_s)
+        first = min(ended, key=_order_of_blame, default=None)
+        if first is not None and _is_right(first):
+            first = None
+        if len(ended) == len(parts):
+            return _whole(ended, first or ended[-1], self._terminating.get(run.allocation_id))
+        if len(parts) > 1 and run.allocation_id not in self._terminating:
+            for share, (link, part) in zip(run.shares, parts, strict=True):
+                if part.exit is None and link is not None and (why := link.why_lost()) is not None:
+                    exit_ = NodeExit(share.node_id, 137, 9, "unreachable", why)
+                    self._terminating.setdefault(run.allocation_id, exit_)
+        if first is not None:
+            # The others' ranks notice it, and say so.
+            waits = first.exit is not None and first.exit.cause in ("exited", "refused")
+            if not waits or time.monotonic() > first.heard_s + _ENDS_BY_ITSELF_S:
+                self._terminating.setdefault(run.allocation_id, None)
+        if run.allocation_id in self._terminating:
             self.kill(run)
         return None
 
@@ -182,17 +178,9 @@ class LinkedBackend(abc.ABC):
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         if run.is_on_own_node:
             return self._local.outputs(run)
-        parts = self._parts(run)
-
-        def order(one: tuple[Share, HostLink | None, RemoteRun | None]) -> tuple[bool, bool, float]:
-            part = one[2]
-            if part is None or part.exit is None or part.exit.exit_code == 0:
-                return True, True, 0.0
-            return False, _is_consequence(part.exit, part), part.heard_s
-
-        return tuple(
-            Output(share.node_id, self._mirror(run, share)) for share, _, _ in sorted(parts, key=order)
-        )
+        pairs = zip(run.shares, self._parts(run), strict=True)
+        ordered = sorted(pairs, key=lambda pair: _order_of_blame(pair[1][1]))
+        return tuple(Output(share.node_id, self._mirror(run, share)) for share, _ in ordered)
 
     def notes(self, run: RunRef) -> Sequence[Note]:
         links = [self._link_to(run, share) for share in run.shares]
@@ -207,7 +195,7 @@ class LinkedBackend(abc.ABC):
         if run.is_on_own_node:
             self._local.ask_to_stop(run)
             return
-        for _, link, _ in self._parts(run):
+        for link, _ in self._parts(run):
             if link is not None:
                 link.stop(run.allocation_id)
 
@@ -215,7 +203,7 @@ class LinkedBackend(abc.ABC):
         if run.is_on_own_node:
             self._local.kill(run, leaves_record=leaves_record)
             return
-        for _, link, _ in self._parts(run):
+        for link, _ in self._parts(run):
             if link is not None:
                 link.kill(run.allocation_id, leaves_record=leaves_record)
 
@@ -281,9 +269,17 @@ class HostsBackend(OwnNodes, LinkedBackend):
         self._local.close()
 
 
-def _is_consequence(exit_: NodeExit, part: RemoteRun | None) -> bool:
-    """Return whether a part failed because another had; it may be heard of first."""
-    return exit_.cause == "preempted" or (part is not None and part.is_consequence)
+def _is_right(part: RemoteRun) -> bool:
+    return part.exit is None or part.exit.exit_code == 0
+
+
+def _order_of_blame(part: RemoteRun) -> tuple[bool, bool, float]:
+    """Order parts by who failed first.
+
+    What was ended because of another's failure is no cause, though it may be heard of first.
+    """
+    is_preempted = part.exit is not None and part.exit.cause == "preempted"
+    return _is_right(part), part.is_consequence or is_preempted, part.heard_s
 
 
 def _ranks_of(run: RunRef, share: Share) -> str:
@@ -293,18 +289,18 @@ def _ranks_of(run: RunRef, share: Share) -> str:
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
-def _whole(
-    exits: Sequence[tuple[float, NodeExit, RemoteRun | None]],
-    first: tuple[float, NodeExit, RemoteRun | None] | None,
-) -> AllocationExit:
-    """Return the exit of an allocation whose parts have ended, by the first failure."""
-    _, exit_, part = first if first is not None else exits[-1]
-    was_lost = exit_.cause in ("lost", "unreachable")
+def _whole(ended: Sequence[RemoteRun], cause: RemoteRun, terminating: NodeExit | None) -> AllocationExit:
+    """Return the exit of an allocation whose parts have ended, by the part that caused it.
+
+    ``terminating`` is a node's failure that the part there could not tell.
+    """
+    exits = [part.exit for part in ended if part.exit is not None]
+    exit_ = terminating or cause.exit or exits[-1]
     return AllocationExit(
         exit_code=exit_.exit_code,
         signal=exit_.signal,
-        time_us=part.time_us if part is not None and part.time_us else time.time_ns() // 1000,
+        time_us=cause.time_us if terminating is None and cause.time_us else now_us(),
         explanation=exit_.text,
-        was_lost=was_lost,
-        nodes=tuple(one for _, one, _ in exits),
+        was_lost=exit_.cause in ("lost", "unreachable"),
+        nodes=tuple(exits),
     )

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.file_writes import replace_file
-from dstrial.hosts import remote
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.preflight import fact_problems, facts_of
+from dstrial.hosts.preflight import fact_problems, facts_of, own_versions
 from dstrial.hosts.transport import (
     BEAT_S,
     CONNECT_S,
@@ -89,6 +88,7 @@ class RemoteRun:
     Attributes:
         mirror: local copy of the host's directory.
         request: what the host has not confirmed; None once it has, or if another master has sent it.
+        is_sent: whether the host may have received it.
         slots: numbers of its slots on the host.
         ranks: for people, as ``ranks 2 to 3``.
         is_consequence: whether a rank elsewhere failed first.
@@ -106,6 +106,7 @@ class RemoteRun:
     heard_s: float = 0.0
     is_stopping: bool = False
     kill: bool | None = None
+    is_sent: bool = False
     notes: list[Note] = dataclasses.field(default_factory=list)
 
 
@@ -175,14 +176,14 @@ class HostLink:
         with self._lock:
             connection = self._connection
             is_up = self._is_up
+            self._is_given_back = self._is_given_back or for_good
         if for_good and is_up and connection is not None:
-            self._is_given_back = True
             self._send({"do": "leave"})
-            give_up_at_s = time.monotonic() + _LEAVE_S
-            while not connection.has_ended and time.monotonic() < give_up_at_s:
-                time.sleep(_LEAVE_S / 40)
+            connection.wait(_LEAVE_S)
         self._is_closing.set()
         if connection is not None:
+            if self._is_given_back:
+                connection.abandon()
             connection.close()
         if self._thread.is_alive():
             self._thread.join(CONNECT_S)
@@ -205,9 +206,9 @@ class HostLink:
             self._runs[name] = run
             self._submit(name, run)
 
-    def recover(self, name: str, run: RemoteRun) -> None:
+    def recover(self, name: str, run: RemoteRun) -> RemoteRun:
         with self._lock:
-            self._runs.setdefault(name, run)
+            return dataclasses.replace(self._runs.setdefault(name, run))
 
     def run(self, name: str) -> RemoteRun | None:
         """Return a copy of an allocation's state there; None if unknown."""
@@ -246,7 +247,7 @@ class HostLink:
             if run is None or run.exit is not None:
                 return
             run.kill = leaves_record
-            if run.request is not None and not self._is_up:
+            if run.request is not None and not run.is_sent:
                 self._ended(run, NodeExit(self.node_id, _KILLED, 9, "preempted"))
             self._send({"do": "kill", "id": name, "leaves_record": leaves_record})
 
@@ -286,19 +287,23 @@ class HostLink:
 
     def _lose_if_late(self, run: RemoteRun) -> None:
         """Count a run on a host that is down as lost once its lease has ended it there."""
-        is_over = self._why_down is not None and time.monotonic() > self._lease_ends_s + _MARGIN_S
-        if run.exit is None and is_over:
+        # A connection that is not up yet may have renewed the lease.
+        newest_s = self._connection.lease_ends_s if self._connection is not None else None
+        ends_s = max(self._lease_ends_s, newest_s or 0.0)
+        if run.exit is None and self._why_down is not None and time.monotonic() > ends_s + _MARGIN_S:
             why = f"{self.host.name} is {self._why_down}"
             self._ended(run, NodeExit(self.node_id, _KILLED, 9, "unreachable", why))
 
     def _ended(self, run: RemoteRun, exit_: NodeExit) -> None:
-        run.exit = exit_
-        run.time_us = run.time_us or now_us()
-        run.heard_s = time.monotonic()
+        with self._lock:
+            run.exit = exit_
+            run.time_us = run.time_us or now_us()
+            run.heard_s = time.monotonic()
         self._tell()
 
     def _submit(self, name: str, run: RemoteRun) -> None:
         if run.request is not None:
+            run.is_sent = run.is_sent or self._is_up
             message = {"do": "submit", "id": name, "slots": list(run.slots), "request": run.request.to_json()}
             self._send(message, run.request.model_definition)
 
@@ -353,8 +358,9 @@ class HostLink:
         finally:
             with self._lock:
                 self._is_up = False
-            # Only the end of this process is one of the master.
-            if not self._is_closing.is_set() or time.monotonic() > connection.heard_s + SILENT_S:
+            # A goodbye is for what runs there and is to go on without a master.
+            is_silent = time.monotonic() > connection.heard_s + SILENT_S
+            if is_silent or self._is_given_back or not self._is_closing.is_set():
                 connection.abandon()
             connection.close()
             # Not before: until then heartbeats are answered.
@@ -363,18 +369,16 @@ class HostLink:
 
     def _become_agent(self, connection: HostConnection) -> str | None:
         """Check the host and start the agent; return what is wrong with the host."""
+        answer = None
         try:
             answer = connection.next(self._settings.transport.connect_s + 1)
         except TimeoutError:
-            refusal = connection.refusal()
             self._was_silent = True
-            return f"{visible_line(refusal.got)}. {refusal.fix}"
         if answer is None:
             refusal = connection.refusal()
             return f"{visible_line(refusal.got)}. {refusal.fix}"
-        facts = facts_of(connection, answer)
-        here = {name: remote.version_of(name) for name in remote.PACKAGES}
-        problems = fact_problems([self.host], [facts], here, environ=os.environ, interface=None)
+        facts = facts_of(answer)
+        problems = fact_problems([self.host], [facts], own_versions(), environ=os.environ, interface=None)
         if problems:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
         settings, home = self._settings, facts.environment.get("HOME", "/")
@@ -475,79 +479,39 @@ class HostLink:
             self._streams.take(frame)
         elif "open" in frame:
             self._open_stream(int(frame["open"]))
-        elif "log" in frame:
-            self._take_log(frame)
-        elif "shown" in frame:
-            self._take_shown(frame)
-        elif "started" in frame:
-            self._take_start(frame)
-        elif "refused" in frame:
-            with self._lock:
-                run = self._runs.get(frame["refused"])
-                if run is not None:
-                    text = f"could not be started on {self.host.name}: {frame['text']}"
-                    self._ended(run, NodeExit(self.node_id, 1, None, "refused", text))
-        elif "exit" in frame:
-            self._take_exit(frame)
         elif "leaving" in frame:
             self._leaves = visible_line(str(frame["leaving"]))
             self._tell()
-
-    def _take_start(self, frame: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._ports = dict(frame["ports"])
-            run = self._runs.get(frame["started"])
-            if run is not None:
-                run.request = None
-                run.handle = SupervisorHandle(int(frame["pid"]), str(frame["start_time"]))
-        self._tell()
-
-    def _take_log(self, frame: Mapping[str, Any]) -> None:
-        """Append new bytes of a log to the mirror, at their offset."""
-        with self._lock:
-            run = self._runs.get(frame["log"])
-        if run is None:
-            return
-        if "gone" in frame:
-            (run.mirror / _plain(frame["gone"])).unlink(missing_ok=True)
-            return
-        path = run.mirror / _plain(frame["part"])
-        data = base64.b64decode(frame["data"])
-        size = path.stat().st_size if path.exists() else 0
-        skipped = size - int(frame["at"])
-        if skipped >= 0:
-            with path.open("ab") as file:
-                file.write(data[skipped:])
-
-    def _take_shown(self, frame: Mapping[str, Any]) -> None:
-        with self._lock:
-            run = self._runs.get(frame["shown"])
-        if run is None:
-            return
-        path = run.mirror / _plain(frame["file"])
-        if frame["text"]:
-            replace_file(path, frame["text"], sync=False, is_private=True)
         else:
-            path.unlink(missing_ok=True)
+            with self._lock:
+                run = self._runs.get(frame["id"])
+                self._ports = dict(frame.get("ports", self._ports))
+            if run is None:
+                return
+            if "file" in frame:
+                _take_file(run.mirror, frame)
+            elif "exit_code" in frame:
+                self._take_exit(run, frame)
+            elif "refused" in frame:
+                text = f"could not be started on {self.host.name}: {frame['refused']}"
+                self._ended(run, NodeExit(self.node_id, 1, None, "refused", text))
+            else:
+                with self._lock:
+                    run.request = None
+                    run.handle = SupervisorHandle(int(frame["pid"]), str(frame["start_time"]))
+                self._tell()
 
-    def _take_exit(self, frame: Mapping[str, Any]) -> None:
-        with self._lock:
-            run = self._runs.get(frame["exit"])
-        if run is None:
-            return
+    def _take_exit(self, run: RemoteRun, frame: Mapping[str, Any]) -> None:
         saving = run.mirror / SAVING_DIRECTORY
         for uuid in frame["begun"]:
             saving.mkdir(mode=0o700, exist_ok=True)
             (saving / _plain(uuid)).touch()
-        code, number = int(frame["exit_code"]), frame["signal"]
-        cause: Cause = "exited" if run.kill is None else "preempted"
-        if frame["was_lost"]:
-            cause = "lost"
+        cause: Cause = "lost" if frame["was_lost"] else "exited" if run.kill is None else "preempted"
+        text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
         with self._lock:
             run.is_consequence = bool(frame["is_consequence"])
             run.time_us = int(frame["time_us"])
-            text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
-            self._ended(run, NodeExit(self.node_id, code, number, cause, text))
+        self._ended(run, NodeExit(self.node_id, int(frame["exit_code"]), frame["signal"], cause, text))
 
     def _note_all(self, what: str) -> None:
         logger.warning("%s %s", self.host.name, what)
@@ -571,12 +535,20 @@ class HostLink:
         self._streams.add(number, connection)
 
 
-def new_run(
-    directory: Path, request: AllocationRequest | None, slots: tuple[int, ...], ranks: str
-) -> RemoteRun:
-    """Return an allocation's part on a host, and make its mirror directory."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return RemoteRun(directory, request, slots, ranks)
+def _take_file(mirror: Path, frame: Mapping[str, Any]) -> None:
+    """Write a file of the host's into the mirror: whole, or from an offset on."""
+    path, at = mirror / _plain(frame["file"]), frame["at"]
+    if frame["data"] is None:
+        path.unlink(missing_ok=True)
+        return
+    data = base64.b64decode(frame["data"])
+    if at is None:
+        replace_file(path, data, sync=False, is_private=True)
+        return
+    skipped = (path.stat().st_size if path.exists() else 0) - int(at)
+    if skipped >= 0:
+        with path.open("ab") as file:
+            file.write(data[skipped:])
 
 
 def _sizes(mirror: Path) -> dict[str, int]:
