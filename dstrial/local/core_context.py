@@ -86,7 +86,7 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
 
     def _close(self) -> None:
         super()._close()
-        collector, self._collector = self._collector, None
+        collector: Any = self._collector
         if collector is not None:
             collector.join(_LAST_REPORT_S)
             self._sink.close()

@@ -200,7 +200,7 @@ class PendingReports:
         self._num_posted = 0
         if type(train) is not core.TrainContext and not isinstance(train, MirroredTrainContext):
             return
-        shipper = getattr(getattr(train, "_metrics", None), "_shipper", None)
+        shipper: Any = getattr(getattr(train, "_metrics", None), "_shipper", None)
         if not hasattr(shipper, "_queue") or not hasattr(shipper, "_post_metrics"):
             raise DstrialError(
                 f"the metrics client of determined {determined.__version__} is unknown; expected that of 0.38.1, whose reports a "
