@@ -23,8 +23,7 @@ import warm_start
 from hypothesis import HealthCheck, settings
 
 import dstrial
-from dstrial.engine.dryrun import process as dry_runs
-from dstrial.fork_server.client import OwnForkServer
+from dstrial.fork_server import client
 from dstrial.master.store import users
 from dstrial.testing import master, ranks
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -81,7 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_note_what_breaks_the_tier)
     # Forks, no new Pythons.
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)
-    vars(dry_runs)["_SERVER"] = warm_start.ServerOfDryRuns(vars(dry_runs)["_SERVER"])
+    vars(client)["subprocess"] = types.SimpleNamespace(
+        Popen=warm_start.Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
     vars(master)["subprocess"] = types.SimpleNamespace(run=warm_start.run_command, DEVNULL=subprocess.DEVNULL)
     vars(users)["_COST"] = 2**4  # of passwords of stores in this process; programs hash at full cost
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -278,7 +279,6 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     # One of each per process, for its whole life.
-    own = warm_start.servers | OwnForkServer.pids
-    if b"multiprocessing.resource_tracker" in command or pid in own:
+    if b"multiprocessing.resource_tracker" in command or pid in warm_start.servers:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"

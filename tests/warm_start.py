@@ -1,7 +1,7 @@
 """Start programs as forks of a process that has imported torch, DeepSpeed and dstrial.
 
-A new process imports them for 2 to 4 s of CPU time, a fork for none. ``run`` and ``Popen`` stand for those of ``subprocess``.
-Masters that tests start use the same process, by a variable of theirs, and so do launchers for their ranks.
+A new process imports them for 2 to 4 s of CPU time, a fork for none. ``run`` and ``Popen`` stand for those of ``subprocess``. Run
+as a program this file is that process: a fork server whose forks start their own masters, launchers and fork servers as forks.
 
 ``TEST_FORKS=0`` has every program start as a new process. Not for tests of how processes are started.
 """
@@ -9,24 +9,25 @@ Masters that tests start use the same process, by a variable of theirs, and so d
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
+import inspect
 import os
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import dstrial
 from dstrial.determined_imports import SITE
-from dstrial.fork_server.client import SHARED_VARIABLE, WITH_COPIES, ForkedPopen, ForkServer, OwnForkServer
-from dstrial.fork_server.key import PATH_VARIABLE, import_places, is_free
-from dstrial.master.backends.fork_servers import IMPORTS
+from dstrial.fork_server import client, fork, server
+from dstrial.fork_server.client import ForkRefusedError, ForkServer
+from dstrial.fork_server.fork import Program
+from dstrial.fork_server.key import PATH_VARIABLE, differing, import_places
 
 IMPORTED_AHEAD = (
-    *IMPORTS,
+    "dstrial.launch.imported_ahead",
     "zmq",  # of several ranks under Determined's names
     "sklearn.datasets",
     "torch.utils.tensorboard",  # chief's
@@ -68,81 +69,103 @@ SWITCH = "TEST_FORKS"
 # Python and the libraries read these when they start: a program with others is a new process.
 _READ_AT_START = ("PYTHON", "LD_", "DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCHDYNAMO_", "TORCH_LOGS")
 _VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
-# A fork does for the second what Python does at its start, but that ``signal.getsignal`` knows nothing of it.
-_FREE_FOR_TESTS = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")
-# In which masters of tests, and what they run, differ.
-_FREE = (
-    "XDG_CONFIG_HOME",
-    "XDG_DATA_HOME",
-    "HOME",
-    "PATH",
-    "PYTHONUNBUFFERED",
-    # read when an operator is built
-    "TORCH_EXTENSIONS_DIR",
-    # of configs; nothing that is imported reads them
-    "FAILED_ONCE",
-    "FROM_CONFIG",
-    "HF_HUB_OFFLINE",
-    "KILL_AT",
-    "KILL_MARKER",
-    "NCCL_DEBUG",
-    # of `dstrial run`, against bars; tqdm reads its own when it is imported, so that it draws in a fork
-    "HF_DATASETS_DISABLE_PROGRESS_BARS",
-    "HF_HUB_DISABLE_PROGRESS_BARS",
-    "TQDM_DISABLE",
-)
-# What starts masters, launchers and dry runs, which are then forks of what it has been before it began.
-_COPIED = (*WITH_COPIES, "dstrial", "dstrial.cli", "dstrial.dsat", "determined.pytorch.dsat")
 _ROOT = str(Path(dstrial.__file__).parents[1])
+# How many processes that a program starts can be forks, besides those that the product forks itself.
+_NUM_SPARES = {"dstrial": 2, "dstrial.cli": 2, "dstrial.dsat": 3, "determined.pytorch.dsat": 3}
+_NUM_SPARES |= {"dstrial.master.server": 1, "dstrial.dsat.worker": 4}
 servers: set[int] = set()
-"""The process that is forked, once there is one; it ends with this process."""
+"""Fork servers of this process, which end with it."""
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the variables in which programs of tests must not differ."""
+    environments = []
+    for each in (one, other):
+        places = [place for place in import_places(each) if place not in (SITE, _ROOT)]
+        environments.append({**each, PATH_VARIABLE: os.pathsep.join(places)})
+    names = differing(*environments)
+    return [name for name in names if name.startswith(_READ_AT_START) and name != "PYTHONUNBUFFERED"]
+
+
+def _num_spares(words: Sequence[str]) -> int:
+    if words[1:2] != ["dstrial.launch"]:
+        return next((_NUM_SPARES[word] for word in words if word in _NUM_SPARES), 0)
+    return int(words[words.index("--slots") + 1]) if "--slots" in words else 2
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """A ``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork: of ``server``, or of this process's spares.
+
+    ``told`` is called with the reason where it is a new process all the same, ``known`` with its pid before it begins.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer | None,
+        args: Sequence[str],
+        *,
+        told: Callable[[str], object] = lambda _: None,
+        known: Callable[[int], object] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        self._server, self._told, self._known = server, told, known
+        super().__init__(args, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        execute = super()._execute_child  # type: ignore[misc]
+        asked = inspect.signature(execute).bind(*given).arguments
+        words = (
+            [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], (list, tuple)) else [""]
+        )
+        words = words[:1] + words[1 + (words[1:2] == ["-u"]) :]
+        # With options the interpreter itself is another one.
+        is_python = words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-"))
+        if not is_python or asked["preexec_fn"] or not (self._server or fork.spares):
+            execute(*given)
+            return
+        kept = sorted(asked["pass_fds"])
+        program = Program(
+            words[1:],
+            dict(os.environ if asked["env"] is None else asked["env"]),
+            str(Path.cwd() / os.fsdecode(asked["cwd"] or "")),
+            (0, 1, 2, *kept),
+            leads="session" if asked["start_new_session"] else "",
+            num_spares=_num_spares(words[1:]),
+        )
+        pipes = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
+        files = [*(number if file == -1 else file for number, file in enumerate(pipes)), *kept]
+        try:
+            if self._server is not None:
+                self.pid = self._server.start(program, files, known=self._known).pid
+            else:
+                self.pid = client.start_program(fork.spares.pop(0), program, files)
+        except ForkRefusedError as reason:
+            self._told(str(reason))
+            execute(*given)
+            return
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(asked[name] for name in ends))  # type: ignore[attr-defined]
+
+
+class SparePopen(ForkedPopen):
+    """``subprocess.Popen`` of forks: what starts a process of Python uses one of their spares."""
+
+    def __init__(self, args: Any, *given: Any, **options: Any) -> None:
+        options |= dict(zip(list(inspect.signature(subprocess.Popen).parameters)[1:], given, strict=False))
+        super().__init__(None, args, **options)
 
 
 class Popen(ForkedPopen):
     """``subprocess.Popen`` whose ``[sys.executable, "-m", ...]`` or ``[sys.executable, FILE, ...]`` is a fork."""
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
-        variables = os.environ if options.get("env") is None else options["env"]
-        names = {*os.environ, *variables}
-        free = {
-            *(name for name in names if is_free(name) or not name.startswith(_READ_AT_START)),
-            *_FREE_FOR_TESTS,
-        }
-        words = list(map(os.fspath, args))
-        # With options the interpreter itself is another one.
-        may_fork = words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-"))
-        server = fork_server() if may_fork and os.environ.get(SWITCH) != "0" else None
-        super().__init__(server, words, free=free, **options)
-
-
-class ServerOfDryRuns:
-    """Have dry runs that this process starts be forks, too, where they see no other files than it does.
-
-    Args:
-        own: what starts a server for them, which imports for 5 s what there is already.
-    """
-
-    def __init__(self, own: OwnForkServer) -> None:
-        self._own = own
-
-    def get(self, environment: Mapping[str, str], timeout_s: float) -> Any:
-        """Stand for the function of ``own``."""
-        places = [place for place in import_places(environment) if place != SITE]
-        if places == [_ROOT] and os.environ.get(SWITCH) != "0":
-            server = fork_server()
-            if not server.why_not(environment, {PATH_VARIABLE}):
-                return _WithRoot(server)
-        return self._own.get(environment, timeout_s)
-
-
-class _WithRoot:
-    """A server of which programs may be forks that have the repository in ``PYTHONPATH``: it has imported from there."""
-
-    def __init__(self, server: ForkServer) -> None:
-        self._server = server
-
-    def start_program(self, *given: Any, free: Collection[str] = (), **options: Any) -> int:
-        return self._server.start_program(*given, free={*free, PATH_VARIABLE}, **options)
+        variables = {**(os.environ if options.get("env") is None else options["env"])}
+        may_fork = os.environ.get(SWITCH) != "0" and variables.get(SWITCH) != "0"
+        may_fork = may_fork and os.fspath(args[0]) == sys.executable and __file__ not in args
+        super().__init__(fork_server() if may_fork else None, list(map(os.fspath, args)), **options)
+        if server.__name__ in self.args:
+            servers.add(self.pid)
 
 
 def run(
@@ -203,40 +226,40 @@ def run_command(
 
 def fork_server() -> ForkServer:
     """Return the process that is forked, once it has imported everything."""
-    server = _started()
-    while not server.is_ready(60.0):
+    started = share()
+    while not started.is_ready(60.0):
         pass
-    return server
-
-
-def share() -> None:
-    """Let masters that this process starts use the process that is forked."""
-    if os.environ.get(SWITCH) != "0":
-        _started()
-        os.environ[SHARED_VARIABLE] = str(_listener().getsockname())
+    return started
 
 
 @functools.cache
-def _listener() -> socket.socket:
-    # /tmp: the path of a socket may have 107 bytes.
-    directory = tempfile.TemporaryDirectory(prefix="test-forks-", dir="/tmp")
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(Path(directory.name) / "socket"))
-    listener.listen()
-    atexit.register(directory.cleanup)
-    return listener
-
-
-@functools.cache
-def _started() -> ForkServer:
-    server = ForkServer.start(
-        {**os.environ, **_VARIABLES},
-        IMPORTED_AHEAD,
-        log=Path(os.devnull),
-        listener=_listener(),
-        free=_FREE,
-        copied=_COPIED,
+def share() -> ForkServer:
+    """Start the process that is forked."""
+    started = ForkServer(
+        {**os.environ, **_VARIABLES}, IMPORTED_AHEAD, log=Path(os.devnull), program=[__file__]
     )
-    atexit.register(server.close)
-    servers.add(server.pid or 0)
-    return server
+    atexit.register(started.close)
+    servers.add(started.pid)
+    return started
+
+
+def _become_server() -> None:
+    """Serve; what is changed here is so in every fork."""
+    from dstrial.master.backends import fork_servers
+
+    vars(fork)["differing"] = _differing
+    # Of masters of tests scripts are forks, too: they would import the same for most of their time.
+    vars(fork_servers)["trains_trial_class"] = lambda words: "dstrial.launch" in words[:2]
+    take_on = vars(fork)["_take_on"]
+
+    def take_on_with_one_more(program: Program, *given: Any) -> None:
+        has_store = "dstrial.launch" in program.words[:2]  # a process, of ranks that are scripts
+        take_on(dataclasses.replace(program, num_spares=program.num_spares + has_store), *given)
+
+    vars(fork)["_take_on"] = take_on_with_one_more
+    vars(subprocess)["Popen"] = SparePopen
+    server.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    _become_server()

@@ -1,7 +1,8 @@
-"""New processes as forks of one that has imported what they import.
+"""Start Python programs as forks of a process that has imported torch and DeepSpeed.
 
-``key`` says which processes may share one, ``client`` starts the server and asks it, ``server`` is its process, ``fork`` makes a
-fork be what a new process would be, ``messages`` is what they say to each other.
+A server (``server``) imports and forks idle processes, *spares*. A spare that its parent sends a program (``client``) checks that
+a new process would import the same, takes on the program's state (``fork``) and runs it; otherwise it refuses, and the parent
+starts a new process. ``key`` says which environments a server serves.
 
-Only the standard library, but for what the server is told to import.
+Standard library only, but for what the server is told to import.
 """

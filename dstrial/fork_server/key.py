@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from dstrial.determined_imports import SITE
 
@@ -77,13 +77,10 @@ def import_places(environment: Mapping[str, str]) -> list[str]:
     return [place for place in environment.get(PATH_VARIABLE, "").split(os.pathsep) if place]
 
 
-def differing(
-    one: Mapping[str, str], other: Mapping[str, str], free: Collection[str] = frozenset()
-) -> list[str]:
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Return the names of key variables in which two environments differ, sorted.
 
     Names only: values may be secrets.
     """
     ours, theirs = key_of(one), key_of(other)
-    names = {*ours, *theirs}.difference(free)
-    return sorted(name for name in names if ours.get(name) != theirs.get(name))
+    return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import LaunchError, RankStalledError
@@ -51,6 +50,9 @@ from dstrial.scratch import compile_cache, scratch_directory
 logger = logging.getLogger("dstrial.launch")
 
 _POLL_S = 0.05
+_SPARES_OF_A_WORKER = (
+    4  # so many of its living ranks, one after the other, are forks; later ones import again
+)
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
@@ -291,7 +293,7 @@ class _Ranks:
         self._ranks = {local: placement.first_rank + local for local in range(placement.num_ranks)}
         self._heartbeats = work_dir / "heartbeats"
         self._beats: mmap.mmap | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | client.ForkedProcess] = []
 
     def make_heartbeats(self, *, has_other_nodes: bool) -> WatchedRanks | None:
         """Make the heartbeat file; None if that fails, and stalls are not watched for."""
@@ -333,9 +335,7 @@ class _Ranks:
                         f"{command[0]!r}. Look at the limits of this account."
                     ) from error
             self._processes.append(process)
-        if client.of_this_process is not None:
-            client.of_this_process.close()
-            client.of_this_process = None
+        client.end_spares()
         for (local_rank, rank), process in zip(self._ranks.items(), self._processes, strict=True):
             self._supervisor.watch(local_rank, rank, process.pid)
         return readable
@@ -410,21 +410,18 @@ class _Ranks:
         )
 
 
-def _popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a rank, as a fork if this process has a fork server."""
-    connection = client.of_this_process
-    if connection is None or tuple(command[:3]) != (sys.executable, "-m", "dstrial.launch.rank_main"):
-        return subprocess.Popen(command, start_new_session=True, **options)
-    # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial. If the fork is
-    # refused, the new process leads a session.
-    return client.ForkedPopen(
-        connection,
-        command,
-        told=lambda reason: logger.warning("a rank starts as a new process, not as a fork: %s", reason),
-        start_new_group=True,
-        start_new_session=True,
-        **options,
-    )
+def _popen(
+    command: Sequence[str], *, env: dict[str, str], stdout: int = 1, stderr: int = 2
+) -> subprocess.Popen[bytes] | client.ForkedProcess:
+    """Start a rank, as a fork if this process has a spare."""
+    if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
+        # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial.
+        num_spares = _SPARES_OF_A_WORKER if "dstrial.dsat.worker" in command else 0
+        program = client.Program(command[1:], env, str(Path.cwd()), leads="group", num_spares=num_spares)
+        process = client.start_from_spare(program, [0, stdout, stderr])
+        if process is not None:
+            return process
+    return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 @contextlib.contextmanager

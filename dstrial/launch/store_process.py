@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 
-from dstrial.fork_server import client
 from dstrial.ranks.sockets import rendezvous_socket
 
 _TIMEOUT = datetime.timedelta(seconds=900)
@@ -33,8 +32,7 @@ class StoreProcess:
         with rendezvous_socket(addr, port) as listener:
             self.port = int(listener.getsockname()[1])
             descriptor = listener.fileno()
-            self._process = client.ForkedPopen(
-                client.of_this_process,
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "dstrial.launch.store_process", str(descriptor), addr],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import MasterError
-from dstrial.fork_server import client
-from dstrial.fork_server.client import ForkedPopen
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
 from dstrial.master.store.views.observe import supervisors
@@ -120,9 +118,7 @@ def _launch(
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
             with state.log_path.open("ab") as log:
-                # A fork only where the command is one, as those of tests are.
-                process = ForkedPopen(
-                    client.of_this_process,
+                process = subprocess.Popen(
                     [
                         sys.executable,
                         *("-m", "dstrial.master.server", str(state.path), str(theirs)),

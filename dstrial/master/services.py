@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.file_writes import replace_file
-from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import Backend, ForkServers, ForkSettings, LocalBackend, umask_of_trials
 from dstrial.master.clock import now_us
@@ -116,7 +115,6 @@ class Services:
         fork_servers = ForkServers(
             ForkSettings(is_on=settings.warm, idle_timeout_s=settings.warm_idle_timeout),
             self.state_dir / "fork-server.log",
-            os.environ.get(SHARED_VARIABLE) or None,
         )
         local = LocalBackend(
             self.agent_id,

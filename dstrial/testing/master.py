@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
-from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.master.client import Client
 from dstrial.master.login import new_token, read_credentials
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
@@ -122,8 +121,7 @@ def master_for_test(
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name == SHARED_VARIABLE
-        or (not name.startswith(("DSTRIAL_", "DET_")) and name != "PYTEST_CURRENT_TEST")
+        if not name.startswith(("DSTRIAL_", "DET_")) and name != "PYTEST_CURRENT_TEST"
     }
     variables = {
         **kept,

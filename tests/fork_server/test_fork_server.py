@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import fcntl
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from waiting import wait_for
+from warm_start import SWITCH, ForkedPopen
 
-from dstrial.fork_server import client
-from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, ForkServer
+from dstrial.fork_server.client import ForkRefusedError, ForkServer
+from dstrial.fork_server.fork import MAX_FILES, Program
 from dstrial.process_state import read_state
 
 pytestmark = pytest.mark.process
@@ -31,13 +31,14 @@ _VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
     "PYTHONUNBUFFERED": "1",
+    SWITCH: "0",  # the servers themselves are no forks
 }
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
     """One that has imported next to nothing, and may be hurt."""
-    server = ForkServer.start(_VARIABLES, ["json"], log=tmp_path / "log")
+    server = ForkServer(_VARIABLES, ["json"], log=tmp_path / "log")
     wait_for(server.is_ready, deadline_s=_DEADLINE_S)
     yield server
     server.close()
@@ -89,21 +90,6 @@ def test_what_is_left_open_is_written_and_threads_and_exit_handlers_run(
     assert read == {"kept": "text", "raw": "bytes", "at_exit": "ran", "thread": "ended"}
 
 
-def test_the_command_line_is_seen_in_proc(server: ForkServer, tmp_path: Path) -> None:
-    script = _script(tmp_path, "import sys; sys.stdin.read()")
-    with ForkedPopen(
-        server,
-        [sys.executable, script, "word"],
-        env=_VARIABLES,
-        told=_fail,
-        stdin=subprocess.PIPE,
-    ) as process:
-        words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-        assert words[:3] == [sys.executable.encode(), script.encode(), b"word"]
-        process.communicate()
-    assert process.returncode == 0
-
-
 def test_a_directory_is_relative_to_that_of_who_asks(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +113,7 @@ def test_a_fork_has_the_files_that_it_was_to_keep_under_their_numbers(
     server: ForkServer, tmp_path: Path
 ) -> None:
     script = _script(tmp_path, WRITER)
-    pipes = [os.pipe() for _ in range(client.MAX_KEPT_FILES)]
+    pipes = [os.pipe() for _ in range(MAX_FILES - 3)]
     # Whatever numbers they had on their way, one replaces another.
     numbers = [write for _, write in pipes]
     ended = _run(server, [script, *map(str, numbers)], pass_fds=numbers)
@@ -145,8 +131,8 @@ def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no
     kept = f"import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), {number})\n"
     (tmp_path / "keeper.py").write_text(kept, encoding="utf-8")
     variables = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer.start(variables, ["keeper"], log=tmp_path / "log")
-    too_many = [os.dup(write) for _ in range(client.MAX_KEPT_FILES + 1)]
+    server = ForkServer(variables, ["keeper"], log=tmp_path / "log")
+    too_many = [os.dup(write) for _ in range(MAX_FILES - 2)]
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
         for files in ([number], too_many):
@@ -165,7 +151,7 @@ def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no
 
 def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -> None:
     variables = {**_VARIABLES, "PYTHONPATH": os.pathsep.join([str(tmp_path)] * 3)}
-    server = ForkServer.start(variables, [], log=tmp_path / "log")
+    server = ForkServer(variables, [], log=tmp_path / "log")
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
         told: list[str] = []
@@ -178,14 +164,13 @@ def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -
 
 
 def test_another_environment_is_a_new_process_and_named(server: ForkServer, tmp_path: Path) -> None:
-    script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'], os.getpgid(0) == os.getpid())")
+    script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'], os.getsid(0) == os.getpid())")
     reasons: list[str] = []
     process = ForkedPopen(
         server,
         [sys.executable, script],
         told=reasons.append,
         env={**_VARIABLES, "NEW_ONE": "there"},
-        start_new_group=True,
         start_new_session=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -199,7 +184,6 @@ def test_a_server_that_is_gone_or_stopped_is_told_and_a_new_process_does(
     server: ForkServer, tmp_path: Path, harm: signal.Signals
 ) -> None:
     script = _script(tmp_path, "print('done')")
-    assert server.pid is not None
     os.kill(server.pid, harm)
     wait_for(lambda: read_state(server.pid).letter in "TZ", deadline_s=_DEADLINE_S)
     reasons: list[str] = []
@@ -225,10 +209,10 @@ def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
         "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))\n"
     )
     env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer.start(env, ["hanging"], log=tmp_path / "log")
+    server = ForkServer(env, ["hanging"], log=tmp_path / "log")
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        server._socket.settimeout(1.0)
+        server._connection.settimeout(1.0)
         reasons: list[str] = []
         script = _script(tmp_path, "print('done')")
         process = ForkedPopen(
@@ -264,7 +248,7 @@ def test_a_module_with_a_thread_is_not_imported_ahead(tmp_path: Path) -> None:
         "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
     )
     env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer.start(env, ["with_thread"], log=tmp_path / "log")
+    server = ForkServer(env, ["with_thread"], log=tmp_path / "log")
     try:
         with pytest.raises(ForkRefusedError, match="it has 2 threads"):
             wait_for(server.is_ready, deadline_s=_DEADLINE_S)
@@ -278,7 +262,7 @@ def server_of_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkSe
     installed = tmp_path_factory.mktemp("installed")
     text = "try:\n    import absent\nexcept ImportError:\n    absent = None\n"
     (installed / "found.py").write_text(text, encoding="utf-8")
-    server = ForkServer.start({**_VARIABLES, "PYTHONPATH": str(installed)}, ["found"], log=installed / "log")
+    server = ForkServer({**_VARIABLES, "PYTHONPATH": str(installed)}, ["found"], log=installed / "log")
     wait_for(server.is_ready, deadline_s=_DEADLINE_S)
     yield server
     server.close()
@@ -327,7 +311,7 @@ def test_a_package_that_was_imported_ahead_is_run_with_what_it_has(tmp_path: Pat
     }.items():
         (package / f"{name}.py").write_text(text)
     env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer.start(env, ["taken.part", "taken.__main__"], log=tmp_path / "log")
+    server = ForkServer(env, ["taken.part", "taken.__main__"], log=tmp_path / "log")
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
         assert _run(server, ["-m", "taken"], env).stdout == "5 __main__\n"
@@ -342,7 +326,7 @@ def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
     module = tmp_path / "changing.py"
     module.write_text("value = 1\n")
     env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer.start(env, ["changing"], log=tmp_path / "log")
+    server = ForkServer(env, ["changing"], log=tmp_path / "log")
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
         assert _run(server, [_script(tmp_path, "")], env).returncode == 0
@@ -365,7 +349,7 @@ def test_a_server_ends_with_who_has_started_it(tmp_path: Path) -> None:
         tmp_path,
         "import os, sys, pathlib, time\n"
         "from dstrial.fork_server.client import ForkServer\n"
-        "server = ForkServer.start(os.environ, ['json'], log=pathlib.Path('log'))\n"
+        "server = ForkServer(os.environ, ['json'], log=pathlib.Path('log'))\n"
         "print(server.pid, flush=True)\n"
         "time.sleep(1000)\n",
     )
@@ -406,49 +390,76 @@ def test_the_last_of_hundreds_of_forks_begins_like_the_first(
     assert len(list(Path("/proc/self/fd").iterdir())) <= own_files
 
 
-def test_a_popen_without_a_server_is_a_new_process(tmp_path: Path) -> None:
-    assert client.of_this_process is None
-    began_s = time.monotonic()
-    assert _run(None, [_script(tmp_path, "")]).returncode == 0
-    assert time.monotonic() - began_s < _DEADLINE_S
+def test_server_that_has_loaded_the_cuda_driver_forks_nothing(tmp_path: Path) -> None:
+    loaded = Path("/proc/self/maps").read_text(encoding="utf-8").split()
+    shutil.copy(next(word for word in loaded if word.endswith("/libm.so.6")), tmp_path / "libcuda.so.1")
+    text = f"import ctypes\nLIBRARY = ctypes.CDLL({str(tmp_path / 'libcuda.so.1')!r})\n"
+    (tmp_path / "driver.py").write_text(text, encoding="utf-8")
+    server = ForkServer({**_VARIABLES, "PYTHONPATH": str(tmp_path)}, ["driver"], log=tmp_path / "log")
+    try:
+        with pytest.raises(ForkRefusedError, match="it has used an accelerator"):
+            wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+    finally:
+        server.close()
 
 
-SPOILT = """
-import sys, torch
-from dstrial.fork_server.fork import Origin
-torch.cuda._is_in_bad_fork = lambda: True
-for build in sys.argv[1:]:
-    torch.version.cuda = "13.0" if build == "CUDA" else None
-    print(Origin.here({}, [], ()).why_not_fork())
+PARENT = """
+import os, sys, threading
+from dstrial.fork_server import client, fork
+
+threading.Thread(target=input, daemon=True).start()  # a spare was forked before
+os.environ["OWN"] = "1"
+words = [os.path.abspath("child.py")]
+environment = {name: value for name, value in os.environ.items() if name != "OWN"} | {"RANK": "3"}
+program = client.Program(words, environment, os.getcwd(), leads="group", umask=0o27, ends_with_parent=True)
+for _ in range(2):
+    child = client.start_from_spare(program, [0, 1, 2])
+    print(child and (child.wait(), os.getpid()), flush=True)
+"""
+CHILD = """
+import os, sys, threading
+flags = [threading.active_count(), os.umask(0), os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid()]
+print(os.getppid(), os.environ.get("RANK"), os.environ.get("OWN"), flags, flush=True)
+sys.exit(5)
 """
 
 
-@pytest.mark.parametrize(
-    ("has_driver", "reasons"),
-    [
-        (False, {"CUDA": "", "ROCm": "it has used an accelerator"}),
-        (True, {"CUDA": "it has used an accelerator"}),
-    ],
-    ids=["no driver", "a driver"],
-)
-def test_a_fork_is_spoilt_where_torch_has_asked_for_devices_and_there_may_be_some(
-    tmp_path: Path, has_driver: bool, reasons: dict[str, str]
-) -> None:
-    """Torch from PyPI asks CUDA itself when it is imported where there is no driver, and takes each fork for spoilt then."""
-    if has_driver:
-        loaded = Path("/proc/self/maps").read_text(encoding="utf-8").split()
-        any_library = next(word for word in loaded if word.endswith("/libm.so.6"))
-        (tmp_path / "libcuda.so.1").symlink_to(any_library)
-    elif ctypes.util.find_library("cuda"):
-        pytest.skip("this machine has a driver")
-    places = [str(tmp_path), *filter(None, [_VARIABLES.get("LD_LIBRARY_PATH")])]
-    variables = {**_VARIABLES, "LD_LIBRARY_PATH": os.pathsep.join(places)}
-    ended = subprocess.run(
-        [sys.executable, "-c", SPOILT, *reasons],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_DEADLINE_S,
-    )
-    assert (ended.returncode, ended.stdout.splitlines()) == (0, list(reasons.values())), ended.stderr
+def test_spare_of_a_fork_is_its_child_and_as_new(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
+    files = [os.open(os.devnull, os.O_RDONLY), os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 2]
+    program = Program([_script(tmp_path, PARENT)], _VARIABLES, str(tmp_path), num_spares=1)
+    process = server.start(program, files)
+    for file in files[:2]:
+        os.close(file)
+
+    assert process.wait(_DEADLINE_S) == 0
+
+    child, parent, last = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert child == f"{process.pid} 3 None [1, {0o27}, True, False]"
+    assert parent == f"(5, {process.pid})"
+    assert last == "None", "it has had one spare only"
+
+
+def test_spares_end_with_the_process_that_they_belong_to(server: ForkServer, tmp_path: Path) -> None:
+    script = _script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
+    read, write = os.pipe()
+    null = os.open(os.devnull, os.O_RDONLY)
+    process = server.start(Program([script], _VARIABLES, str(tmp_path), num_spares=2), [null, write, 2])
+    os.close(write)
+    os.close(null)
+    with open(read, encoding="ascii", closefd=False) as printed:
+        assert printed.readline() == f"{process.pid}\n"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    assert len(children) == 2
+
+    process.kill()
+
+    assert process.wait(_DEADLINE_S) == -signal.SIGKILL
+    assert os.read(read, 100) == b"", "a spare keeps what its parent prints to open"
+    os.close(read)
+    wait_for(lambda: not any(map(_runs, map(int, children))), deadline_s=_DEADLINE_S)
+
+
+def _runs(pid: int) -> bool:
+    state = read_state(pid)
+    return state is not None and not state.has_ended

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import warm_start
 from started_as import started_as
-from waiting import wait_for
 
-from dstrial.fork_server.client import ForkServer
 from dstrial.testing.master import MasterForTest
 from dstrial.testing.ranks import run_function, run_script
 
@@ -45,25 +42,3 @@ def test_a_trial_of_a_master_is_a_fork(tmp_path: Path, shared_master: MasterForT
     (tmp_path / "exp.yaml").write_text(config, encoding="utf-8")
     ended = shared_master.det("experiment", "create", "exp.yaml", ".", "--follow", cwd=tmp_path)
     assert f"|| {EXPECTED}\n" in ended.stdout, ended.stdout + ended.stderr
-
-
-def test_a_program_that_has_what_was_imported_ahead_has_set_is_a_fork_of_a_shared_server(
-    tmp_path: Path,
-) -> None:
-    """As scikit-learn sets variables, which a master that is a fork has, and so have its trials."""
-    path = str(tmp_path / "socket")
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    (tmp_path / "setter.py").write_text("import os; os.environ['SET_BY_AN_IMPORT'] = '1'", encoding="utf-8")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        server = ForkServer.start(variables, ["setter"], log=tmp_path / "log", listener=listener)
-        try:
-            wait_for(server.is_ready, deadline_s=60.0)
-            ours = ForkServer.connect(path)
-            assert not ours.why_not(variables)
-            assert not ours.why_not({**variables, "SET_BY_AN_IMPORT": "1"})
-            assert "SET_BY_AN_IMPORT" in ours.why_not({**variables, "SET_BY_AN_IMPORT": "2"})
-            ours.close()
-        finally:
-            server.close()

@@ -69,10 +69,6 @@ def test_the_directory_of_our_sitecustomize_is_no_difference() -> None:
     assert "PYTHONPATH" not in key_of({**_ENVIRONMENT, "PYTHONPATH": SITE})
 
 
-def test_more_names_can_be_free() -> None:
-    assert differing(_ENVIRONMENT, {**_ENVIRONMENT, "HOME": "/tmp"}, {"HOME"}) == []
-
-
 READ = """
 import json, os
 READ = set()

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import warm_start
+from warm_start import SWITCH, ForkedPopen
 
-from dstrial.fork_server.client import ForkedPopen, ForkServer
+from dstrial.fork_server.client import ForkServer
 from dstrial.master.backends.fork_servers import IMPORTS
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -72,7 +73,6 @@ print(json.dumps({
     "temporary": tempfile.gettempdir(),
     "faulthandler": faulthandler.is_enabled(),
     "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
-    "cmdline": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
     "children": open(f"/proc/self/task/{os.getpid()}/children").read(),
     "hook": sys.excepthook is sys.__excepthook__,
 }))
@@ -110,17 +110,17 @@ ENDS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    server = ForkServer.start(variables(), IMPORTS, log=log)
-    warm_start.servers.add(server.pid or 0)
+    server = ForkServer(variables(), IMPORTS, log=log)
+    warm_start.servers.add(server.pid)
     assert server.is_ready(DEADLINE_S), log.read_text()
     yield server
     server.close()
-    warm_start.servers.discard(server.pid or 0)
+    warm_start.servers.discard(server.pid)
 
 
 def variables(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", SWITCH: "0", **more}
 
 
 def outcome(server: ForkServer | None, words: list[str], directory: Path, **options: Any) -> tuple[Any, ...]:

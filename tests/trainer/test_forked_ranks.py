@@ -1,7 +1,6 @@
 """Ranks that are forks train what ranks that are new processes train, to the last bit."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,7 +9,6 @@ import torch
 import warm_start
 from small_runs import deepspeed_config, experiment, train
 
-from dstrial.fork_server.client import ForkedPopen
 from dstrial.harness_paths import WARM_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -45,12 +43,10 @@ def fork_of(server):
     def run(arguments, *, env, cwd, timeout):
         command = [sys.executable, "-m", *arguments]
         reasons = []
-        with ForkedPopen(
+        with warm_start.ForkedPopen(
             server,
             command,
             told=reasons.append,
-            # Of the tests' own; nothing that is imported reads them.
-            free={name for name in {*os.environ, *env} if name not in VARIABLES},
             env={**env, **VARIABLES},
             cwd=cwd,
             stdout=subprocess.PIPE,

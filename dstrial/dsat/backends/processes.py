@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
-from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, OwnForkServer, trains_trial_class
+from dstrial.fork_server.client import ForkedProcess, ForkRefusedError, OwnForkServer, trains_trial_class
+from dstrial.fork_server.fork import Program
 from dstrial.process_state import parse_stat, read_state
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,9 @@ class LauncherProcess:
     pid: int
     start_ticks: int  # since boot, which tells it from another process of that id
     started_s: float
-    process: subprocess.Popen[bytes] | None = None  # None if another process of this search started it
+    process: subprocess.Popen[bytes] | ForkedProcess | None = (
+        None  # None if another process of this search started it
+    )
 
     @property
     def exit_code(self) -> int | None:
@@ -78,38 +80,39 @@ def launch(
         room.write_bytes(b"\0" * _ROOM_BYTES)
     finally:
         room.unlink(missing_ok=True)
-    with (directory / "output.log").open("wb") as output:
-        options: dict[str, Any] = {
-            "cwd": cwd,
-            "env": dict(variables),
-            "stdin": subprocess.DEVNULL,
-            "stdout": output,
-            "stderr": subprocess.STDOUT,
-            "start_new_session": True,
-        }
-        stat_path = directory / _STAT_NAME
-        process = _forked(words, stat_path, options) or subprocess.Popen(
-            ["/bin/sh", "-c", _WRITE_STAT, str(stat_path), *words], **options
+    stat_path = directory / _STAT_NAME
+    with open(os.devnull, "rb") as null, (directory / "output.log").open("wb") as output:  # noqa: PTH123
+        files = [null.fileno(), output.fileno(), output.fileno()]
+        process = _forked(words, stat_path, cwd, variables, files) or subprocess.Popen(
+            ["/bin/sh", "-c", _WRITE_STAT, str(stat_path), *words],
+            cwd=cwd,
+            env=dict(variables),
+            stdin=null,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     state = read_state(process.pid)
     return LauncherProcess(process.pid, 0 if state is None else state.start_ticks, time.time(), process)
 
 
-def _forked(words: Sequence[str], stat_path: Path, options: dict[str, Any]) -> subprocess.Popen[bytes] | None:
+def _forked(
+    words: Sequence[str], stat_path: Path, cwd: Path, variables: Mapping[str, str], files: Sequence[int]
+) -> ForkedProcess | None:
     """Start a launcher and its ranks as forks; None where only a new process will do."""
     may_fork = words[0] == sys.executable and trains_trial_class(words[1:])
-    server = _SERVER.get(options["env"], _IMPORT_TIMEOUT_S) if may_fork else None
+    server = _SERVER.get(variables, _IMPORT_TIMEOUT_S) if may_fork else None
     if server is None:
         return None
+    num_ranks = int(words[words.index("--slots") + 1]) if "--slots" in words else 1
+    directory = str(Path.cwd() / cwd)
+    program = Program(words[1:], variables, directory, leads="session", num_spares=num_ranks)
 
     def note(pid: int) -> None:
         stat_path.write_bytes(Path(f"/proc/{pid}/stat").read_bytes())
 
-    def refuse(reason: str) -> NoReturn:
-        raise ForkRefusedError(reason)
-
     try:
-        return ForkedPopen(server, words, told=refuse, known=note, **options)
+        return server.start(program, files, known=note)
     except ForkRefusedError as reason:
         logger.info("a launcher starts as a new process, not as a fork: %s", reason)
         return None

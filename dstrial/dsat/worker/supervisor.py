@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dstrial.dsat.worker.rpc import Connection, ready
 from dstrial.fork_server import client
-from dstrial.fork_server.client import ForkedPopen
 from dstrial.ranks.job_secret import STORE_VARIABLE, store_variable_of_generation
 
 logger = logging.getLogger(__name__)
@@ -29,18 +29,15 @@ class _Rank:
         self.generation = generation
         self._unread = b""
         self._answers, writer = os.pipe()
+        orders, self._orders = os.pipe()
+        command = [sys.executable, "-m", _RANK_MODULE, "--answers", str(writer), *words]
+        program = client.Program(command[1:], variables, str(Path.cwd()), numbers=(0, 1, 2, writer))
         try:
-            self.process = ForkedPopen(
-                client.of_this_process,
-                [sys.executable, "-m", _RANK_MODULE, "--answers", str(writer), *words],
-                stdin=subprocess.PIPE,
-                env=dict(variables),
-                pass_fds=(writer,),
-                told=lambda reason: logger.warning(
-                    "a living rank starts as a new process, not as a fork: %s", reason
-                ),
+            self.process = client.start_from_spare(program, [orders, 1, 2, writer]) or subprocess.Popen(
+                command, stdin=orders, env=dict(variables), pass_fds=(writer,)
             )
         finally:
+            os.close(orders)
             os.close(writer)
 
     def fileno(self) -> int:
@@ -48,10 +45,8 @@ class _Rank:
 
     def order(self, message: Mapping[str, Any]) -> None:
         """Send a task; a dead rank is noticed by its closed pipe."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
+        with contextlib.suppress(OSError), os.fdopen(self._orders, "wb", closefd=False) as file:
+            file.write(json.dumps(message).encode() + b"\n")
 
     def answers(self) -> list[dict[str, Any]] | None:
         """Return its results so far; None if it has ended."""
@@ -66,9 +61,7 @@ class _Rank:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         status = self.process.wait()
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
+        os.close(self._orders)
         os.close(self._answers)
         return status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,8 @@ from pathlib import Path
 from dstrial import determined_imports
 from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
 from dstrial.errors import DstrialError
-from dstrial.fork_server.client import ForkedPopen, OwnForkServer
+from dstrial.fork_server.client import ForkedProcess, ForkRefusedError, OwnForkServer
+from dstrial.fork_server.fork import Program
 from dstrial.scratch import scratch_directory
 
 _SHOWN_CHARACTERS = 4000
@@ -72,17 +74,7 @@ def dry_runs(
         command = [sys.executable, "-m", "dstrial.engine.dryrun"]
         command += ["--parallel", str(num_parallel)] if num_parallel else []
         with log.open("wb") as output:
-            environment = _environment()
-            process = ForkedPopen(
-                _SERVER.get(environment, min(deadline_s, _IMPORT_TIMEOUT_S)),
-                [*command, *pairs],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**environment, PARENT_VARIABLE: str(os.getpid())},
-                cwd=requests[0].module_paths[0] if requests[0].module_paths else None,
-                start_new_session=True,
-            )
+            process = _start([*command, *pairs], requests[0].module_paths, output.fileno(), deadline_s)
             is_late = False
             try:
                 process.wait(deadline_s)
@@ -94,6 +86,29 @@ def dry_runs(
                     process.wait()
         said = _tail(log)
         return [_answer(Path(path), is_late, deadline_s, process.returncode, said) for path in pairs[1::2]]
+
+
+def _start(
+    command: Sequence[str], module_paths: Sequence[str], output: int, deadline_s: float
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    environment = _environment()
+    server = _SERVER.get(environment, min(deadline_s, _IMPORT_TIMEOUT_S))
+    environment[PARENT_VARIABLE] = str(os.getpid())
+    directory = str(Path.cwd() / (module_paths[0] if module_paths else ""))
+    with open(os.devnull, "rb") as null:  # noqa: PTH123
+        if server is not None:
+            with contextlib.suppress(ForkRefusedError):
+                program = Program(command[1:], environment, directory, leads="session")
+                return server.start(program, [null.fileno(), output, output])
+        return subprocess.Popen(
+            command,
+            stdin=null,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            cwd=directory,
+            start_new_session=True,
+        )
 
 
 def _answer(

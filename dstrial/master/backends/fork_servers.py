@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.file_writes import replace_file
-from dstrial.fork_server.client import SHARED_VARIABLE, ForkRefusedError, ForkServer, trains_trial_class
+from dstrial.fork_server.client import ForkRefusedError, ForkServer, start_program, trains_trial_class
 from dstrial.fork_server.fork import Program
-from dstrial.fork_server.key import differing
+from dstrial.fork_server.server import ORPHAN
 from dstrial.master.backends import supervisor
 from dstrial.process_state import read_state
 
 logger = logging.getLogger(__name__)
 
-IMPORTS = ("dstrial.launch.imported_ahead",)
-"""Modules that every fork server imports."""
+IMPORTS = ("dstrial.launch.imported_ahead",)  # what a rank that is a new process imports first, too
 SHOWN_NAME = "fork-servers.json"  # file beside the log that `shown_servers` reads
 MAX_SERVERS = 2
 START_TIMEOUT_S = 120.0  # for all imports of a fork server
@@ -49,12 +48,11 @@ class ShownServer:
     """A fork server in ``dstrial status``.
 
     Attributes:
-        pid: None for one of another process.
         state: ``importing`` or ``ready``.
         num_forks: number of trials that it has started.
     """
 
-    pid: int | None
+    pid: int
     python: str
     state: str
     num_forks: int
@@ -68,9 +66,7 @@ def forkable_words(command: Sequence[str], environment: Mapping[str, str], pytho
     words = list(command)
     if len(words) == 3 and words[:2] == ["sh", "-c"] and not _SHELL_CHARACTERS & set(words[2]):
         words = shlex.split(words[2])
-    # Tests share a server, of which scripts are forks as well: they would import the same for most of their time.
-    is_launcher = words[1:2] == ["-m"] and words[2:3] in (["dstrial.launch"], ["determined.launch.deepspeed"])
-    if not (trains_trial_class(words[1:]) or (is_launcher and os.environ.get(SHARED_VARIABLE))):
+    if not trains_trial_class(words[1:]):
         return None
     program = shutil.which(words[0], path=environment.get("PATH"))
     if program is None or Path(program).parent != Path(python).parent:
@@ -89,19 +85,15 @@ class _Running:
 
 
 class ForkServers:
-    """The fork servers of a master, for its scheduler's thread.
+    """The fork servers of a master, for its scheduler's thread."""
 
-    ``shared`` is the socket of a server that another process has started; None for own servers.
-    """
-
-    def __init__(self, settings: ForkSettings, log: Path, shared: str | None = None) -> None:
-        self._shared = shared
+    def __init__(self, settings: ForkSettings, log: Path) -> None:
         self._settings = settings
         self._log = log
         self._running: list[_Running] = []
         self._shown: list[ShownServer] = []
-        # Environments, with their interpreter, of which no server is to be had.
-        self._given_up: list[tuple[str, dict[str, str]]] = []
+        # Servers, by interpreter, that could not import.
+        self._given_up: list[tuple[str, ForkServer]] = []
 
     def start_supervisor(
         self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
@@ -111,33 +103,26 @@ class ForkServers:
         ``log`` gets what the supervisor itself prints. ``known`` is called with the pid before the supervisor begins; if it
         raises, nothing begins. Returns the pid, or None with the reason, which is empty if nothing is wrong.
         """
-        words, environment = spec.get("forkable"), spec["environment"]
-        if not self._settings.is_on or words is None:
+        environment = spec["environment"]
+        if not self._settings.is_on or spec.get("forkable") is None:
             return None, ""
         python = str(spec["python"])
-        if self._shared is not None:
-            self._connect(python)
-        found = self._find(python, environment)
+        found = next(
+            (one for one in self._running if _serves(one.python, one.server, python, environment)), None
+        )
         if found is None:
             self._begin(python, environment)
             return None, ""
         found.used_s = time.monotonic()
+        # Its one child, the entrypoint, is a fork, too.
+        words = (supervisor.__file__, str(directory), "")
+        program = Program(words, environment, str(directory), leads="session", num_spares=1)
         try:
             if not found.server.is_ready():
                 return None, ""
-            null = os.open(os.devnull, os.O_RDONLY)
-            try:
-                pid = found.server.start_call(
-                    Path(supervisor.__file__),
-                    "main",
-                    [str(directory), ""],
-                    [null, log, log],
-                    title=["-I", "-S", supervisor.__file__, str(directory)],
-                    places=Program(tuple(words), environment, spec["working_directory"]).places,
-                    known=known,
-                )
-            finally:
-                os.close(null)
+            with open(os.devnull, "rb") as null:  # noqa: PTH123
+                files = [null.fileno(), log, log]
+                pid = start_program(found.server.spare(ORPHAN), program, files, known=known)
         except ForkRefusedError as reason:
             logger.info("process %s forks no more: %s", found.server.pid, reason)
             self._end(found)
@@ -148,7 +133,7 @@ class ForkServers:
 
     def look(self, *, is_busy: bool) -> None:
         """End idle and late servers; ``is_busy`` while a trial runs or waits."""
-        if self._shared is not None or not (self._running or self._shown):
+        if not (self._running or self._shown):
             return
         now_s = time.monotonic()
         for found in list(self._running):
@@ -185,42 +170,23 @@ class ForkServers:
             else:
                 path.unlink(missing_ok=True)
 
-    def _find(self, python: str, environment: Mapping[str, str]) -> _Running | None:
-        for found in self._running:
-            if found.python == python and not found.server.why_not(environment):
-                return found
-        return None
-
     def _begin(self, python: str, environment: Mapping[str, str]) -> None:
         """Start a server; the least recently used one makes room."""
-        if self._shared is not None:
-            for other in self._running:
-                logger.info("a trial is no fork: %s", other.server.why_not(environment))
-            return
-        if any(python == one and not differing(key, environment) for one, key in self._given_up):
+        if any(_serves(one, server, python, environment) for one, server in self._given_up):
             return
         for other in self._running:
-            names = differing(other.server.key, environment)
-            if other.python == python and names:
-                logger.info("another fork server is needed, for these differ: %s", ", ".join(names))
+            if other.python == python:
+                logger.info("another fork server is needed: %s", other.server.why_not(environment))
         while len(self._running) >= MAX_SERVERS:
             self._end(min(self._running, key=lambda one: one.used_s))
         try:
-            server = ForkServer.start(environment, IMPORTS, log=self._log, python=python)
+            server = ForkServer(environment, IMPORTS, log=self._log, python=python)
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
             return
         now_s = time.monotonic()
         self._running.append(_Running(server, python, now_s, now_s))
         logger.info("process %s imports ahead what trials import (%s)", server.pid, python)
-
-    def _connect(self, python: str) -> None:
-        """Use another process's server from now on, if there is one."""
-        assert self._shared is not None
-        if not self._running:
-            with contextlib.suppress(OSError):
-                now_s = time.monotonic()
-                self._running.append(_Running(ForkServer.connect(self._shared), python, now_s, now_s))
 
     def _is_well(self, found: _Running, now_s: float) -> bool:
         """Return whether to keep a server."""
@@ -240,11 +206,15 @@ class ForkServers:
     def _give_up(self, found: _Running, why: str) -> None:
         """Start no such server again."""
         logger.warning("process %s imports nothing ahead: %s", found.server.pid, why)
-        self._given_up.append((found.python, dict(found.server.key)))
+        self._given_up.append((found.python, found.server))
 
     def _end(self, found: _Running) -> None:
         self._running.remove(found)
         found.server.close()
+
+
+def _serves(server_python: str, server: ForkServer, python: str, environment: Mapping[str, str]) -> bool:
+    return server_python == python and not server.why_not(environment)
 
 
 def shown_servers(state_dir: Path) -> list[ShownServer]:

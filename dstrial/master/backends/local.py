@@ -102,6 +102,7 @@ def prepare(
             {
                 "command": command,
                 "forkable": _forkable(request, command, environment, is_warm, forks_with_accelerators),
+                "num_ranks": max(len(request.slots), 1),
                 "python": request.interpreter or sys.executable,
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),
@@ -251,14 +252,14 @@ def find(directory: Path) -> SupervisorHandle | None:
     """Return the supervisor that works in a directory, None without one."""
     try:
         handle = read_record(directory / "supervisor.json", SupervisorHandle)
-        words = Path(f"/proc/{handle.pid}/cmdline").read_bytes().split(b"\0")
-    except FileNotFoundError:
+        works_in = Path(f"/proc/{handle.pid}/cwd").readlink()
+    except (FileNotFoundError, PermissionError):
         return None
     except (ValueError, ProcessLookupError) as error:
         logger.warning("no valid record of a supervisor: %s", error)
         return None
     # What a trial has written there must not have another process killed.
-    return handle if os.fsencode(directory) in words and is_alive(handle) else None
+    return handle if works_in == directory.resolve() and is_alive(handle) else None
 
 
 def is_alive(handle: SupervisorHandle) -> bool:

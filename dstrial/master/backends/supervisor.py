@@ -2,8 +2,8 @@
 
     python -I -S supervisor.py DIRECTORY [LINE]
 
-or, where a fork server has imported what the entrypoint imports, ``main`` in a fork of it; the entrypoint is then a fork of the
-supervisor. A LINE begins the log.
+or this file as a fork of a fork server that has imported what the entrypoint imports; the entrypoint is then a fork, too. A LINE
+begins the log.
 
 It leads a session, adopts what its descendants orphan, starts the entrypoint in a process group of its own, appends
 what that writes to ``output.log``, ends every descendant when the entrypoint has ended, and leaves ``exit.json``. It does
@@ -43,11 +43,8 @@ _STOPPED_AFTER_S = 10.0
 _STOPPED_AGAIN_S = 600.0
 
 
-def main(directory: str, line: str = "", forks: Any = None) -> None:
-    """Run the allocation in ``directory`` to its end.
-
-    ``forks`` is ``dstrial.fork_server.server.Forks`` if this process is a fork itself.
-    """
+def main(directory: str, line: str = "") -> None:
+    """Run the allocation in ``directory`` to its end."""
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -62,7 +59,7 @@ def main(directory: str, line: str = "", forks: Any = None) -> None:
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
     log = _open_part("output.log")
     try:
-        child = _start(spec, libc, forks)
+        child = _start(spec, libc)
     except OSError as error:
         os.write(log, b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
         _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
@@ -121,27 +118,15 @@ class _Requests:
 
 
 class _Fork:
-    """An entrypoint forked from this process, with the used part of ``Popen``."""
+    """An entrypoint that is a fork, with the used part of ``Popen``."""
 
-    def __init__(self, spec: dict[str, Any], forks: Any, in_child: Callable[[], None]) -> None:
-        ends = [os.pipe(), os.pipe()]
-        null = os.open(os.devnull, os.O_RDONLY)
-        try:
-            self.pid: int = forks.start(
-                spec["forkable"],
-                environment=spec["environment"],
-                directory=spec["working_directory"],
-                files=[null, *(write_end for _, write_end in ends)],
-                prepare=in_child,
-            )
-        finally:
-            for number in (null, *(write_end for _, write_end in ends)):
-                os.close(number)
-        self.stdout, self.stderr = (os.fdopen(read_end, "rb") for read_end, _ in ends)
+    def __init__(self, pid: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.stdout, self.stderr = os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
         self.returncode: int | None = None
 
 
-def _start(spec: dict[str, Any], libc: ctypes.CDLL, forks: Any) -> "subprocess.Popen[bytes] | _Fork":
+def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes] | _Fork":
     def in_child() -> None:
         os.setpgid(0, 0)
         if spec.get("umask") is not None:
@@ -150,9 +135,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL, forks: Any) -> "subprocess.P
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
 
-    if forks is not None:
-        return _Fork(spec, forks, in_child)
-    return subprocess.Popen(
+    return _forked(spec) or subprocess.Popen(
         spec["command"],
         cwd=spec["working_directory"],
         env=spec["environment"],
@@ -161,6 +144,28 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL, forks: Any) -> "subprocess.P
         stderr=subprocess.PIPE,
         preexec_fn=in_child,
     )
+
+
+def _forked(spec: dict[str, Any]) -> "_Fork | None":
+    """Start the entrypoint from a spare; None if this process has none, or it refuses."""
+    client = sys.modules.get("dstrial.fork_server.client")  # which a new process does not import
+    if client is None:
+        return None
+    program = client.Program(
+        spec["forkable"],
+        spec["environment"],
+        spec["working_directory"],
+        leads="group",
+        umask=spec.get("umask"),
+        ends_with_parent=True,
+        num_spares=spec["num_ranks"],
+    )
+    null, ends = os.open(os.devnull, os.O_RDONLY), [os.pipe(), os.pipe()]
+    files = [null, *(write_end for _, write_end in ends)]
+    process = client.start_from_spare(program, files)
+    for number in files if process is not None else [*files, *(read_end for read_end, _ in ends)]:
+        os.close(number)
+    return None if process is None else _Fork(process.pid, *(read_end for read_end, _ in ends))
 
 
 class _Output:

@@ -110,7 +110,6 @@ class Agent:
         self._fork_servers = ForkServers(
             ForkSettings(is_on=hello["is_warm"], idle_timeout_s=hello["warm_idle_timeout_s"]),
             self._directory / f"fork-server{self._place}.log",
-            None,
         )
         self._streams = Streams(_say)
         self._listener = self._listen()
