@@ -30,7 +30,8 @@ import start_model
 from rich.console import Console
 from rich.progress import Progress
 
-from dstrial.fork_server.client import ForkedPopen, ForkServer
+from dstrial.fork_server.client import ForkServer
+from dstrial.fork_server.fork import Program
 from dstrial.fork_server.key import key_of
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -130,20 +131,19 @@ def measure(
     # Its imports are not what is measured.
     server = fork_server(tuple(sorted(key_of(environ).items()))) if way == FORKED else None
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-    with ForkedPopen(
-        server,
-        command(way, num_ranks, scratch),
-        told=refuse,
-        env=environ,
-        cwd=scratch / "context",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        output = process.communicate()[0]
+    words, log = command(way, num_ranks, scratch), scratch / "log"
+    with log.open("wb") as output:
+        if server is None:
+            process = subprocess.Popen(
+                words, env=environ, cwd=scratch / "context", stdout=output, stderr=output
+            )
+        else:
+            program = Program(words[1:], environ, str(scratch / "context"), has_spare=True)
+            process = server.start(program, [0, output.fileno(), output.fileno()])
+        process.wait()
     end_s, after = time.time() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode:
-        raise RuntimeError(f"{way} on {num_ranks} ranks failed:\n{output[-4000:]}")
+        raise RuntimeError(f"{way} on {num_ranks} ranks failed:\n{log.read_text()[-4000:]}")
     tree_cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return start_of(scratch / "marks", num_ranks, began_s, end_s, tree_cpu_s)
 
@@ -192,8 +192,7 @@ def running_master(setting: str, num_slots: int) -> Iterator[MasterForTest]:
         settings = directory / "master.yaml"
         settings.write_text(setting, encoding="utf-8")
         options = ["--config", str(settings)]
-        env = {"DSTRIAL_FORK_SERVER": ""}
-        with master_for_test(directory, num_slots=num_slots, options=options, env=env) as master:
+        with master_for_test(directory, num_slots=num_slots, options=options) as master:
             yield master
 
 
@@ -201,15 +200,11 @@ def running_master(setting: str, num_slots: int) -> Iterator[MasterForTest]:
 def fork_server(variables: tuple[tuple[str, str], ...]) -> ForkServer:
     """Start the process that is forked, as a master does, and wait until it has imported everything."""
     names = ["dstrial.launch.imported_ahead"]
-    server = ForkServer.start(dict(variables), names, log=pathlib.Path(os.devnull))
+    server = ForkServer(dict(variables), names, log=pathlib.Path(os.devnull))
     atexit.register(server.close)
     while not server.is_ready(1.0):
         pass
     return server
-
-
-def refuse(reason: str) -> None:
-    raise RuntimeError(f"no fork: {reason}")
 
 
 def command(way: str, num_ranks: int, scratch: pathlib.Path) -> list[str]:

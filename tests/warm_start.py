@@ -9,7 +9,8 @@ as a program this file is that process: a fork server whose forks start their ow
 from __future__ import annotations
 
 import atexit
-import dataclasses
+import ctypes
+import faulthandler
 import functools
 import inspect
 import os
@@ -68,11 +69,13 @@ SWITCH = "TEST_FORKS"
 """A variable: 0 has every program be a new process, as users have them."""
 # Python and the libraries read these when they start: a program with others is a new process.
 _READ_AT_START = ("PYTHON", "LD_", "DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCHDYNAMO_", "TORCH_LOGS")
+_SET_ANEW = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")  # by a fork
 _VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
 _ROOT = str(Path(dstrial.__file__).parents[1])
-# How many processes that a program starts can be forks, besides those that the product forks itself.
-_NUM_SPARES = {"dstrial": 2, "dstrial.cli": 2, "dstrial.dsat": 3, "determined.pytorch.dsat": 3}
-_NUM_SPARES |= {"dstrial.master.server": 1, "dstrial.dsat.worker": 4}
+_LAUNCHERS = {"dstrial.launch", "determined.launch.deepspeed"}
+# What starts processes of Python, which are then forks, too.
+_STARTERS = {"dstrial", "dstrial.cli", "dstrial.dsat", "determined.pytorch.dsat", "dstrial.master.server"}
+_STARTERS |= {"dstrial.dsat.worker", *_LAUNCHERS}
 servers: set[int] = set()
 """Fork servers of this process, which end with it."""
 
@@ -84,17 +87,11 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
         places = [place for place in import_places(each) if place not in (SITE, _ROOT)]
         environments.append({**each, PATH_VARIABLE: os.pathsep.join(places)})
     names = differing(*environments)
-    return [name for name in names if name.startswith(_READ_AT_START) and name != "PYTHONUNBUFFERED"]
-
-
-def _num_spares(words: Sequence[str]) -> int:
-    if words[1:2] != ["dstrial.launch"]:
-        return next((_NUM_SPARES[word] for word in words if word in _NUM_SPARES), 0)
-    return int(words[words.index("--slots") + 1]) if "--slots" in words else 2
+    return [name for name in names if name.startswith(_READ_AT_START) and name not in _SET_ANEW]
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """A ``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork: of ``server``, or of this process's spares.
+    """A ``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork: of ``server``, or of this process's spare.
 
     ``told`` is called with the reason where it is a new process all the same, ``known`` with its pid before it begins.
     """
@@ -120,7 +117,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         words = words[:1] + words[1 + (words[1:2] == ["-u"]) :]
         # With options the interpreter itself is another one.
         is_python = words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-"))
-        if not is_python or asked["preexec_fn"] or not (self._server or fork.spares):
+        if not is_python or asked["preexec_fn"] or not (self._server or fork.spare):
             execute(*given)
             return
         kept = sorted(asked["pass_fds"])
@@ -130,7 +127,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             str(Path.cwd() / os.fsdecode(asked["cwd"] or "")),
             (0, 1, 2, *kept),
             leads="session" if asked["start_new_session"] else "",
-            num_spares=_num_spares(words[1:]),
+            has_spare=not _STARTERS.isdisjoint(words),
         )
         pipes = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
         files = [*(number if file == -1 else file for number, file in enumerate(pipes)), *kept]
@@ -138,7 +135,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             if self._server is not None:
                 self.pid = self._server.start(program, files, known=self._known).pid
             else:
-                self.pid = client.start_program(fork.spares.pop(0), program, files)
+                self.pid = client.start_from_spare(program, files).pid
         except ForkRefusedError as reason:
             self._told(str(reason))
             execute(*given)
@@ -149,7 +146,7 @@ class ForkedPopen(subprocess.Popen[Any]):
 
 
 class SparePopen(ForkedPopen):
-    """``subprocess.Popen`` of forks: what starts a process of Python uses one of their spares."""
+    """``subprocess.Popen`` of forks: what starts a process of Python uses their spare."""
 
     def __init__(self, args: Any, *given: Any, **options: Any) -> None:
         options |= dict(zip(list(inspect.signature(subprocess.Popen).parameters)[1:], given, strict=False))
@@ -247,17 +244,23 @@ def _become_server() -> None:
     """Serve; what is changed here is so in every fork."""
     from dstrial.master.backends import fork_servers
 
-    vars(fork)["differing"] = _differing
-    # Of masters of tests scripts are forks, too: they would import the same for most of their time.
-    vars(fork_servers)["trains_trial_class"] = lambda words: "dstrial.launch" in words[:2]
-    take_on = vars(fork)["_take_on"]
-
-    def take_on_with_one_more(program: Program, *given: Any) -> None:
-        has_store = "dstrial.launch" in program.words[:2]  # a process, of ranks that are scripts
-        take_on(dataclasses.replace(program, num_spares=program.num_spares + has_store), *given)
-
-    vars(fork)["_take_on"] = take_on_with_one_more
+    vars(fork)["differing"] = vars(client)["differing"] = _differing
     vars(subprocess)["Popen"] = SparePopen
+    # Of masters of tests scripts are forks, too, and the first trial: they would import the same for most of their time.
+    vars(fork_servers)["trains_trial_class"] = lambda words: bool(_LAUNCHERS.intersection(words[:2]))
+    is_ready, take_on = ForkServer.is_ready, vars(fork)["_take_on"]
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+
+    def take_on_for_tests(program: Program, *given: Any) -> None:
+        take_on(program, *given)
+        if os.environ.get("PYTHONFAULTHANDLER"):
+            faulthandler.enable()
+        # What /proc/PID/cmdline shows, by which tests find processes: memory of the program that was executed (proc(5)).
+        shown = b"\0".join(word.encode() for word in [sys.executable, *program.words])
+        ctypes.memmove(begin, shown[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
+
+    vars(fork)["_take_on"] = take_on_for_tests
+    type.__setattr__(ForkServer, "is_ready", lambda self, _=0.0: is_ready(self, 5.0))
     server.main(sys.argv[1:])
 
 

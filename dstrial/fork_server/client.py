@@ -83,21 +83,45 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess | None:
-    """Start a program from a spare of this process; None if a new process is needed."""
-    if not fork.spares:
-        return None
+def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
+    """Start a program as a child of this process, from its spare; see ``start_program``.
+
+    Raises:
+        ForkRefusedError: a new process is needed; without a message, if there is no spare.
+    """
+    if fork.spare is None:
+        raise ForkRefusedError("")
+    connection = socket.socket(fileno=fork.spare)
+    connection.settimeout(ANSWER_TIMEOUT_S)
     try:
-        return ForkedProcess(start_program(fork.spares.pop(0), program, files))
+        with _adopting_orphans():
+            given = _ask_for_spare(connection, fork.CHILD)
+    finally:
+        connection.detach()
+    return ForkedProcess(start_program(given, program, files))
+
+
+def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
+    """As ``start_from_spare``, but log why a new process is needed, and return None."""
+    try:
+        return start_from_spare(program, files)
     except ForkRefusedError as reason:
-        logger.warning("%s starts as a new process, not as a fork: %s", " ".join(program.words[:2]), reason)
+        if str(reason):
+            logger.warning("%s starts as a new process, not as a fork: %s", program.words[1], reason)
         return None
 
 
-def end_spares() -> None:
-    """Let the unused spares of this process end."""
-    while fork.spares:
-        os.close(fork.spares.pop())
+def end_spare() -> None:
+    if fork.spare is not None:
+        os.close(fork.spare)
+        fork.spare = None
+
+
+def _ask_for_spare(connection: socket.socket, request: bytes) -> int:
+    answer, given = _ask(connection, request)
+    if not given:
+        raise ForkRefusedError(answer[1:].decode())
+    return given[0]
 
 
 def start_program(
@@ -113,16 +137,15 @@ def start_program(
     """
     with socket.socket(fileno=spare) as connection, os.fdopen(os.memfd_create("program"), "w+b") as text:
         connection.settimeout(ANSWER_TIMEOUT_S)
-        pid = int(_answer(connection))
+        pid = int(_ask(connection, fork.PID)[0])
         known(pid)
         if len(files) > fork.MAX_FILES:
             raise ForkRefusedError("it gets many files of its own")
         text.write(json.dumps(dataclasses.asdict(program)).encode())
         text.flush()
         try:
-            socket.send_fds(connection, [b"p"], [text.fileno(), *files])
-            problem = _answer(connection)[1:].decode()
-        except (OSError, ForkRefusedError) as error:
+            problem = _ask(connection, fork.PROGRAM, [text.fileno(), *files])[0][1:].decode()
+        except ForkRefusedError as error:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             problem = str(error)
@@ -133,14 +156,17 @@ def start_program(
     return pid
 
 
-def _answer(connection: socket.socket) -> bytes:
+def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -> tuple[bytes, list[int]]:
+    """Send a request, unless it is empty, and return the answer."""
     try:
-        answer = connection.recv(4096)
+        if request:
+            socket.send_fds(connection, [request], list(files))
+        answer, given, _, _ = socket.recv_fds(connection, 4096, 1)
     except OSError as error:
         raise ForkRefusedError(f"it does not answer ({error})") from None
     if not answer:
         raise ForkRefusedError("it has ended")
-    return answer
+    return answer, given
 
 
 class ForkServer:
@@ -174,11 +200,6 @@ class ForkServer:
             )
         self.pid = self._process.pid
 
-    @property
-    def was_ready(self) -> bool:
-        """Whether it had imported everything when it was last asked."""
-        return self._problem == ""
-
     def is_ready(self, timeout_s: float = 0.0) -> bool:
         """Return whether it has imported everything, within a time.
 
@@ -190,7 +211,7 @@ class ForkServer:
                 if not select.select([self._connection], [], [], timeout_s)[0]:
                     return False
                 try:
-                    self._problem = _answer(self._connection)[1:].decode()
+                    self._problem = _ask(self._connection, b"")[0][1:].decode()
                 except ForkRefusedError as error:
                     self._problem = str(error)
             if self._problem:
@@ -213,14 +234,10 @@ class ForkServer:
                 self._process.kill()  # a stopped process keeps files open of which others await the end
                 raise ForkRefusedError("it is stopped (SIGSTOP)")
             try:
-                self._connection.send(request)
-                answer, files, _, _ = socket.recv_fds(self._connection, 4096, 1)
-            except OSError as error:
+                return _ask_for_spare(self._connection, request)
+            except ForkRefusedError:
                 self._process.kill()
-                raise ForkRefusedError(f"it does not answer ({error})") from None
-        if not files:
-            raise ForkRefusedError(answer[1:].decode() or "it has ended")
-        return files[0]
+                raise
 
     def start(
         self, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
@@ -231,7 +248,7 @@ class ForkServer:
             ForkRefusedError: a new process is needed.
         """
         with _adopting_orphans():
-            spare = self.spare(server.CHILD)
+            spare = self.spare(fork.CHILD)
         return ForkedProcess(start_program(spare, program, files, known=known))
 
     def close(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import dataclasses
@@ -22,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -34,8 +36,14 @@ FAILED_TO_BEGIN = 70  # exit code of a spare that could not take on its program 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _IGNORED_WHILE_IDLE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-spares: list[int] = []
-"""Sockets of this process's unused spares; empty unless the process is a fork itself."""
+CHILD, ORPHAN = (
+    b"c",
+    b"o",
+)  # requests to a server or spare for a spare: the asking process's child, or its own
+PID, PROGRAM = b"i", b"p"  # requests to a spare: its process id, or to become a program
+
+spare: int | None = None
+"""The socket of this process's spare, if it is a fork that starts others."""
 _exit_code = 0
 
 
@@ -49,7 +57,7 @@ class Program:
         leads: ``session`` or ``group``: what the process leads; empty for neither.
         umask: None for that of its parent.
         ends_with_parent: whether the kernel kills the process when its parent ends.
-        num_spares: how many of its own children can be forks.
+        has_spare: whether its own children can be forks.
     """
 
     words: Sequence[str]
@@ -59,7 +67,7 @@ class Program:
     leads: str = ""
     umask: int | None = None
     ends_with_parent: bool = False
-    num_spares: int = 0
+    has_spare: bool = False
 
     def import_directories(self) -> list[str]:
         """Return the directories whose modules come before installed ones."""
@@ -162,6 +170,7 @@ def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
 
     The end unwinds the frames of the parent, too: none of them may hold an open file by more than its number.
     """
+    global spare
     with _ending_on_error():
         if is_adopted and os.fork():
             os._exit(0)
@@ -171,19 +180,39 @@ def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
         for number in range(3):
             os.dup2(null, number)
         _close_all_but(origin.descriptors | {descriptor})
-        program, files = _receive(descriptor)
+    # Forks are made outside of these blocks: they end by unwinding, too.
+    while (request := _receive(descriptor))[0] != PROGRAM:
+        if request[0] == PID:
+            os.write(descriptor, b"%d" % os.getpid())
+        else:
+            give_spare(descriptor, origin, is_adopted=True)
+    with _ending_on_error():
+        program, files = _read_program(request[1])
         refusal = origin.refusal(program)
         if refusal:
             reply(descriptor, refusal)
             os._exit(0)
         descriptor = _above(descriptor, program.numbers)
         _take_on(program, files, origin, descriptor)
-    spares[:] = [fork_spare(origin) for _ in range(program.num_spares)]
+    spare = fork_spare(origin) if program.has_spare else None
     with _ending_on_error():
         _reset_modules(program, origin)
         reply(descriptor, "")
         os.close(descriptor)
     _run(program.words)
+
+
+def give_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
+    """Fork a spare and send its socket to the process that has asked for it."""
+    try:
+        given = fork_spare(origin, is_adopted=is_adopted)
+    except OSError as error:
+        reply(descriptor, f"no process can be forked ({error.strerror})")
+        return
+    connection = socket.socket(fileno=descriptor)
+    socket.send_fds(connection, [b"="], [given])
+    connection.detach()
+    os.close(given)
 
 
 @contextlib.contextmanager
@@ -200,18 +229,21 @@ def reply(descriptor: int, problem: str) -> None:
     os.write(descriptor, b"=" + problem.encode()[:4000])
 
 
-def _receive(descriptor: int) -> tuple[Program, list[int]]:
-    os.write(descriptor, b"%d" % os.getpid())
-    connection = socket.socket(fileno=descriptor)
-    try:
-        message, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1)
-    finally:
+def _receive(descriptor: int) -> tuple[bytes, list[int]]:
+    """Return the next request and its open files."""
+    with _ending_on_error():
+        connection = socket.socket(fileno=descriptor)
+        request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1)
         connection.detach()
-    if not message:
-        os._exit(0)  # the parent has ended, or does not need this spare
-    with os.fdopen(files.pop(0), encoding="utf-8") as text:
+        if not request:
+            os._exit(0)  # the parent has ended, or does not need this spare
+        return request, files
+
+
+def _read_program(files: list[int]) -> tuple[Program, list[int]]:
+    with os.fdopen(files[0], encoding="utf-8") as text:
         text.seek(0)
-        return Program(**json.load(text)), files
+        return Program(**json.load(text)), files[1:]
 
 
 def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor: int) -> None:
@@ -233,6 +265,10 @@ def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor:
     environment = {**origin.added, **program.environment}
     os.environ.clear()
     os.environ.update(environment)
+    own_name = Path("/proc/self/comm")  # in ps and top; the command line stays the server's
+    own_name.write_text(
+        program.words[1].rpartition(".")[2] if program.words[0] == "-m" else Path(program.words[0]).name
+    )
     os.chdir(program.directory)
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
@@ -275,7 +311,11 @@ def _run(words: Sequence[str]) -> NoReturn:
         if words[0] == "-m":
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            path = Path.cwd() / words[0]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            vars(main).update(__file__=str(path), __builtins__=builtins)
+            # As runpy.run_path, but for frames in tracebacks and a relative name in the code.
+            exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))  # noqa: S102
     except SystemExit as ended:
         if isinstance(ended.code, int):
             _exit_code = ended.code

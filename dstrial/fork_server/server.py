@@ -12,7 +12,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +19,6 @@ from pathlib import Path
 from dstrial import collector
 from dstrial.fork_server import fork
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE, import_places
-
-CHILD, ORPHAN = b"c", b"o"  # requests: a spare that is the asking process's child, or this process's
 
 
 def main(words: Sequence[str]) -> None:
@@ -55,20 +52,8 @@ def main(words: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the server ends with the process that has started it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     fork.reply(descriptor, problem or _unforkable())
-    _serve(descriptor, origin)
-
-
-def _serve(descriptor: int, origin: fork.Origin) -> None:
     while request := os.read(descriptor, 1):
-        try:
-            spare = fork.fork_spare(origin, is_adopted=request == CHILD)
-        except OSError as error:
-            fork.reply(descriptor, f"no process can be forked ({error.strerror})")
-            continue
-        connection = socket.socket(fileno=descriptor)
-        socket.send_fds(connection, [b"="], [spare])
-        connection.detach()
-        os.close(spare)
+        fork.give_spare(descriptor, origin, is_adopted=request == fork.CHILD)
     os._exit(0)
 
 

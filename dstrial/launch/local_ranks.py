@@ -50,9 +50,6 @@ from dstrial.scratch import compile_cache, scratch_directory
 logger = logging.getLogger("dstrial.launch")
 
 _POLL_S = 0.05
-_SPARES_OF_A_WORKER = (
-    4  # so many of its living ranks, one after the other, are forks; later ones import again
-)
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
@@ -335,7 +332,7 @@ class _Ranks:
                         f"{command[0]!r}. Look at the limits of this account."
                     ) from error
             self._processes.append(process)
-        client.end_spares()
+        client.end_spare()
         for (local_rank, rank), process in zip(self._ranks.items(), self._processes, strict=True):
             self._supervisor.watch(local_rank, rank, process.pid)
         return readable
@@ -416,9 +413,9 @@ def _popen(
     """Start a rank, as a fork if this process has a spare."""
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
         # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial.
-        num_spares = _SPARES_OF_A_WORKER if "dstrial.dsat.worker" in command else 0
-        program = client.Program(command[1:], env, str(Path.cwd()), leads="group", num_spares=num_spares)
-        process = client.start_from_spare(program, [0, stdout, stderr])
+        is_worker = "dstrial.dsat.worker" in command  # which starts a living rank, again and again
+        program = client.Program(command[1:], env, str(Path.cwd()), leads="group", has_spare=is_worker)
+        process = client.fork_or_none(program, [0, stdout, stderr])
         if process is not None:
             return process
     return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)

@@ -184,13 +184,15 @@ class Machine:
         )
 
     def processes(self) -> dict[int, str]:
-        """Return the command lines of what runs there but its sshd, by pid there."""
+        """Return the command lines of what runs there but its sshd, by pid there; the name of a fork behind its server's."""
         if not self.is_up:
             return {}
-        text = self.run(["ps", "-wweo", "pid=,ppid=,args="]).stdout
+        text = self.run(["ps", "-wweo", "pid=,ppid=,comm=,args="]).stdout
         found = {}
         for line in text.splitlines():
-            pid, _, words = line.split(None, 2)
+            pid, _, name, words = line.split(None, 3)
+            if "dstrial.fork_server.server" in words and not name.startswith("python"):
+                words = f"{words.partition('dstrial.fork_server')[0]}dstrial fork: {name}"
             if pid != "1" and not words.startswith(("sshd: ", "ps -wweo", "[")):
                 found[int(pid)] = words
         return found

@@ -27,14 +27,12 @@ import chaos_checks
 import chaos_train
 import yaml
 
-from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.master.backends import SupervisorHandle, is_alive
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 240.0
 MAX_MOMENTS = 3
 TARGETS = ("master", "supervisor", "entrypoint", "rank")
-_RANK_MODULE = b"dstrial.launch.rank_main"
 RUNGS = {6, 12, 24}
 _END = ("COMPLETED", "ERROR", "CANCELED")
 _HALVING = {"max_trials": 4, "max_concurrent_trials": 2, "divisor": 2}
@@ -136,9 +134,9 @@ def ranks_below(pid: int) -> list[int]:
     for child in children_of(pid):
         with contextlib.suppress(OSError):
             variables = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            words = pathlib.Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            # A fork has its variables elsewhere.
-            is_rank = any(variable.startswith(b"RANK=") for variable in variables) or _RANK_MODULE in words
+            # A fork has its variables elsewhere. It leads a group, as its launcher, whose parent leads the session.
+            is_fork = os.getpgid(child) == child and os.getsid(child) not in (pid, child)
+            is_rank = any(variable.startswith(b"RANK=") for variable in variables) or is_fork
             found += [child] if is_rank else ranks_below(child)
     return found
 
@@ -223,7 +221,7 @@ def _scene() -> Iterator[tuple[pathlib.Path, MasterForTest]]:
         for child in ("journals", "tmp"):
             (directory / child).mkdir()
         # With a fork server of its own.
-        env = {"TMPDIR": str(directory / "tmp"), SHARED_VARIABLE: ""}
+        env = {"TMPDIR": str(directory / "tmp"), "TEST_FORKS": "0"}
         with master_for_test(directory, num_slots=2 * chaos_train.NUM_RANKS, env=env) as master:
             yield directory, master
 

@@ -19,8 +19,8 @@ import pytest
 import yaml
 from submitting import config, log_of, steps_of, submit, trials, wait_until
 from waiting import wait_for
+from warm_start import SWITCH
 
-from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.fork_server.key import is_free
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master.backends.fork_servers import shown_servers
@@ -71,7 +71,7 @@ pathlib.Path("<seen>", NAME).write_text(json.dumps(SEEN))
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
     """A master with a fork server of its own."""
     directory = tmp_path_factory.mktemp("master")
-    with master_for_test(directory, num_slots=4, env={SHARED_VARIABLE: ""}) as running:
+    with master_for_test(directory, num_slots=4, env={SWITCH: "0"}) as running:
         yield running
 
 
@@ -90,7 +90,7 @@ def until_ready(master: MasterForTest) -> int:
     """Return the pid of the master's server once it has imported all: the next trial is a fork."""
     if not servers_of(master):
         end(master, submit(master, config(NOTHING)))
-    wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
+    wait_for(lambda: ready_servers_of(master), "no server", deadline_s=DEADLINE_S)
     (server,) = servers_of(master)
     return server
 
@@ -124,9 +124,13 @@ def words_of(pid: int) -> str:
         return ""
 
 
-def servers_of(master: MasterForTest, text: str = "dstrial.fork_server.server") -> list[int]:
-    """Return the fork servers of a master; those that have imported have ``(imported ahead)`` in their command line."""
-    return [pid for pid in children_of(master.record.pid) if text in words_of(pid)]
+def servers_of(master: MasterForTest) -> list[int]:
+    """Return the fork servers of a master."""
+    return [pid for pid in children_of(master.record.pid) if "dstrial.fork_server.server" in words_of(pid)]
+
+
+def ready_servers_of(master: MasterForTest) -> list[int]:
+    return [one.pid for one in shown_servers(master.state.path) if one.state == "ready" and lives(one.pid)]
 
 
 def lives(pid: int) -> bool:
@@ -438,10 +442,10 @@ def test_a_server_that_is_not_needed_ends_and_a_master_without_has_none(tmp_path
     settings = tmp_path / "master.yaml"
     settings.write_text("warm_idle_timeout: 1\n")
     options = ("--config-file", str(settings))
-    with master_for_test(tmp_path, num_slots=1, options=options, env={SHARED_VARIABLE: ""}) as master:
+    with master_for_test(tmp_path, num_slots=1, options=options, env={SWITCH: "0"}) as master:
         needs_one, needs_none = submit(master, config(NOTHING)), submit(master, config("sleep 600"))
         end(master, needs_one)
-        wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
+        wait_for(lambda: ready_servers_of(master), "no server", deadline_s=DEADLINE_S)
         (server,) = servers_of(master)
         master.client().post(f"/api/v1/experiments/{needs_none}/kill")
         wait_for(lambda: not lives(server), "a server that is not needed is kept")

@@ -104,9 +104,8 @@ def _forked(
     server = _SERVER.get(variables, _IMPORT_TIMEOUT_S) if may_fork else None
     if server is None:
         return None
-    num_ranks = int(words[words.index("--slots") + 1]) if "--slots" in words else 1
     directory = str(Path.cwd() / cwd)
-    program = Program(words[1:], variables, directory, leads="session", num_spares=num_ranks)
+    program = Program(words[1:], variables, directory, leads="session", has_spare=True)
 
     def note(pid: int) -> None:
         stat_path.write_bytes(Path(f"/proc/{pid}/stat").read_bytes())

@@ -33,7 +33,7 @@ class _Rank:
         command = [sys.executable, "-m", _RANK_MODULE, "--answers", str(writer), *words]
         program = client.Program(command[1:], variables, str(Path.cwd()), numbers=(0, 1, 2, writer))
         try:
-            self.process = client.start_from_spare(program, [orders, 1, 2, writer]) or subprocess.Popen(
+            self.process = client.fork_or_none(program, [orders, 1, 2, writer]) or subprocess.Popen(
                 command, stdin=orders, env=dict(variables), pass_fds=(writer,)
             )
         finally:

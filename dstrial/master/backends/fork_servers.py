@@ -21,8 +21,7 @@ from typing import Any
 
 from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import ForkRefusedError, ForkServer, start_program, trains_trial_class
-from dstrial.fork_server.fork import Program
-from dstrial.fork_server.server import ORPHAN
+from dstrial.fork_server.fork import ORPHAN, Program
 from dstrial.master.backends import supervisor
 from dstrial.process_state import read_state
 
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 IMPORTS = ("dstrial.launch.imported_ahead",)  # what a rank that is a new process imports first, too
 SHOWN_NAME = "fork-servers.json"  # file beside the log that `shown_servers` reads
 MAX_SERVERS = 2
-START_TIMEOUT_S = 120.0  # for all imports of a fork server
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 
@@ -79,9 +77,21 @@ def forkable_words(command: Sequence[str], environment: Mapping[str, str], pytho
 class _Running:
     server: ForkServer
     python: str
-    started_s: float
     used_s: float
     num_forks: int = 0
+    is_broken: bool = False
+
+    def serves(self, python: str, environment: Mapping[str, str]) -> bool:
+        return self.python == python and not self.server.why_not(environment)
+
+    def is_ready(self) -> bool:
+        """Return whether the server forks; one that could not import stays, so that no other is tried."""
+        try:
+            return not self.is_broken and self.server.is_ready()
+        except ForkRefusedError as error:
+            logger.warning("process %s imports nothing ahead: %s", self.server.pid, error)
+            self.is_broken = True
+            return False
 
 
 class ForkServers:
@@ -92,8 +102,6 @@ class ForkServers:
         self._log = log
         self._running: list[_Running] = []
         self._shown: list[ShownServer] = []
-        # Servers, by interpreter, that could not import.
-        self._given_up: list[tuple[str, ForkServer]] = []
 
     def start_supervisor(
         self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
@@ -103,23 +111,18 @@ class ForkServers:
         ``log`` gets what the supervisor itself prints. ``known`` is called with the pid before the supervisor begins; if it
         raises, nothing begins. Returns the pid, or None with the reason, which is empty if nothing is wrong.
         """
-        environment = spec["environment"]
+        environment, python = spec["environment"], str(spec["python"])
         if not self._settings.is_on or spec.get("forkable") is None:
             return None, ""
-        python = str(spec["python"])
-        found = next(
-            (one for one in self._running if _serves(one.python, one.server, python, environment)), None
-        )
-        if found is None:
-            self._begin(python, environment)
+        serving = (one for one in self._running if one.serves(python, environment))
+        found = next(serving, None) or self._begin(python, environment)
+        if found is None or not found.is_ready():
             return None, ""
         found.used_s = time.monotonic()
         # Its one child, the entrypoint, is a fork, too.
         words = (supervisor.__file__, str(directory), "")
-        program = Program(words, environment, str(directory), leads="session", num_spares=1)
+        program = Program(words, environment, str(directory), leads="session", has_spare=True)
         try:
-            if not found.server.is_ready():
-                return None, ""
             with open(os.devnull, "rb") as null:  # noqa: PTH123
                 files = [null.fileno(), log, log]
                 pid = start_program(found.server.spare(ORPHAN), program, files, known=known)
@@ -132,14 +135,13 @@ class ForkServers:
         return pid, ""
 
     def look(self, *, is_busy: bool) -> None:
-        """End idle and late servers; ``is_busy`` while a trial runs or waits."""
-        if not (self._running or self._shown):
-            return
+        """End idle servers; ``is_busy`` while a trial runs or waits."""
         now_s = time.monotonic()
         for found in list(self._running):
             if is_busy:
                 found.used_s = now_s
-            if not self._is_well(found, now_s):
+            if now_s - found.used_s > self._settings.idle_timeout_s:
+                logger.info("process %s, which imported ahead, is not needed any more", found.server.pid)
                 self._end(found)
         self._show()
 
@@ -151,13 +153,9 @@ class ForkServers:
     def _show(self) -> None:
         """Write the servers to the file that ``dstrial status`` reads."""
         shown = [
-            ShownServer(
-                pid=one.server.pid,
-                python=one.python,
-                state="ready" if one.server.was_ready else "importing",
-                num_forks=one.num_forks,
-            )
+            ShownServer(one.server.pid, one.python, "ready" if one.is_ready() else "importing", one.num_forks)
             for one in self._running
+            if not one.is_broken
         ]
         if shown == self._shown:
             return
@@ -170,10 +168,8 @@ class ForkServers:
             else:
                 path.unlink(missing_ok=True)
 
-    def _begin(self, python: str, environment: Mapping[str, str]) -> None:
+    def _begin(self, python: str, environment: Mapping[str, str]) -> _Running | None:
         """Start a server; the least recently used one makes room."""
-        if any(_serves(one, server, python, environment) for one, server in self._given_up):
-            return
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.why_not(environment))
@@ -183,38 +179,14 @@ class ForkServers:
             server = ForkServer(environment, IMPORTS, log=self._log, python=python)
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
-            return
-        now_s = time.monotonic()
-        self._running.append(_Running(server, python, now_s, now_s))
+            return None
         logger.info("process %s imports ahead what trials import (%s)", server.pid, python)
-
-    def _is_well(self, found: _Running, now_s: float) -> bool:
-        """Return whether to keep a server."""
-        try:
-            is_ready = found.server.is_ready()
-        except ForkRefusedError as error:
-            self._give_up(found, str(error))
-            return False
-        if not is_ready and now_s - found.started_s > START_TIMEOUT_S:
-            self._give_up(found, f"it has not imported everything in {START_TIMEOUT_S:g} s")
-            return False
-        if now_s - found.used_s > self._settings.idle_timeout_s:
-            logger.info("process %s, which imported ahead, is not needed any more", found.server.pid)
-            return False
-        return True
-
-    def _give_up(self, found: _Running, why: str) -> None:
-        """Start no such server again."""
-        logger.warning("process %s imports nothing ahead: %s", found.server.pid, why)
-        self._given_up.append((found.python, found.server))
+        self._running.append(_Running(server, python, time.monotonic()))
+        return self._running[-1]
 
     def _end(self, found: _Running) -> None:
         self._running.remove(found)
         found.server.close()
-
-
-def _serves(server_python: str, server: ForkServer, python: str, environment: Mapping[str, str]) -> bool:
-    return server_python == python and not server.why_not(environment)
 
 
 def shown_servers(state_dir: Path) -> list[ShownServer]:

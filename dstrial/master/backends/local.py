@@ -102,7 +102,6 @@ def prepare(
             {
                 "command": command,
                 "forkable": _forkable(request, command, environment, is_warm, forks_with_accelerators),
-                "num_ranks": max(len(request.slots), 1),
                 "python": request.interpreter or sys.executable,
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),

@@ -59,13 +59,13 @@ def main(directory: str, line: str = "") -> None:
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
     log = _open_part("output.log")
     try:
-        child = _start(spec, libc)
+        child, refusal = _start(spec, libc)
     except OSError as error:
         os.write(log, b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
         _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
         return
     output = _Output(child, requests, log, spec.get("log_bytes"))
-    output.say(line)
+    output.say(line or refusal)
     status = output.follow(spec.get("lease"), spec.get("agent"))
     if output.is_given_up:
         return
@@ -126,7 +126,9 @@ class _Fork:
         self.returncode: int | None = None
 
 
-def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes] | _Fork":
+def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[bytes] | _Fork, str]":
+    """Start the entrypoint; return it with a line that says why it is no fork, if it should be one."""
+
     def in_child() -> None:
         os.setpgid(0, 0)
         if spec.get("umask") is not None:
@@ -135,7 +137,10 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes] 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
 
-    return _forked(spec) or subprocess.Popen(
+    fork, refusal = _forked(spec)
+    if fork is not None:
+        return fork, ""
+    process = subprocess.Popen(
         spec["command"],
         cwd=spec["working_directory"],
         env=spec["environment"],
@@ -144,13 +149,14 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes] 
         stderr=subprocess.PIPE,
         preexec_fn=in_child,
     )
+    return process, refusal
 
 
-def _forked(spec: dict[str, Any]) -> "_Fork | None":
-    """Start the entrypoint from a spare; None if this process has none, or it refuses."""
+def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
+    """Start the entrypoint from this process's spare, if it has one."""
     client = sys.modules.get("dstrial.fork_server.client")  # which a new process does not import
-    if client is None:
-        return None
+    if client is None or client.fork.spare is None:
+        return None, ""
     program = client.Program(
         spec["forkable"],
         spec["environment"],
@@ -158,14 +164,20 @@ def _forked(spec: dict[str, Any]) -> "_Fork | None":
         leads="group",
         umask=spec.get("umask"),
         ends_with_parent=True,
-        num_spares=spec["num_ranks"],
+        has_spare=True,
     )
-    null, ends = os.open(os.devnull, os.O_RDONLY), [os.pipe(), os.pipe()]
-    files = [null, *(write_end for _, write_end in ends)]
-    process = client.start_from_spare(program, files)
-    for number in files if process is not None else [*files, *(read_end for read_end, _ in ends)]:
-        os.close(number)
-    return None if process is None else _Fork(process.pid, *(read_end for read_end, _ in ends))
+    (stdout, out), (stderr, err), null = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
+    try:
+        # The spare itself: it is this process's child already, and its only one.
+        pid = client.start_program(client.fork.spare, program, [null, out, err])
+        return _Fork(pid, stdout, stderr), ""
+    except client.ForkRefusedError as reason:
+        os.close(stdout)
+        os.close(stderr)
+        return None, f"dstrial: the trial starts as a new process, not as a fork: {reason}"
+    finally:
+        for number in (null, out, err):
+            os.close(number)
 
 
 class _Output:
