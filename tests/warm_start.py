@@ -76,6 +76,7 @@ _LAUNCHERS = {"dstrial.launch", "determined.launch.deepspeed"}
 # What starts processes of Python, which are then forks, too.
 _STARTERS = {"dstrial", "dstrial.cli", "dstrial.dsat", "determined.pytorch.dsat", "dstrial.master.server"}
 _STARTERS |= {"dstrial.dsat.worker", *_LAUNCHERS}
+_POPEN_OPTIONS = list(inspect.signature(subprocess.Popen).parameters)[1:]
 servers: set[int] = set()
 """Fork servers of this process, which end with it."""
 
@@ -114,7 +115,6 @@ class ForkedPopen(subprocess.Popen[Any]):
         words = (
             [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], (list, tuple)) else [""]
         )
-        words = words[:1] + words[1 + (words[1:2] == ["-u"]) :]
         # With options the interpreter itself is another one.
         is_python = words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-"))
         if not is_python or asked["preexec_fn"] or not (self._server or fork.spare):
@@ -149,7 +149,7 @@ class SparePopen(ForkedPopen):
     """``subprocess.Popen`` of forks: what starts a process of Python uses their spare."""
 
     def __init__(self, args: Any, *given: Any, **options: Any) -> None:
-        options |= dict(zip(list(inspect.signature(subprocess.Popen).parameters)[1:], given, strict=False))
+        options |= dict(zip(_POPEN_OPTIONS, given, strict=False))
         super().__init__(None, args, **options)
 
 

@@ -189,7 +189,7 @@ class ForkServer:
         self._connection.settimeout(ANSWER_TIMEOUT_S)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [python, "-u", *program, str(theirs.fileno()), *modules],
+                [python, *program, str(theirs.fileno()), *modules],
                 env=self.key,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

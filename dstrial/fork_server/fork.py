@@ -12,13 +12,14 @@ import dataclasses
 import fcntl
 import gc
 import importlib
+import importlib.abc
 import importlib.machinery
+import importlib.util
 import io
 import itertools
 import json
 import multiprocessing.process
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -26,21 +27,18 @@ import tempfile
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dstrial.fork_server.key import differing, import_places
 
-MAX_FILES = 9
-"""Open files that may go with one program."""
+MAX_FILES = 9  # open files that may go with one program
 FAILED_TO_BEGIN = 70  # exit code of a spare that could not take on its program (EX_SOFTWARE of sysexits.h)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _IGNORED_WHILE_IDLE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-CHILD, ORPHAN = (
-    b"c",
-    b"o",
-)  # requests to a server or spare for a spare: the asking process's child, or its own
-PID, PROGRAM = b"i", b"p"  # requests to a spare: its process id, or to become a program
+# Requests to a server or a spare: a spare that is a child of the asking process, or of the server.
+CHILD, ORPHAN = b"c", b"o"
+PID, PROGRAM = b"i", b"p"  # requests to a spare: its process id; to become a program
 
 spare: int | None = None
 """The socket of this process's spare, if it is a fork that starts others."""
@@ -177,8 +175,8 @@ def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
         for number in _IGNORED_WHILE_IDLE:
             signal.signal(number, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):
-            os.dup2(null, number)
+        for standard in range(3):
+            os.dup2(null, standard)
         _close_all_but(origin.descriptors | {descriptor})
     # Forks are made outside of these blocks: they end by unwinding, too.
     while (request := _receive(descriptor))[0] != PROGRAM:
@@ -270,23 +268,35 @@ def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor:
         program.words[1].rpartition(".")[2] if program.words[0] == "-m" else Path(program.words[0]).name
     )
     os.chdir(program.directory)
-    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    for stream in (sys.stdout, sys.stderr):
+    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=not is_unbuffered, write_through=is_unbuffered)
-    _reset_modules(program, origin)
+        _reset_stream(number, stream)
+
+
+def _reset_stream(number: int, stream: io.TextIOWrapper) -> None:
+    """Open a standard stream anew as the same object, which log handlers keep.
+
+    A stream asks its file once whether it is a terminal and can be sought in. Source: CPython 3.11 ``Python/pylifecycle.c``,
+    ``create_stdio``.
+    """
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    mode = "r" if number == 0 else "w"
+    file: Any = os.fdopen(number, f"{mode}b", 0 if is_unbuffered and number else -1, closefd=False)
+    getattr(file, "raw", file).name = stream.name
+    is_by_line = not is_unbuffered and (number == 2 or file.isatty())
+    stream.__init__(file, stream.encoding, stream.errors, "\n", is_by_line, is_unbuffered)  # type: ignore[misc]
+    stream.mode = mode  # type: ignore[misc]
 
 
 def _reset_modules(program: Program, origin: Origin) -> None:
     own = str(Path.cwd()) if program.words[0] == "-m" else program.import_directories()[0]
     sys.path[:] = [own, *import_places(program.environment), *origin.path]
     importlib.invalidate_caches()
-    # runpy puts the file of the module into the place of "-m".
     sys.argv[:] = ["-m", *program.words[2:]] if program.words[0] == "-m" else list(program.words)
     sys.orig_argv[:] = [sys.executable, *program.words]
     if program.words[0] == "-m":
         name = program.words[1]
-        # Of a package runpy runs ``__main__``; the package itself stays, with its modules as its attributes.
+        # Of a package ``__main__`` is run; the package itself stays, with its modules as its attributes.
         is_package = hasattr(sys.modules.get(name), "__path__")
         sys.modules.pop(f"{name}.__main__" if is_package else name, None)
     tempfile.tempdir = None  # found anew, by TMPDIR
@@ -308,14 +318,7 @@ def _run(words: Sequence[str]) -> NoReturn:
     """Run a program and end with its exit code."""
     global _exit_code
     try:
-        if words[0] == "-m":
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            path = Path.cwd() / words[0]
-            main = sys.modules["__main__"] = types.ModuleType("__main__")
-            vars(main).update(__file__=str(path), __builtins__=builtins)
-            # As runpy.run_path, but for frames in tracebacks and a relative name in the code.
-            exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))  # noqa: S102
+        exec(_load_main(words), vars(sys.modules["__main__"]))  # noqa: S102  # the program that was asked for
     except SystemExit as ended:
         if isinstance(ended.code, int):
             _exit_code = ended.code
@@ -328,6 +331,25 @@ def _run(words: Sequence[str]) -> NoReturn:
         )
         _exit_code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     sys.exit()
+
+
+def _load_main(words: Sequence[str]) -> types.CodeType:
+    """Make the module ``__main__`` and return its code."""
+    main = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # by both names, as multiprocessing has it
+    if words[0] != "-m":
+        vars(main)["__file__"] = str(Path.cwd() / words[0])
+        return compile(Path(words[0]).read_bytes(), vars(main)["__file__"], "exec", dont_inherit=True)
+    spec = importlib.util.find_spec(words[1])
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{words[1]}.__main__")
+    if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
+        sys.exit(f"{sys.executable}: No module named {words[1]}")
+    sys.argv[0] = str(spec.origin)
+    vars(main).update(__spec__=spec, __file__=spec.origin, __loader__=spec.loader, __package__=spec.parent)
+    code: types.CodeType = spec.loader.get_code(spec.name)
+    return code
 
 
 def end_without_teardown() -> None:

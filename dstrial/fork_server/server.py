@@ -1,6 +1,6 @@
 """The process that is forked: imports, then does nothing but fork.
 
-``python -u -m dstrial.fork_server.server SOCKET MODULES...``
+``python -m dstrial.fork_server.server SOCKET MODULES...``
 
 It has one thread, runs no tensor operation, and ends when the process that has started it closes the socket or ends.
 """

@@ -22,6 +22,7 @@ from types import FrameType
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import LaunchError, RankStalledError
 from dstrial.fork_server import client
+from dstrial.fork_server.fork import Program
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE
 from dstrial.launch.failures import (
     ERROR_FILE_VARIABLE,
@@ -414,7 +415,7 @@ def _popen(
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
         # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial.
         is_worker = "dstrial.dsat.worker" in command  # which starts a living rank, again and again
-        program = client.Program(command[1:], env, str(Path.cwd()), leads="group", has_spare=is_worker)
+        program = Program(command[1:], env, str(Path.cwd()), leads="group", has_spare=is_worker)
         process = client.fork_or_none(program, [0, stdout, stderr])
         if process is not None:
             return process

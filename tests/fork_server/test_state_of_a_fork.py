@@ -97,7 +97,7 @@ ENDS = {
     "output without a line's end": "import sys; sys.stdout.write('a'); sys.stderr.write('b')",
     "its streams": "import sys\n"
     "for one in (sys.stdin, sys.stdout, sys.stderr):\n"
-    "    print(one.name, one.mode, one.buffer.mode, one.seekable(), one.isatty())\n"
+    "    print(one.name, one.mode, one.buffer.mode, one.seekable(), one.isatty(), one.line_buffering, one.write_through)\n"
     "sys.stdout.reconfigure(errors='backslashreplace')\n"
     "sys.stderr.reconfigure(encoding='utf-16')\n"
     "print('\\udc80')",

@@ -15,6 +15,7 @@ from typing import Any
 
 from dstrial.dsat.worker.rpc import Connection, ready
 from dstrial.fork_server import client
+from dstrial.fork_server.fork import Program
 from dstrial.ranks.job_secret import STORE_VARIABLE, store_variable_of_generation
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class _Rank:
         self._answers, writer = os.pipe()
         orders, self._orders = os.pipe()
         command = [sys.executable, "-m", _RANK_MODULE, "--answers", str(writer), *words]
-        program = client.Program(command[1:], variables, str(Path.cwd()), numbers=(0, 1, 2, writer))
+        program = Program(command[1:], variables, str(Path.cwd()), numbers=(0, 1, 2, writer))
         try:
             self.process = client.fork_or_none(program, [orders, 1, 2, writer]) or subprocess.Popen(
                 command, stdin=orders, env=dict(variables), pass_fds=(writer,)

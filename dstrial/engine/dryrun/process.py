@@ -85,7 +85,7 @@ def dry_runs(
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         said = _tail(log)
-        return [_answer(Path(path), is_late, deadline_s, process.returncode, said) for path in pairs[1::2]]
+        return [_answer(Path(path), is_late, deadline_s, process.wait(), said) for path in pairs[1::2]]
 
 
 def _start(
