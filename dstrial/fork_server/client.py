@@ -161,7 +161,7 @@ def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -
     try:
         if request:
             socket.send_fds(connection, [request], list(files))
-        answer, given, _, _ = socket.recv_fds(connection, 4096, 1)
+        answer, given, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise ForkRefusedError(f"it does not answer ({error})") from None
     if not answer:

@@ -231,7 +231,7 @@ def _receive(descriptor: int) -> tuple[bytes, list[int]]:
     """Return the next request and its open files."""
     with _ending_on_error():
         connection = socket.socket(fileno=descriptor)
-        request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1)
+        request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC)
         connection.detach()
         if not request:
             os._exit(0)  # the parent has ended, or does not need this spare
