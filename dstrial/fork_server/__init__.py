@@ -1,4 +1,4 @@
-"""Start Python programs as forks of a process that has imported torch and DeepSpeed.
+"""Start programs as forks of a process that has imported torch and DeepSpeed.
 
 A server (``server``) imports and forks idle processes, *spares*. A spare that its parent sends a program (``client``) checks that
 a new process would import the same, takes on the program's state (``fork``) and runs it; otherwise it refuses, and the parent

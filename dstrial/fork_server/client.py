@@ -1,4 +1,4 @@
-"""Start and end a fork server, and start programs in its spares or in those of this process."""
+"""Start programs in spares of a fork server or of this process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ForkedProcess:
 
 
 def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
-    """Start a program as a child of this process, from its spare; see ``start_program``.
+    """Start a program from this process's spare; see ``start_program``.
 
     Raises:
         ForkRefusedError: a new process is needed; without a message, if there is no spare.

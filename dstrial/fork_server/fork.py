@@ -1,4 +1,4 @@
-"""Spares: idle forks that become what a new Python process with the same command line would be."""
+"""Spares: idle forks that become what a new Python process would be."""
 
 # Checked before every start over thousands of files, where pathlib would take most of the time.
 # ruff: noqa: PTH116, PTH208
@@ -131,7 +131,7 @@ def imported_versions() -> dict[str, int]:
 
 
 def _version(file: str) -> int:
-    """Return a file's modification time; 0 without one: torch imports a module from a temporary file."""
+    """Return a file's modification time; 0 without one, as torch's temporary module."""
     try:
         return os.stat(file).st_mtime_ns
     except OSError:
@@ -326,9 +326,11 @@ def _run(words: Sequence[str]) -> NoReturn:
             print(ended.code, file=sys.stderr)  # noqa: T201  # as Python does
             _exit_code = 1
     except BaseException as error:  # noqa: BLE001  # as Python does at its end
-        sys.excepthook(
-            type(error), error, None if error.__traceback__ is None else error.__traceback__.tb_next
-        )
+        shown = error.__traceback__
+        while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+            shown = shown.tb_next
+        error.__traceback__ = shown
+        sys.excepthook(type(error), error, shown)
         _exit_code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     sys.exit()
 

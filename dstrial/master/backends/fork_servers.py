@@ -85,7 +85,10 @@ class _Running:
         return self.python == python and not self.server.why_not(environment)
 
     def is_ready(self) -> bool:
-        """Return whether the server forks; one that could not import stays, so that no other is tried."""
+        """Return whether the server can fork.
+
+        A server that could not import stays, so that no other one is tried.
+        """
         try:
             return not self.is_broken and self.server.is_ready()
         except ForkRefusedError as error:

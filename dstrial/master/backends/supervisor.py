@@ -127,7 +127,7 @@ class _Fork:
 
 
 def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[bytes] | _Fork, str]":
-    """Start the entrypoint; return it with a line that says why it is no fork, if it should be one."""
+    """Start the entrypoint; return it, and a line that says why it is no fork."""
 
     def in_child() -> None:
         os.setpgid(0, 0)
