@@ -268,9 +268,9 @@ def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor:
         program.words[1].rpartition(".")[2] if program.words[0] == "-m" else Path(program.words[0]).name
     )
     os.chdir(program.directory)
-    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+    for standard, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         assert isinstance(stream, io.TextIOWrapper)
-        _reset_stream(number, stream)
+        _reset_stream(standard, stream)
 
 
 def _reset_stream(number: int, stream: io.TextIOWrapper) -> None:
@@ -350,7 +350,8 @@ def _load_main(words: Sequence[str]) -> types.CodeType:
         sys.exit(f"{sys.executable}: No module named {words[1]}")
     sys.argv[0] = str(spec.origin)
     vars(main).update(__spec__=spec, __file__=spec.origin, __loader__=spec.loader, __package__=spec.parent)
-    code: types.CodeType = spec.loader.get_code(spec.name)
+    code = spec.loader.get_code(spec.name)
+    assert code is not None
     return code
 
 
