@@ -23,6 +23,7 @@ from dstrial.local.measuring_variables import MEASURING_KEYS
 _DEADLINE_S = 900.0
 _MOST_PARALLEL = 4
 _USUAL_FLOPS_RATIO = 0.5, 2.0
+_PIPELINE_NOTE = "pipelines are not dry-run; `dstrial memory` tells what each stage takes"
 
 RequestOf = Callable[[Structure, bool], DryRunRequest]
 
@@ -39,6 +40,12 @@ def gather_inputs(
 
     A failed dry run does not end the search: ``predict`` then starts from its first measurement.
     """
+    if settings.space.sizes.has_pipeline_engine:
+        # The predictor knows no pipeline: its dry runs would describe one stage, not the step.
+        print_line(f"described by:  the first measurement ({_PIPELINE_NOTE})")
+        return PredictInputs(
+            failures={"pipeline": _PIPELINE_NOTE}, is_cpu=target == "cpu", notes=(_PIPELINE_NOTE,)
+        )
     request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
     groups = ConfigGroups(settings.space, is_cpu=target == "cpu")
     number = len(groups.representatives())

@@ -56,8 +56,7 @@ class TrialWorkload:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
             if not is_real:
                 stack.enter_context(shapes_only())
-            if num_stages > 1:
-                deepspeed.init_distributed(auto_mpi_discovery=False)  # layers are placed by it
+            deepspeed.init_distributed(auto_mpi_discovery=False)  # a PipelineModule places its layers by it
             self._trial_class = import_trial(trial, Path(context_dir))
             self._until_prepared = stack.pop_all()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from searching import settings_of, write_experiment
 
 from dstrial.dsat.backends.trial_spec import python_words
@@ -19,8 +20,8 @@ from dstrial.dsat.predictor.dry_run_requests import script_request, trial_reques
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.__main__ import user_place
-from dstrial.engine.dryrun.process import dry_run
-from dstrial.engine.dryrun.values import DryRunResult
+from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 pytestmark = pytest.mark.process
 
@@ -98,6 +99,41 @@ def test_a_trial_that_fails_anyway_begins_with_its_first_measurement_and_names_t
     assert any(
         re.search(r"described_trials\.py:\d+ by ValueError: no loss today", note) for note in inputs.notes
     )
+
+
+def test_dry_run_of_shipped_pipeline_takes_its_stages_and_else_names_them() -> None:
+    """The dry run failed with "DeepSpeed backend not set" where nobody had said that the trial has stages."""
+    folder = MODEL_DEFS / "stdlib_lm"
+    hparams = yaml.safe_load((MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml").read_text())[
+        "hyperparameters"
+    ]
+    config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
+
+    def asked(num_stages: int) -> DryRunRequest:
+        trial = "model_def:StdlibLmTrial"
+        return trial_request(trial, folder, hparams, config, world_size=2, num_stages=num_stages)
+
+    one, two = dry_runs([asked(1), asked(2)], deadline_s=300, num_parallel=1)
+
+    assert isinstance(one, DryRunError)
+    assert "the trial trains a pipeline" in str(one)
+    assert isinstance(two, DryRunResult)
+
+
+def test_search_of_pipeline_begins_with_its_first_measurement(tmp_path: Path) -> None:
+    settings = settings_of(
+        MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml",
+        "--output",
+        str(tmp_path),
+        method="predict",
+        model_dir=MODEL_DEFS / "stdlib_lm",
+    )
+    lines: list[str] = []
+
+    inputs = gather_inputs(settings, target="cpu", print_line=lines.append)
+
+    assert (inputs.described_by, inputs.runs) == ("the first measurement", {})
+    assert "pipelines are not dry-run" in lines[0]
 
 
 def test_a_trial_with_two_engines_keeps_both_configs() -> None:
