@@ -197,8 +197,7 @@ def _by_real_batch(
 def _as_real(request: DryRunRequest) -> DryRunRequest:
     """Return a request for one real batch on this machine in place of fake tensors."""
     # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
-    shared_options = {**request.shared_options, "is_real": True}
-    return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
+    return dataclasses.replace(request, is_real=True, target="cpu")
 
 
 def on_one_device(settings: SearchConfig, *, capacity_bytes: int) -> list[tuple[str, DryRunResult]]:

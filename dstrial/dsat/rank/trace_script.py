@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import os
 import runpy
 import sys
@@ -13,25 +12,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import determined as det
 import torch
 from determined import core
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial import runtime
-from dstrial.dsat.rank.meta_init import make_fake, shapes_only
 from dstrial.dsat.rank.standalone_script import stand_in_cluster
 from dstrial.dsat.rank.trace_trial import SingleRankContext
 from dstrial.engine.checkpoint_reader.safe_load import load
-from dstrial.engine.deepspeed_internals.engines import load_config_file
+from dstrial.engine.dryrun.fake_world import CapturedInitialize, FakeWorld
 from dstrial.errors import TrialContractError
 from dstrial.local.run_directory import RUN_DIR_VARIABLE
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.scratch import scratch_directory
 
-_ARGUMENTS = inspect.signature(deepspeed.initialize)
 _AUTO = "auto"
 _NO_CLUSTER = "dry run"
 
@@ -43,11 +39,10 @@ class ScriptWorkload:
     ``loss``, or the mean of all numbers of the output.
     """
 
-    def __init__(self, is_real: bool = False) -> None:
+    def __init__(self, world: FakeWorld) -> None:
         self.notes: list[str] = []
-        self._is_real = is_real
-        self._arguments: dict[str, Any] = {}
-        self._config: Mapping[str, Any] = {}
+        self._world = world
+        self._call: CapturedInitialize | None = None
         self._engine: Any = None
         self._device = torch.device("cpu")
 
@@ -62,10 +57,8 @@ class ScriptWorkload:
         """Run the script, imports included, until it calls an engine."""
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
             stack.enter_context(_off_cluster(size, hparams, exp_conf or {}))
-            if not self._is_real:
-                stack.enter_context(shapes_only())
+            stack.enter_context(self._world.before_engines(self._capture))
             batch = _first_batch(words)
         if batch is None:
             raise TrialContractError(
@@ -80,28 +73,16 @@ class ScriptWorkload:
         )
         self.num_records = 0 if first is None else len(first)
 
-    def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        self._arguments = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
-        if isinstance(self._arguments.get("model"), deepspeed.PipelineModule):
-            raise TrialContractError(
-                "the script trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
-            )
-        given = self._arguments.get("model_parameters")
-        if given is not None:
-            self._arguments["model_parameters"] = list(given)
-        config = self._arguments.get("config") or self._arguments.get("config_params") or {}
-        self._config = load_config_file(config) if isinstance(config, str) else config
-        stand_in = _CapturingEngine(self._arguments["model"], self._config)
-        return stand_in, self._arguments.get("optimizer"), None, self._arguments.get("lr_scheduler")
+    def _capture(self, call: CapturedInitialize) -> None:
+        call.refuse_pipeline("script")
+        call.stand_in.stand_for_script(_end_script)
+        self._call = call
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
         """Return the script's engine with a config; its own values fill ``"auto"``."""
         self._device = device
-        arguments = {**self._arguments, "config": _filled(deepspeed_config, self._config)}
-        arguments.pop("config_params", None)
-        if not self._is_real:
-            make_fake(arguments)
-        self._engine, *_ = deepspeed.initialize(**arguments)
+        assert self._call is not None  # there is no batch without it
+        self._engine = self._call.build(_filled(deepspeed_config, self._call.config))
         return [self._engine]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
@@ -118,7 +99,7 @@ class ScriptWorkload:
         shape = list(tensor.shape)
         if shape and shape[0] == self.num_records:
             shape[0] = num_records
-        if not self._is_real:
+        if self._world.is_fake:
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)
         repeats = -(-shape[0] // max(len(tensor), 1)) if shape else 1
         return torch.cat([tensor] * repeats)[: shape[0]] if repeats > 1 or shape else tensor
@@ -153,29 +134,8 @@ class _Captured(BaseException):
         self.batch = args, kwargs
 
 
-class _CapturingEngine:
-    def __init__(self, module: Any, config: Any) -> None:
-        given = config if isinstance(config, Mapping) else {}
-        micro = given.get("train_micro_batch_size_per_gpu")
-        size = int(micro) if isinstance(micro, int) else 1
-        self.module = module
-        self.device = torch.device("cpu")
-        self.local_rank = self.global_rank = self.global_steps = 0
-        self.train_micro_batch_size_per_gpu = lambda: size
-        self.gradient_accumulation_steps = lambda: 1
-        self.train_batch_size = lambda: size
-
-    def train(self, mode: bool = True) -> _CapturingEngine:
-        del mode
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Captured(args, kwargs)
-
-    forward = __call__
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+def _end_script(*args: Any, **kwargs: Any) -> Any:
+    raise _Captured(args, kwargs)
 
 
 def _filled(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:

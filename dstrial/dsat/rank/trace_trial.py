@@ -12,29 +12,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
-from deepspeed import PipelineEngine, PipelineModule
+from deepspeed import PipelineEngine
 from determined import core, pytorch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dstrial.dsat.rank.meta_init import make_fake, shapes_only
 from dstrial.engine.checkpoint_reader.safe_load import load
 from dstrial.engine.deepspeed_internals.engines import (
     compute_dtype,
     earlier_layers,
     leave_out_shapes,
-    load_config_file,
 )
+from dstrial.engine.dryrun.fake_world import CapturedInitialize, FakeWorld
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
 from dstrial.trial.context import DeepSpeedTrialContext
@@ -46,16 +43,14 @@ _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", 
 class TrialWorkload:
     """A DeepSpeedTrial as a dry run's ``engine.dryrun.measure.Workload``."""
 
-    def __init__(self, trial: str, context_dir: str, is_real: bool = False, num_stages: int = 1) -> None:
+    def __init__(self, world: FakeWorld, trial: str, context_dir: str, num_stages: int = 1) -> None:
         self._trial_name = trial
-        self._is_real = is_real
+        self._is_fake = world.is_fake
         self.num_stages = num_stages
-        self._calls: list[_InitializeCall] = []
+        self._calls: list[CapturedInitialize] = []
         self._pipelines: list[PipelineEngine] = []
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
-            if not is_real:
-                stack.enter_context(shapes_only())
+            stack.enter_context(world.before_engines(self._capture))
             deepspeed.init_distributed(auto_mpi_discovery=False)  # a PipelineModule places its layers by it
             self._trial_class = import_trial(trial, Path(context_dir))
             self._until_prepared = stack.pop_all()
@@ -91,15 +86,11 @@ class TrialWorkload:
                     loader, self._trial.get_batch_length, num_batches
                 )
 
-    def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        arguments = _ARGUMENTS.bind(*args, **kwargs).arguments
-        if isinstance(arguments["model"], PipelineModule) and self.num_stages == 1:
-            raise TrialContractError(
-                "the trial trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
-            )
-        call = _InitializeCall(arguments, self._context)
+    def _capture(self, call: CapturedInitialize) -> None:
+        if self.num_stages == 1:
+            call.refuse_pipeline("trial")
+        call.stand_in.stand_for_trial(self._context.get_train_micro_batch_size_per_gpu())
         self._calls.append(call)
-        return call.stand_in, call.arguments.get("optimizer"), None, call.arguments.get("lr_scheduler")
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
         """Return the engines, built as the trial asked for them.
@@ -111,13 +102,12 @@ class TrialWorkload:
         for call in self._calls:
             config = deepspeed_config
             if len(self._calls) > 1:
-                own = load_config_file(call.config) if isinstance(call.config, str) else call.config
-                kept = {key: value for key, value in own.items() if key not in _BATCH_KEYS}
+                kept = {key: value for key, value in call.config.items() if key not in _BATCH_KEYS}
                 config = {
                     **kept,
                     **{key: deepspeed_config[key] for key in _BATCH_KEYS if key in deepspeed_config},
                 }
-            engines.append(call.build(copy.deepcopy(dict(config)), as_fake=not self._is_real))
+            engines.append(call.build(copy.deepcopy(dict(config))))
         self._pipelines = [engine for engine in engines if isinstance(engine, PipelineEngine)]
         for engine in self._pipelines:
             leave_out_shapes(engine, functools.partial(self._received, engine))
@@ -153,87 +143,12 @@ class TrialWorkload:
         shape = list(tensor.shape)
         if shape and shape[0] == self._num_records:
             shape[0] = num_records
-        if not self._is_real:
+        if self._is_fake:
             return torch.empty(shape, dtype=tensor.dtype)
         if list(tensor.shape) == shape:
             return tensor
         repeats = -(-num_records // len(tensor))
         return torch.cat([tensor] * repeats)[:num_records]
-
-
-_ARGUMENTS = inspect.signature(deepspeed.initialize)
-
-
-class _StandIn:
-    """Stands for the trial's engine; after ``stand_for`` everything is the engine's."""
-
-    def __init__(self, module: nn.Module, micro_batch_size: int, config: Mapping[str, Any]) -> None:
-        self._engine: Any = None
-        stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
-        self._early = {
-            "module": module,
-            "train_micro_batch_size_per_gpu": lambda: micro_batch_size,
-            "gradient_accumulation_steps": lambda: 1,
-            "train_batch_size": lambda: micro_batch_size,
-            # Compiling does not change the computation; the dry run sees it before fusion.
-            "compile": lambda *_, **__: None,
-            # Trials call these in their constructor; the answers are those of the config that they passed.
-            "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
-            "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
-            "zero_optimization": lambda: stage > 0,
-            "zero_optimization_stage": lambda: stage,
-        }
-        if isinstance(module, PipelineModule):
-            grid = module.mpu()
-            stage_id, num_stages = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
-            self._early |= {
-                "grid": grid,
-                "mpu": grid,
-                "stage_id": stage_id,
-                "num_stages": num_stages,
-                "is_first_stage": lambda: stage_id == 0,
-                "is_last_stage": lambda: stage_id == num_stages - 1,
-            }
-
-    def stand_for(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        if self._engine is not None:
-            return getattr(self._engine, name)
-        if name in self._early:
-            return self._early[name]
-        raise AttributeError(f"the engine of a described trial has no {name!r} before its first step")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(*args, **kwargs)
-
-
-class _InitializeCall:
-    """One call of ``deepspeed.initialize``, to be made later."""
-
-    def __init__(self, arguments: Mapping[str, Any], context: _OwnContext) -> None:
-        self.arguments = dict(arguments)
-        model = self.arguments["model"]
-        given = self.arguments.get("model_parameters")
-        if given is not None:
-            self.arguments["model_parameters"] = list(given)
-        given_config = self.config if isinstance(self.config, Mapping) else {}
-        self.stand_in = _StandIn(model, context.get_train_micro_batch_size_per_gpu(), given_config)
-
-    @property
-    def config(self) -> Any:
-        return self.arguments.get("config") or self.arguments.get("config_params")
-
-    def build(self, config: dict[str, Any], *, as_fake: bool) -> Any:
-        """Build the engine with another config and let the stand-in be it."""
-        arguments = {**self.arguments, "config": config}
-        arguments.pop("config_params", None)
-        if as_fake:
-            make_fake(arguments)
-        engine, *_ = deepspeed.initialize(**arguments)
-        self.stand_in.stand_for(engine)
-        return engine
 
 
 def _largest_batch(loader: Any, length: Callable[[Any], int], num_batches: int) -> tuple[Any, int]:

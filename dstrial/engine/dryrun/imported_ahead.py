@@ -7,7 +7,7 @@ and tracer, 800 modules; importing these starts no thread, and nothing is compil
 import importlib
 
 from dstrial.engine.deepspeed_internals.process import LATE_MODULES
-from dstrial.engine.dryrun.patches import without_compiler
+from dstrial.engine.dryrun.fake_world import without_compiler
 
 with without_compiler():
     for _name in ("dstrial.engine.dryrun.measure", *LATE_MODULES):

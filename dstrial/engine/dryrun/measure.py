@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial.engine.deepspeed_internals.engines import observe_instructions
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
-from dstrial.engine.dryrun import patches
+from dstrial.engine.dryrun.fake_world import DEVICE_NAME, FakeWorld, ScalarReads
 from dstrial.engine.dryrun.linear_peaks import line_through, memory_forms, same_before_update
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import PHASES, DryRunRequest, DryRunResult, Flops
@@ -29,9 +29,10 @@ from dstrial.engine.memory_split import MemorySplit
 
 
 class Workload(Protocol):
-    """Builds engines and trains with them in a dry run; tensors are fake by default.
+    """Builds engines and trains with them in a ``FakeWorld``; tensors are fake by default.
 
-    Making one imports the user's code. Requests that differ in ``prepare`` and the engine only are forks of one process that has.
+    Making one, ``workload(world, **shared_options)``, imports the user's code. Requests that differ in ``prepare`` and the engine
+    only are forks of one process that has.
     """
 
     def prepare(self, **options: Any) -> None:
@@ -68,7 +69,8 @@ class ModelWorkload:
             micro batch size.
     """
 
-    def __init__(self, model: str, batch: str) -> None:
+    def __init__(self, world: FakeWorld, model: str, batch: str) -> None:
+        del world
         self._make_model, self._make_batch = load(model), load(batch)
         self._shape: dict[str, Any] = {}
         self._engine: Any = None
@@ -108,15 +110,23 @@ def measure(request: DryRunRequest) -> DryRunResult:
 @contextlib.contextmanager
 def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
     """Patch the process and import the user's code; yield what runs a request once."""
-    reads = patches.ScalarReads()
+    reads = ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
-    with _patched(request, tracker), _quiet_collector():
-        workload: Workload = load(request.workload)(**request.shared_options)
+    world = FakeWorld(
+        tracker,
+        world_size=request.world_size,
+        target=request.target,
+        is_fake=not request.is_real,
+        device_bytes=request.device_bytes,
+        rank=request.rank,
+    )
+    with world, _quiet_collector():
+        workload: Workload = load(request.workload)(world, **request.shared_options)
         yield functools.partial(_measure, workload, tracker, reads)
 
 
 def _measure(
-    workload: Workload, tracker: Tracker, reads: patches.ScalarReads, request: DryRunRequest
+    workload: Workload, tracker: Tracker, reads: ScalarReads, request: DryRunRequest
 ) -> DryRunResult:
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -126,7 +136,7 @@ def _measure(
         device = torch.device("cpu")
         if not request.is_real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            device = torch.device(patches.DEVICE_NAME if request.target == "cuda" else "cpu")
+            device = torch.device(DEVICE_NAME if request.target == "cuda" else "cpu")
         stack.enter_context(tracker)
         engines = workload.build(config, device)
         for engine in engines:
@@ -160,17 +170,6 @@ def _measure(
         host_parts=split.host,
         activations=line_through(activations[0], activations[1], low, high),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
-
-
-def _patched(request: DryRunRequest, tracker: Tracker) -> contextlib.AbstractContextManager[None]:
-    return patches.all_of_them(
-        tracker,
-        world_size=request.world_size,
-        target=request.target,
-        is_fake=not request.is_real,
-        device_bytes=request.device_bytes,
-        rank=request.rank,
     )
 
 
@@ -233,7 +232,7 @@ def _host_test(target: str, is_real: bool) -> Any:
         return lambda _device: False
     if is_real:
         return lambda device: device.type == "cpu"
-    name = torch.device(patches.DEVICE_NAME)
+    name = torch.device(DEVICE_NAME)
     return lambda device: device != name
 
 

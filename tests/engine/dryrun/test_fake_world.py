@@ -1,4 +1,4 @@
-"""Each patch of the dry run: without it the thing fails or waits, with it it works, and after it all is as before."""
+"""What a fake world replaces: without it the thing fails or waits, in it it works, and after it all is as before."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from dstrial.engine.dryrun import patches
+from dstrial.engine.dryrun.fake_world import (
+    DEVICE_NAME,
+    FakeWorld,
+    ScalarReads,
+    renew_parameters,
+    shapes_only,
+)
 from dstrial.engine.dryrun.tracker import Tracker
 
 
 def tracker(**more: Any) -> Tracker:
-    return Tracker(lambda device: device != torch.device(patches.DEVICE_NAME), **more)
+    return Tracker(lambda device: device != torch.device(DEVICE_NAME), **more)
 
 
 def test_a_virtual_world_has_many_ranks_and_its_collectives_return() -> None:
     rank_before = os.environ.get("RANK")
-    with patches.virtual_world(64):
+    with FakeWorld(tracker(), world_size=64):
         value = torch.ones(3)
         torch.distributed.all_reduce(value)
         assert torch.distributed.get_world_size() == 64
@@ -40,7 +46,7 @@ def test_a_virtual_world_has_many_ranks_and_its_collectives_return() -> None:
 def test_the_shared_memory_op_is_not_built() -> None:
     backend = importlib.import_module("deepspeed.comm.torch")
     before = backend.build_shm_op
-    with patches.without_shared_memory_op():
+    with FakeWorld(tracker()):
         assert backend.build_shm_op() is None
     assert backend.build_shm_op is before
 
@@ -48,7 +54,7 @@ def test_the_shared_memory_op_is_not_built() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("optimizer_class", [DeepSpeedCPUAdam, FusedAdam])
 def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimizer_class: type) -> None:
-    with patches.without_compiled_ops(), FakeTensorMode():
+    with FakeWorld(tracker()), FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(10))
         optimizer = optimizer_class([parameter])
         parameter.grad = torch.zeros(10)
@@ -59,7 +65,7 @@ def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimi
 def test_nothing_is_compiled() -> None:
     layer = nn.Linear(2, 2)
     before = torch.compile
-    with patches.without_compiler():
+    with FakeWorld(tracker()):
         assert torch.compile(layer, dynamic=True) is layer
 
         @torch.compile(fullgraph=True)
@@ -79,7 +85,7 @@ def test_fake_modules_can_be_converted() -> None:
         if Version(torch.__version__) >= Version("2.13"):  # and 2.6 does without
             with pytest.raises(RuntimeError, match="swap"):
                 layer.bfloat16()
-        with patches.module_conversion():
+        with FakeWorld(tracker()):
             layer.bfloat16()
     assert layer.weight is weight
     assert layer.weight.dtype is torch.bfloat16
@@ -89,11 +95,11 @@ def test_fake_modules_can_be_converted() -> None:
 def test_assigned_data_brings_its_device_along() -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(2))
-        with patches.data_with_device():
-            parameter.data = parameter.data.to(patches.DEVICE_NAME)
-        assert parameter.device == torch.device(patches.DEVICE_NAME)
+        with FakeWorld(tracker()):
+            parameter.data = parameter.data.to(DEVICE_NAME)
+        assert parameter.device == torch.device(DEVICE_NAME)
         other = nn.Parameter(torch.zeros(2))
-        other.data = other.data.to(patches.DEVICE_NAME)
+        other.data = other.data.to(DEVICE_NAME)
         assert other.device == torch.device("cpu")
 
 
@@ -102,12 +108,12 @@ def test_unvalidated_distributions_take_fake_tensors() -> None:
         low, high = torch.empty(()), torch.empty(())
         with pytest.raises((ValueError, DataDependentOutputException)):
             torch.distributions.Uniform(low, high)
-        with patches.unvalidated_distributions():
+        with FakeWorld(tracker()):
             assert torch.distributions.Uniform(low, high).rsample((3,)).shape == (3,)
 
 
 def test_lists_of_all_ranks_agree() -> None:
-    with patches.lists_agree():
+    with FakeWorld(tracker()):
         zero_utils.assert_ints_same_as_other_ranks([3, 1, 2])
 
 
@@ -115,7 +121,7 @@ def test_the_device_is_another_memory_than_the_host_and_fills_up() -> None:
     accelerator = get_accelerator()
     name_before = accelerator.current_device_name()
     watching = tracker()
-    with patches.device_beside_host(watching, 10_000), FakeTensorMode(), watching:
+    with FakeWorld(watching, target="cuda", device_bytes=10_000), FakeTensorMode(), watching:
         on_device = torch.empty(1000, dtype=torch.uint8, device=accelerator.current_device_name())
         on_host = torch.empty(5000, dtype=torch.uint8)
         assert accelerator.on_accelerator(on_device)
@@ -129,7 +135,7 @@ def test_the_device_is_another_memory_than_the_host_and_fills_up() -> None:
 
 
 def test_user_code_reads_the_declared_constant_and_its_line_is_noted() -> None:
-    reads = patches.ScalarReads(3.5)
+    reads = ScalarReads(3.5)
     with FakeTensorMode(), tracker(read_scalar=reads):
         assert torch.zeros(2).sum().item() == 3.5
         assert int(torch.zeros((), dtype=torch.int64)) == 3
@@ -143,7 +149,7 @@ def test_fake_scalars_cannot_be_read_otherwise() -> None:
 
 
 def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None:
-    reads = patches.ScalarReads()
+    reads = ScalarReads()
     read = "def read(tensor):\n    return tensor.item()\n"
     told = []
     for library in (Path(deepspeed.__file__).parent / "runtime", Path(torch.__file__).parent / "optim"):
@@ -157,7 +163,7 @@ def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None
 
 def test_the_places_that_begin_a_phase_are_replaced_in_the_block_only() -> None:
     before = DeepSpeedEngine.forward
-    with patches.phases(tracker()):
+    with FakeWorld(tracker()):
         assert DeepSpeedEngine.forward is not before
     assert DeepSpeedEngine.forward is before
 
@@ -168,3 +174,49 @@ def test_a_phase_within_another_ends_with_its_block() -> None:
     with watching.within("reduce"):
         assert watching.phase == "reduce"
     assert watching.phase == "backward"
+
+
+def test_parameters_built_as_shapes_have_no_memory_and_keep_gradient_flag_and_type() -> None:
+    with shapes_only():
+        layer = nn.Linear(64, 32, bias=False)
+        layer.requires_grad_(False)
+
+        moved = nn.Linear(4, 4).to(device="cpu", dtype=torch.bfloat16)
+
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (32, 64)
+    assert not layer.weight.requires_grad
+    assert moved.weight.is_meta
+    assert moved.weight.dtype == torch.bfloat16
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_initial_values_are_not_computed_for_a_shape_and_are_computed_again_afterwards() -> None:
+    with shapes_only():
+        kept = nn.init.constant_(torch.zeros(3), 7.0)
+
+    assert kept.tolist() == [0.0, 0.0, 0.0]
+    assert nn.init.constant_(torch.zeros(3), 7.0).tolist() == [7.0, 7.0, 7.0]
+
+
+def test_renewed_parameters_have_memory_and_tied_ones_stay_tied() -> None:
+    with shapes_only():
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
+        model[1].weight = model[0].weight
+    old = model[0].weight
+
+    renewed = renew_parameters(model)
+
+    assert renewed[id(old)] is model[0].weight is model[1].weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert model[2].running_mean.shape == (3,)
+
+
+def test_models_that_would_be_divided_while_they_are_built_are_shapes_too() -> None:
+    with shapes_only(), deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 1}):
+        layer = nn.Linear(4, 2)
+        deepspeed.zero.Init(module=layer)
+
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (2, 4)
+    assert not hasattr(layer.weight, "ds_id")

@@ -1,0 +1,522 @@
+"""Replace ranks, device, compiled kernels and values for a dry run.
+
+Nothing else of the dry run replaces anything in torch or DeepSpeed. ``FakeWorld`` undoes every replacement at its exit, and each
+dry run has a process of its own (``dstrial.engine.dryrun.process``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from deepspeed import DeepSpeedEngine, PipelineModule
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from dstrial.engine.deepspeed_internals import process
+from dstrial.engine.deepspeed_internals.engines import load_config_file
+from dstrial.engine.dryrun.tracker import Tracker
+from dstrial.engine.dryrun.values import Bypass, Target
+from dstrial.errors import TrialContractError
+
+DEVICE_NAME = "cpu:0"
+"""The device of a dry run with target ``cuda``: for torch it is a CPU's, and yet another than the host's ``cpu``."""
+
+USER_CONSTANT = 1.0
+"""What user code reads from a fake tensor, unless it is told another value."""
+
+_UNLIMITED_BYTES = 1 << 50
+_TORCH, _DEEPSPEED = (
+    str(pathlib.Path(str(module.__file__)).resolve().parent) + os.sep for module in (torch, deepspeed)
+)
+_TORCH_OPTIMIZERS = _TORCH + "optim" + os.sep
+_OWN = str(pathlib.Path(__file__).resolve().parent) + os.sep
+_COLLECTIVES = "c10d"
+_META = "Meta"
+_INITIALIZE = inspect.signature(deepspeed.initialize)
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    def answer(*_args: object, **_kwargs: object) -> Any:
+        return value
+
+    return answer
+
+
+class FakeWorld(contextlib.ExitStack):
+    """Makes this process one rank of many, alone and without a device; entered once.
+
+    Args:
+        tracker: told when engines begin a phase; it is entered by the caller.
+        world_size: number of ranks that the engine believes in; collectives return at once, and fill in nothing.
+        target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
+        is_fake: whether tensors will be fake.
+        device_bytes: memory of the device on target ``cuda``; None for no limit.
+        rank: which of the ranks this one is.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        *,
+        world_size: int = 1,
+        target: Target = "cpu",
+        is_fake: bool = True,
+        device_bytes: int | None = None,
+        rank: int = 0,
+    ) -> None:
+        super().__init__()
+        self.is_fake = is_fake
+        self._tracker = tracker
+        self._size_and_rank = world_size, rank
+        self._has_device = is_fake and target == "cuda"
+        self._device_bytes = _UNLIMITED_BYTES if device_bytes is None else device_bytes
+
+    def __enter__(self) -> FakeWorld:
+        super().__enter__()
+        try:
+            self._join_virtual_group(*self._size_and_rank)
+            self._observe_phases()
+            if self.is_fake:
+                self._give_collectives_kernels()
+                self._leave_out_compiled_code()
+                self._convert_fake_modules()
+                self._answer_comparisons()
+            if self._has_device:
+                self._tell_device_from_host()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @contextlib.contextmanager
+    def before_engines(self, answer: Callable[[CapturedInitialize], Any]) -> Iterator[None]:
+        """Answer ``deepspeed.initialize`` with stand-ins; keep only models' shapes.
+
+        ``answer`` gets each call, and may refuse it by raising.
+        """
+
+        def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+            call = CapturedInitialize(dict(_INITIALIZE.bind(*args, **kwargs).arguments), is_fake=self.is_fake)
+            answer(call)
+            return call.stand_in, call.arguments.get("optimizer"), None, call.arguments.get("lr_scheduler")
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(deepspeed, "initialize", initialize))
+            if self.is_fake:
+                stack.enter_context(shapes_only())
+            yield
+
+    # ---- what is replaced ------------------------------------------------------------------------
+
+    def _replace(self, owner: Any, name: str, value: Any, **options: Any) -> None:
+        self.enter_context(mock.patch.object(owner, name, value, **options))
+
+    def _join_virtual_group(self, world_size: int, rank: int) -> None:
+        size = str(world_size)
+        # Who asks for an address expects one; nothing listens there.
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        counts = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        variables = {"RANK": str(rank), "LOCAL_RANK": "0", **counts, **address}
+        self.enter_context(mock.patch.dict(os.environ, variables))
+        # DeepSpeed's shared-memory collectives of a CPU would wait for the absent ranks. (As an attribute of
+        # deepspeed.comm, torch is the library.)
+        module, name = process.SHARED_MEMORY_OP
+        self._replace(importlib.import_module(module), name, _always(None))
+        # A store of this process; torch exports it without saying so.
+        store = vars(torch.distributed)["HashStore"]()
+        torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+        self.callback(torch.distributed.destroy_process_group)
+
+    def _observe_phases(self) -> None:
+        """Forward, backward and step last until the next one; others lie within them."""
+        for name, phase in process.ENGINE_PHASES:
+            self._wrap(DeepSpeedEngine, name, functools.partial(_begin, self._tracker, phase))
+        self._wrap(torch.Tensor, "backward", functools.partial(_begin, self._tracker, "backward"))
+        for owner, name, phase in process.nested_phases():
+            self._wrap(owner, name, functools.partial(self._tracker.within, phase))
+
+    def _wrap(
+        self, owner: Any, name: str, around: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return original(*args, **kwargs)
+
+        self._replace(owner, name, wrapped)
+
+    def _leave_out_compiled_code(self) -> None:
+        """Build optimizers without a compiler: their kernels never allocate."""
+        self._replace(process.op_builder(), "load", _always(_NoKernels()))
+        self.enter_context(mock.patch(".".join(process.FUSED_ADAM_KERNEL), _always(None), create=True))
+        self.enter_context(without_compiler())
+
+    def _convert_fake_modules(self) -> None:
+        """Let modules and parameters take other fake data, with its type and device."""
+        self._replace(nn.Module, "_apply", _apply_by_data)
+        base: Any = torch.Tensor.data
+
+        def assign(tensor: FakeTensor, value: torch.Tensor) -> None:
+            base.__set__(tensor, value)
+            if isinstance(value, FakeTensor):
+                tensor.fake_device = value.fake_device
+
+        self._replace(FakeTensor, "data", property(base.__get__, assign))
+
+    def _answer_comparisons(self) -> None:
+        """Leave out what compares values: lists of ranks, checks of distributions."""
+        compare, take_from_rank_0 = process.LIST_COMPARISONS
+        self.enter_context(mock.patch(compare, _always(None)))
+        self.enter_context(mock.patch(take_from_rank_0, list))
+        # Gates of experts have distributions.
+        set_checked = torch.distributions.Distribution.set_default_validate_args
+        set_checked(False)
+        self.callback(set_checked, __debug__)  # torch's default
+
+    def _tell_device_from_host(self) -> None:
+        """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with so many bytes of memory."""
+        accelerator, device = get_accelerator(), torch.device(DEVICE_NAME)
+
+        def pinned(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
+            return tensor.clone()
+
+        for name in ("tensor", "as_tensor"):
+            self._replace(torch, name, _on_asked_device(getattr(torch, name)))
+        for name in ("current_device_name", "device_name"):
+            self._replace(accelerator, name, _always(DEVICE_NAME))
+        self._replace(accelerator, "on_accelerator", lambda tensor: tensor.device == device)
+        self._replace(
+            accelerator, "available_memory", lambda *_: self._device_bytes - self._tracker.device_bytes
+        )
+        self._replace(accelerator, "is_fp16_supported", _always(True))
+        self._replace(accelerator, "pin_memory", pinned)
+        self._replace(torch.Tensor, "pin_memory", pinned)
+
+    def _give_collectives_kernels(self) -> None:
+        """Let collectives take fake tensors where torch has no kernels for them.
+
+        Torch 2.6 has none, 2.13 has one for each. Such a kernel returns what it was to fill, as it was, and a finished ``Work``.
+        Python cannot make one in torch 2.6: it is the answer of torch's ``fake`` process group, which must be the default one,
+        to a collective of nothing.
+
+        Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return what they fill, and
+        the work.
+        """
+        prefix = _COLLECTIVES + "::"
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        names = [
+            name.removeprefix(prefix)
+            for name in sorted(torch._C._dispatch_get_all_op_names())
+            if name.startswith(prefix) and "." not in name and not has_kernel(name, _META)
+        ]
+        if not names:
+            return
+        group = torch.distributed.group.WORLD
+        assert group is not None  # it was joined before
+        operations = getattr(torch.ops, _COLLECTIVES)
+        work = operations.barrier(torch.empty(0), group.boxed(), [], -1)
+        library = self.enter_context(torch.library._scoped_library(_COLLECTIVES, "IMPL"))
+        for name in names:
+            num_returns = len(getattr(operations, name).default._schema.returns)
+            library.impl(name, _kernel(work, num_returns=num_returns), _META)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Make ``torch.compile`` a no-op: a compiled model needs other memory."""
+
+    def leave(model: Any = None, **_kwargs: object) -> Any:
+        return model if model is not None else lambda later: later
+
+    with mock.patch.object(torch, "compile", leave), mock.patch.object(nn.Module, "compile", _always(None)):
+        yield
+
+
+class _NoKernels:
+    """Replaces a compiled extension: every function does nothing and returns 0."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_args, **_kwargs: 0
+
+
+@contextlib.contextmanager
+def _begin(tracker: Tracker, phase: str) -> Iterator[None]:
+    tracker.enter_phase(phase)
+    yield
+
+
+def _kernel(work: Any, *, num_returns: int) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        return (None, work, (args[0], work))[num_returns]
+
+    return kernel
+
+
+def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    """Convert parameters by new data.
+
+    torch swaps the tensor objects instead, and refuses if anything else refers to them.
+    """
+    for one in module.modules() if recurse else [module]:
+        for parameter in one._parameters.values():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                parameter.data = fn(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad.data)
+        for name, buffer in one._buffers.items():
+            if buffer is not None:
+                one._buffers[name] = fn(buffer)
+    return module
+
+
+def _on_asked_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Let a maker of fake tensors put them on the asked device, not on ``cpu``."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        device = kwargs.get("device")
+        is_asked = device is not None and torch.device(device) == torch.device(DEVICE_NAME)
+        if not (is_asked and isinstance(tensor, FakeTensor)):
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE_NAME)
+
+    return made
+
+
+class ScalarReads:
+    """Answers ``.item()`` and the like on fake tensors, which have no values.
+
+    User code gets a declared constant, noted in ``bypasses``. DeepSpeed gets 0: no overflow and a gradient norm of 0, after which
+    it takes the step. torch's optimizers get 1, their first step.
+    """
+
+    def __init__(self, constant: float = USER_CONSTANT) -> None:
+        self.bypasses: dict[str, Bypass] = {}
+        self._constant = constant
+
+    def __call__(self, tensor: torch.Tensor) -> float | int | bool | complex:
+        file, line = _reader()
+        if file.startswith(_TORCH_OPTIMIZERS):
+            value = 1.0
+        elif file.startswith(_DEEPSPEED):
+            value = 0.0
+        else:
+            value = self._constant
+            place = f"{file}:{line}"
+            self.bypasses[place] = Bypass(place, value)
+        if tensor.dtype is torch.bool:
+            return bool(value)
+        if tensor.dtype.is_complex:
+            return complex(value)
+        return value if tensor.dtype.is_floating_point else int(value)
+
+
+def _reader() -> tuple[str, int]:
+    """Return who reads a scalar: the innermost file and line outside torch and us."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH_OPTIMIZERS) or not file.startswith((_TORCH, _OWN)):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+# ---- before there is an engine -------------------------------------------------------------------
+
+
+class CapturedInitialize:
+    """One call of ``deepspeed.initialize``, to be made later with another config."""
+
+    def __init__(self, arguments: dict[str, Any], *, is_fake: bool) -> None:
+        self.arguments = arguments
+        self._is_fake = is_fake
+        given = arguments.get("model_parameters")
+        if given is not None:
+            arguments["model_parameters"] = list(given)
+        config = arguments.get("config") or arguments.get("config_params") or {}
+        self.config: Mapping[str, Any] = load_config_file(config) if isinstance(config, str) else config
+        self.stand_in = EngineStandIn(arguments["model"], self.config)
+
+    def refuse_pipeline(self, whose: str) -> None:
+        if isinstance(self.arguments["model"], PipelineModule):
+            raise TrialContractError(
+                f"the {whose} trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
+            )
+
+    def build(self, config: dict[str, Any]) -> Any:
+        """Build the engine and let the stand-in be it."""
+        arguments = {**self.arguments, "config": config}
+        arguments.pop("config_params", None)
+        if self._is_fake:
+            _make_fake(arguments)
+        engine, *_ = deepspeed.initialize(**arguments)
+        self.stand_in.stand_for(engine)
+        return engine
+
+
+class EngineStandIn:
+    """Stands for an engine until that is built, and from ``stand_for`` on is it."""
+
+    def __init__(self, module: nn.Module, config: Mapping[str, Any]) -> None:
+        self._engine: Any = None
+        micro = config.get("train_micro_batch_size_per_gpu")
+        self._micro_batch_size = micro if isinstance(micro, int) else 1
+        self._on_call: Callable[..., Any] | None = None
+        stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
+        self._early = {
+            "module": module,
+            "device": torch.device("cpu"),
+            **dict.fromkeys(("local_rank", "global_rank", "global_steps"), 0),
+            "train_micro_batch_size_per_gpu": lambda: self._micro_batch_size,
+            "gradient_accumulation_steps": lambda: 1,
+            "train_batch_size": lambda: self._micro_batch_size,
+            # Compiling does not change the computation; the dry run sees it before fusion.
+            "compile": _always(None),
+            "train": lambda *_: self,
+            # Trials call these in their constructor; the answers are those of the config that they passed.
+            "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
+            "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
+            "zero_optimization": lambda: stage > 0,
+            "zero_optimization_stage": lambda: stage,
+        }
+        if isinstance(module, PipelineModule):
+            grid = module.mpu()
+            stage_id, num_stages = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
+            self._early |= {
+                "grid": grid,
+                "mpu": grid,
+                "stage_id": stage_id,
+                "num_stages": num_stages,
+                "is_first_stage": lambda: stage_id == 0,
+                "is_last_stage": lambda: stage_id == num_stages - 1,
+            }
+
+    def stand_for_script(self, on_call: Callable[..., Any]) -> None:
+        """Have the engine's first call answered, and all else by its model."""
+        self._on_call = on_call
+
+    def stand_for_trial(self, micro_batch_size: int) -> None:
+        self._micro_batch_size = micro_batch_size
+
+    def stand_for(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        if self._engine is not None:
+            return getattr(self._engine, name)
+        if name in self._early:
+            return self._early[name]
+        if name == "forward":
+            return self.__call__
+        # A script's engine passes on what its model has.
+        if self._on_call is not None:
+            return getattr(self._early["module"], name)
+        raise AttributeError(f"the engine of a described trial has no {name!r} before its first step")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._engine if self._engine is not None else self._on_call
+        if call is None:
+            raise TrialContractError(
+                "the engine is called while the trial is built; expected its first call in train_batch."
+            )
+        return call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Keep only shapes and types of parameters of modules built in the block.
+
+    The memory of a parameter is given back as soon as its module has it, before it is ever written. ``deepspeed.zero.Init``,
+    with which transformers builds models for ZeRO 3, does nothing: there is nothing to divide, and the engine divides all of it.
+    """
+    register = nn.Module.register_parameter
+
+    def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if type(parameter) is nn.Parameter and parameter.device.type != "meta":
+            shape = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+            shape.__dict__.update(parameter.__dict__)
+            module._parameters[name] = shape
+
+    convert: Callable[..., nn.Module] = nn.Module._apply
+
+    def convert_shapes(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        def of_shape(tensor: torch.Tensor) -> Any:
+            if not tensor.is_meta:
+                return fn(tensor)
+            # A shape stays where it is, whatever device is asked for; its type may change.
+            dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+            return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+        return convert(module, of_shape, recurse)
+
+    def unfilled(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
+        return tensor
+
+    def not_divided(_init: Any, *_args: object, **_kwargs: object) -> None: ...
+
+    fillers = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register_shape))
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", convert_shapes))
+        for name in ("__init__", "__enter__", "__exit__"):
+            stack.enter_context(mock.patch.object(deepspeed.zero.Init, name, not_divided))
+        for name in fillers:
+            stack.enter_context(mock.patch.object(nn.init, name, unfilled))
+        yield
+
+
+def _make_fake(arguments: dict[str, Any]) -> None:
+    """Give the model of ``deepspeed.initialize`` fake parameters everywhere."""
+    renewed = renew_parameters(arguments["model"])
+
+    def replaced(parameters: Any) -> Any:
+        return tree_map_only(nn.Parameter, lambda old: renewed.get(id(old), old), parameters)
+
+    if arguments.get("model_parameters") is not None:
+        arguments["model_parameters"] = replaced(arguments["model_parameters"])
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = replaced(group["params"])
+
+
+def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Give parameters and buffers memory; inside ``FakeTensorMode`` they are fake.
+
+    Returns ``id`` of each old parameter -> the new one; tied parameters stay tied.
+    """
+    renewed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is None:
+                continue
+            if id(old) not in renewed:
+                new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
+                new.__dict__.update(old.__dict__)
+                renewed[id(old)] = new
+            module._parameters[name] = renewed[id(old)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return renewed
