@@ -51,7 +51,7 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     assert "search:        not finished (SIGINT)" in told
     assert "best:          trial " in told
     assert json.loads((output / "best_ds_config.json").read_text())["train_batch_size"] == 64
-    assert "interrupted by SIGINT" in (output / "report.html").read_text()
+    assert "interrupted by SIGINT" in (output / "report.md").read_text()
     assert not _is_running(int((output / "workers" / "1" / "launcher.stat").read_text().split()[0]))
 
     third = begun(words, tmp_path / "third.log")
@@ -169,7 +169,7 @@ def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_wh
     assert experiment["config"]["max_restarts"] == 0
     (trial,) = shared_master.client().get(f"/api/v1/experiments/{number}/trials")["trials"]
     (checkpoint,) = shared_master.client().get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
-    kept = {"best_ds_config.json", "best_ds_metrics.json", "trials.json", "report.json", "report.html"}
+    kept = {"best_ds_config.json", "best_ds_metrics.json", "trials.json", "report.json", "report.md"}
     assert kept <= checkpoint["resources"].keys()
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
     assert metrics["throughput"] > 0

@@ -84,7 +84,7 @@ def test_a_script_of_the_trainer_whose_batch_is_auto_is_measured_and_then_traine
         "best_ds_metrics.json",
         "best_experiment.yaml",
         "trials.json",
-        "report.html",
+        "report.md",
     }
     assert kept <= checkpoint["resources"].keys()
 
@@ -110,4 +110,4 @@ def _require_report(output: Path, num_trials: int | None = None) -> None:
     report = json.loads((output / "report.json").read_text())
     assert {row["state"] for row in report["trials"]} == {"measured"}
     assert report["own"] == 1
-    assert "Where the time of a step goes" in (output / "report.html").read_text()
+    assert "Where the time of a step goes" in (output / "report.md").read_text()

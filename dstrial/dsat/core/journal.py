@@ -10,7 +10,7 @@
     best_ds_metrics.json what it measured
     best_experiment.yaml the experiment config with it, hyperparameters that were found included
     trials.json          every trial of the search
-    report.json          what was found; report.html is a rendering of it
+    report.json          what was found; report.md is a rendering of it
     trials/<n>/          config, output and result of trial n, where it was launched on this machine
     workers/<n>/         orders, answers and output of living worker n on this machine
 

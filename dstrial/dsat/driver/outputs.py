@@ -20,7 +20,7 @@ from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
 from dstrial.dsat.methods.base import Finish, ReportFacts
 from dstrial.dsat.report.document import SearchFacts, live_document, report_document
-from dstrial.dsat.report.files import REPORT_NAMES, write_report
+from dstrial.dsat.report.markdown import REPORT_NAMES, write_report
 from dstrial.dsat.space.space import Space
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically

@@ -1,1 +1,1 @@
-"""Reports: ``report.json``, from it ``report.html``, and a live table."""
+"""Reports: ``report.json``, from it ``report.md``, and a live table."""

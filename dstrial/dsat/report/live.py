@@ -161,7 +161,7 @@ def summary(
         lines.append(f"metrics:       {record.best_metrics_path}")
         lines.append(f"experiment:    {record.best_experiment_path}")
     lines.append(f"all trials:    {record.trials_path}")
-    lines.append(f"report:        {record.path / 'report.html'}")
+    lines.append(f"report:        {record.path / 'report.md'}")
     failed = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
     is_over = any(kind in (FailureKind.USER_ERROR, FailureKind.CANCELED) for kind in failed)
     if is_finished and failed and (best is None or is_over):
