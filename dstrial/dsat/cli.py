@@ -199,7 +199,7 @@ def _add_run_flags(add: Callable[..., None]) -> None:
     add(
         "--no-worker",
         action="store_true",
-        help="launch ranks anew for every configuration, as is always done for scripts",
+        help="launch ranks anew for every configuration, as only `predict` of a trial class does not",
     )
     add("--no-gates", action="store_true", help="measure duplicates, illegal and hopeless configurations too")
     add(

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from dstrial.dsat.backends import BackendFactory
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
-from dstrial.dsat.core.journal import SearchRecord, SearchStatus
+from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
-from dstrial.dsat.driver.disk_full import DISK_FULL_ERRORS
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.driver.dry_runs import gather_inputs, on_one_device, target_here
 from dstrial.dsat.driver.full_run import run_full

@@ -17,7 +17,14 @@ from dstrial import dsat
 from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
-from dstrial.dsat.backends.trial_spec import RESULTS_EXPERIMENT, full_config, local_command, measuring_spec
+from dstrial.dsat.backends.trial_spec import (
+    RESULTS_EXPERIMENT,
+    full_config,
+    local_command,
+    measuring_spec,
+    ranks_command,
+    search_config,
+)
 from dstrial.dsat.cli import build_parser, with_method
 from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.space.space import Space
@@ -183,6 +190,7 @@ def test_module_paths_in_configs_of_dsat_are_importable(experiment: Path) -> Non
     written = [str(RESULTS_EXPERIMENT["entrypoint"]), *local_command(script, "gen.yaml", "python")]
     for settings in (trial, script):
         written.append(json.dumps(measuring_spec(settings, settings.space.smallest(), 3, "abcd").config))
+    written += [str(search_config(trial, "abcd").config["entrypoint"]), *ranks_command(trial, None, "python")]
 
     paths = re.findall(r"\b(dstrial(?:\.\w+)+):?(\w*)", "\n".join(written))
 

@@ -22,7 +22,6 @@ MODULES = (
     "dstrial.dsat",
     "dstrial.dsat.rank",
     "dstrial.dsat.rank.rank_server",
-    "dstrial.dsat.worker",
     "dstrial.launch",
     "dstrial.stand_ins.dsat",
     "dstrial.stand_ins.launch_deepspeed",

@@ -1,4 +1,4 @@
-"""Records whole searches of dsat on a formula and on a recorded grid, what they submit, and what they tell their workers."""
+"""Records whole searches of dsat on a formula and on a recorded grid, and what they submit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dstrial.dsat.backends.trial_spec import (
     full_config,
     local_command,
     measuring_spec,
+    ranks_command,
     results_config,
-    worker_command,
-    worker_config,
+    search_config,
 )
 from dstrial.dsat.cli import build_parser, flags_of
 from dstrial.dsat.config import read_config, with_parallel
@@ -32,8 +32,6 @@ from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.filters import Filters
-from dstrial.dsat.worker.messages import Task, TaskQueue, TaskResult
-from dstrial.dsat.worker.transport import notes_of
 
 _SEARCH_ID = "0123abcd"
 _GRID = ROOT / "benchmarks" / "dsat_recorded" / "grid.json"
@@ -52,7 +50,6 @@ class _Answering:
     """A place where trials end at once, as a function says; keeps what it was given."""
 
     num_parallel = 2
-    keeps_deadlines = False
     shows_reports = False
 
     def __init__(self, outcome_of: Callable[[int], Outcome]) -> None:
@@ -134,25 +131,10 @@ def submissions(scratch: Path) -> dict[str, str]:
         shown["full"] = full_config(settings, smallest)
         shown["command of a local trial"] = local_command(settings, "CONFIG", "PYTHON")
         if settings.trial is not None:
-            shown["worker"] = _spec(worker_config(settings, 1, _SEARCH_ID))
-            shown["command of a local worker"] = worker_command(settings, "CONFIG", "MAILBOX", "PYTHON")
+            shown["search"] = _spec(search_config(settings, _SEARCH_ID))
+            shown["command of ranks that live on"] = ranks_command(settings, "CONFIG", "PYTHON")
         documents[name] = shown
-    return {"submissions.json": json.dumps(documents, indent=1) + "\n", "messages.json": _messages()}
-
-
-def _messages() -> str:
-    """What a driver writes for a worker of another release, and what that answers."""
-    failure = Failure(FailureKind.DEVICE_OOM, "CUDA out of memory", "forward", 1024, 1)
-    best = {"hparams": {"a": 1}, "metrics": {"throughput": 2.0}}
-    orders = (Task(1, 3, {"lr": 0.1}, 120.0, "throughput"), Task(2, 4, {"lr": 0.2}, 300.0, "latency", best))
-    messages = {
-        "orders": TaskQueue(orders).to_json(),
-        "end": TaskQueue((), {"best_ds_config.json": "{}"}).to_json(),
-        "notes": notes_of(TaskQueue(orders[:1])),
-        "measured": TaskResult(1, Measured({"throughput": 2.5}), 1.5, 2, "", {"build_s": 0.5}).to_json(),
-        "failed": TaskResult(2, failure, 1.5, 1, "rank 1 did not answer").to_json(),
-    }
-    return json.dumps(messages, indent=1) + "\n"
+    return {"submissions.json": json.dumps(documents, indent=1) + "\n"}
 
 
 def _spec(spec: TrialSpec) -> dict[str, Any]:

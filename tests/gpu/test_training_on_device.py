@@ -17,9 +17,7 @@ import torch
 from programs import environment, facts, finish, launch, needs_cuda, reports
 
 from dstrial.doctor.proof import Target, experiment
-from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.worker.messages import TaskResult
-from dstrial.dsat.worker.transport import ANSWERS_NAME
+from dstrial.dsat.core.journal import RESULTS_NAME
 from dstrial.engine.dryrun.process import dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest
 from dstrial.local.json_files import read_json_lines
@@ -162,21 +160,19 @@ def test_predicted_memory_is_within_15_percent_of_the_measured_one(tmp_path):
     assert all(abs(ratio - 1) <= 0.15 for ratio in ratios), dict(zip(chosen, ratios, strict=True))
 
 
-def test_five_configurations_in_a_living_worker_leave_nothing_behind(tmp_path):
+def test_five_configurations_in_ranks_that_live_on_leave_nothing_behind(tmp_path):
     (tmp_path / "definition").mkdir()
     path = tmp_path / "experiment.yaml"
     path.write_text(json.dumps(experiment("search", TARGET, 1)))
     output = tmp_path / "search"
-    command = [sys.executable, "-m", "dstrial.dsat", "random", str(path), str(path.parent / "definition")]
+    command = [sys.executable, "-m", "dstrial.dsat", "predict", str(path), str(path.parent / "definition")]
     command += ["--local", "--max-trials", "5", "--fresh", "--zero-stages", "0", "1", "2", "3"]
     command += ["--measure-seconds", "1", "--output", str(output)]
     done = finish(command, tmp_path, 240)
     assert done.returncode == 0, done.stdout + done.stderr
-    answers = [
-        TaskResult.from_json(row) for file in output.rglob(ANSWERS_NAME) for row in read_json_lines(file)
-    ]
-    assert sum(isinstance(answer.outcome, Measured) for answer in answers) >= 4, done.stdout
-    assert not [answer for answer in answers if "does not come back to what it was" in answer.respawned]
+    rows = [row for file in output.rglob(RESULTS_NAME) for row in read_json_lines(file)]
+    assert sum("metrics" in row for row in rows) >= 4, done.stdout
+    assert not [row for row in rows if "does not come back to what it was" in row["respawned"]]
 
 
 def test_trials_that_are_forks_report_what_a_new_process_does(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from jobs import attack, held, write_project
 from listening import Listener, listeners
 from waiting import wait_for
 
-from dstrial.dsat.worker.messages import Task, TaskQueue
-from dstrial.dsat.worker.transport import ORDERS_NAME
-from dstrial.local.json_files import write_json_atomically
+from dstrial.dsat.core.journal import TASKS_NAME
+from dstrial.local.json_files import append_json_line
+from dstrial.process_state import start_ticks
 from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -104,7 +105,7 @@ def test_ranks_of_torchrun_listen_on_loopback_only(tmp_path: Path, shared_master
     assert [str(listener) for listener in ours if not listener.is_loopback] == []
 
 
-def test_a_living_worker_listens_on_loopback_only_and_its_chief_where_no_other_account_gets_in(
+def test_ranks_that_live_on_listen_on_loopback_only(
     tmp_path: Path,
 ) -> None:
     context = write_project(tmp_path)
@@ -114,21 +115,29 @@ def test_a_living_worker_listens_on_loopback_only_and_its_chief_where_no_other_a
         "deepspeed_config": "ds.json",
         "_dsat": {"max_s": 0.05, "window_s": 0.01, "min_windows": 2},
     }
-    order = Task(1, 1, hparams, 200.0, "latency")
-    write_json_atomically(tmp_path / ORDERS_NAME, TaskQueue((order,)).to_json(), sync=False)
-    command = [*LAUNCH, *where, "-m", "dstrial.dsat.worker", "--trial", "held_trials:HeldTrial", *where]
-    with held([*command, "--mailbox", str(tmp_path)], tmp_path, context) as pids:
-        found = listeners(pids)
-        show("dsat's worker", found)
-        print(attack(targets(found), tmp_path))
-        over = TaskQueue((order,), results={})
-        write_json_atomically(tmp_path / ORDERS_NAME, over.to_json(), sync=False)
+    append_json_line(tmp_path / TASKS_NAME, {"number": 1, "hparams": hparams})
+    command = [
+        *LAUNCH,
+        *where,
+        "-m",
+        "dstrial.dsat.rank.rank_server",
+        "--trial",
+        "held_trials:HeldTrial",
+        *where,
+    ]
+    # Ranks end with the process that has asked them.
+    with subprocess.Popen(["sleep", "600"]) as search:
+        name = f"{search.pid}:{start_ticks(search.pid)}"
+        with held([*command, "--tasks", str(tmp_path), "--search", name], tmp_path, context) as pids:
+            found = listeners(pids)
+            show("dsat's ranks", found)
+            print(attack(targets(found), tmp_path))
+            search.kill()
+            search.wait()
 
     assert not (tmp_path / "owned").exists()
     assert [str(listener) for listener in found if not listener.is_loopback] == []
-    tcp = [listener for listener in found if listener.kind != "unix"]
-    assert {listener.program for listener in tcp} == {
-        "dstrial.dsat.rank.rank_server",
+    assert {listener.program for listener in found} == {
+        "dstrial.launch.rank_main",
         "dstrial.launch.store_process",
     }
-    assert [listener.address for listener in found if listener.kind == "unix"] == []

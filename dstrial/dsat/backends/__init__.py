@@ -1,13 +1,17 @@
-"""Where trials run: here or on a master, in a worker or launched one by one."""
+"""Where trials run: here or on a master, in ranks that live on or launched anew."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dstrial.config.documents import yaml_text
+from dstrial.dsat.backends.trial_spec import measured_config, ranks_command
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.methods import METHODS
 
 if TYPE_CHECKING:
     from dstrial.dsat.backends.base import Backend
@@ -38,7 +42,7 @@ class BackendFactory:
         return self._backend
 
     def master(self) -> ClusterBackend:
-        """Return the backend that talks to the master: it launches trials or runs workers."""
+        """Return the backend that talks to the master: it launches trials, or searches."""
         from dstrial.dsat.backends.cluster import ClusterBackend
 
         if self._master is None:
@@ -46,19 +50,23 @@ class BackendFactory:
         return self._master
 
     def _made(self) -> Backend:
-        """Return workers for a trial class; a script is launched anew each time."""
+        """Return ranks that live on for a search by prediction; all else is launched anew."""
         settings = self._settings
-        has_worker = settings.trial is not None and not settings.flags.no_worker
+        is_launched_anew = (
+            settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts
+        )
         if settings.flags.local:
-            from dstrial.dsat.backends.local import LocalBackend, LocalPlacement
-            from dstrial.dsat.backends.pool import WorkerBackend
+            from dstrial.dsat.backends.living_ranks import LivingRanks
+            from dstrial.dsat.backends.local import LocalBackend
 
-            if has_worker:
-                return WorkerBackend(settings, LocalPlacement(settings, self._record))
-            return LocalBackend(settings, self._record)
-        if has_worker:
-            from dstrial.dsat.backends.cluster_workers import ClusterPlacement
-            from dstrial.dsat.backends.pool import WorkerBackend
+            if is_launched_anew:
+                return LocalBackend(settings, self._record)
+            path = self._record.ranks_path / "experiment.yaml"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(yaml_text(measured_config(settings)), encoding="utf-8")
+            return LivingRanks(settings, self._record, ranks_command(settings, str(path), sys.executable))
+        if is_launched_anew or not self.master().has_machine_for(settings.num_slots):
+            return self.master()
+        from dstrial.dsat.backends.search_elsewhere import SearchOnMaster
 
-            return WorkerBackend(settings, ClusterPlacement(settings, self.master(), self._record.search_id))
-        return self.master()
+        return SearchOnMaster(settings, self.master(), self._record)

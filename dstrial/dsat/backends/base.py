@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from dstrial.dsat.backends.trial_spec import TrialSpec
 from dstrial.dsat.core.outcome import Outcome
@@ -23,11 +23,9 @@ class Backend(Protocol):
     """Runs measuring trials. Not thread-safe.
 
     Attributes:
-        keeps_deadlines: whether a trial is ended at its ``deadline_s`` where it runs; the driver then only steps in much later.
         shows_reports: whether others can see there what :meth:`publish` is given.
     """
 
-    keeps_deadlines: bool
     shows_reports: bool
 
     @property
@@ -80,3 +78,17 @@ class Backend(Protocol):
 
     def describe(self) -> str:
         """Return where trials run, for a person."""
+
+
+@runtime_checkable
+class SearchElsewhere(Protocol):
+    """A search whose journal another process keeps; the driver follows it."""
+
+    def begin(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Begin the search where a journal ends, or find it."""
+
+    def news(self, num_known: int) -> list[dict[str, Any]]:
+        """Return the journal's events after the first ``num_known``."""
+
+    def why_ended(self) -> str:
+        """Return how the other process has ended; empty while it lives or that is unknown."""

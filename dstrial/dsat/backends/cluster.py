@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
+import json
 import logging
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from determined.common import api, context
@@ -18,18 +22,17 @@ from determined.experimental.client import Experiment, ExperimentState
 from dstrial.config.documents import yaml_text
 from dstrial.context_directory import list_context
 from dstrial.dsat.backends.base import Ended
-from dstrial.dsat.backends.experiments import Submitted, outcome_of
-from dstrial.dsat.backends.trial_spec import TrialSpec, results_config
+from dstrial.dsat.backends.experiments import Submitted, is_outage, outage_errors, outcome_of
+from dstrial.dsat.backends.trial_spec import RESULTS_DIRECTORY, TrialSpec, results_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import Failure, FailureKind
-from dstrial.dsat.worker.messages import TaskQueue
-from dstrial.dsat.worker.transport import are_orders, is_outage, notes_of, outage_errors
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 1.0
 _RETRY_S = 2.0
+_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 _T = TypeVar("_T")
 _GONE = (
     ExperimentState.CANCELED,
@@ -47,14 +50,13 @@ class ClusterBackend:
     (``DET_MASTER``, ``det user login``).
     """
 
-    keeps_deadlines = False
     shows_reports = True
 
     def __init__(
         self,
         settings: SearchConfig,
         should_stop: Callable[[], bool] = lambda: False,  # whether to wait for nobody any more
-        # of the search whose results are kept in a checkpoint; None for workers
+        # of the search whose results are kept in a checkpoint
         search_id: str | None = None,
     ) -> None:
         self._settings = settings
@@ -67,10 +69,10 @@ class ClusterBackend:
         # The experiment whose notes hold the report: the first that this process has submitted or found.
         self._shown_by: Experiment | None = None
         try:
-            self._client = Determined()
-            self._session = self._client._session
+            self.client = Determined()
+            self.session = self.client._session
             self._agents = of_pool(
-                bindings.get_GetAgents(self._session).agents,
+                bindings.get_GetAgents(self.session).agents,
                 str((settings.experiment.raw.get("resources") or {}).get("resource_pool") or ""),
             )
         except outage_errors() as error:
@@ -94,9 +96,9 @@ class ClusterBackend:
         with_room = sum(1 for agent in self._agents if len(agent.slots or {}) >= slots)
         return max(with_room or sum(len(agent.slots or {}) for agent in self._agents) // slots, 1)
 
-    @property
-    def num_slots(self) -> int:
-        return sum(len(agent.slots or {}) for agent in self._agents)
+    def has_machine_for(self, num_slots: int) -> bool:
+        """Return whether one agent has so many slots."""
+        return any(len(agent.slots or {}) >= num_slots for agent in self._agents)
 
     @property
     def has_accelerators(self) -> bool:
@@ -105,7 +107,7 @@ class ClusterBackend:
         return bool(kinds - {bindings.devicev1Type.CPU, bindings.devicev1Type.UNSPECIFIED})
 
     def describe(self) -> str:
-        return f"the master at {self._client._master}, {self._settings.num_slots} slot(s) per trial"
+        return f"the master at {self.client._master}, {self._settings.num_slots} slot(s) per trial"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         experiment = self.retry_until_available(lambda: self.find(spec.label)) or self._submit(spec)
@@ -163,12 +165,9 @@ class ClusterBackend:
         except errors.BadRequestException as error:
             logger.warning("the master does not show the experiment with the report so far (%s)", error)
             return True
-        if not is_asked or (experiment.notes and not are_orders(experiment.notes)):
+        if not is_asked or (experiment.notes and not is_report(experiment.notes)):
             return is_asked
-        return self.publish_notes(experiment, notes_of(TaskQueue(report=report)))
-
-    def publish_notes(self, experiment: Experiment, notes: str) -> bool:
-        """Replace notes unless the master is away; return whether nothing is left to do."""
+        notes = notes_of({"report": dict(report)})
         is_said = False
         try:
             with self.tolerate_outage():
@@ -185,16 +184,26 @@ class ClusterBackend:
             return
         spec = results_config(self._settings, self._search_id)
         try:
-            found = self.retry_until_available(lambda: self.find(spec.label))
-            experiment = found or self.create(spec.config, spec.label)
-            notes = notes_of(TaskQueue(results=results))
-            self.retry_until_available(lambda: experiment.set_notes(notes))
+            experiment = self.retry_until_available(lambda: self.find(spec.label))
+            if experiment is None:
+                files = {f"{RESULTS_DIRECTORY}/{name}": text for name, text in results.items()}
+                experiment = self.create(spec.config, spec.label, {f"{RESULTS_DIRECTORY}/": "", **files})
+            self.show_results(experiment, results)
         except errors.APIException as error:
             logger.warning(
                 "the master refuses an experiment that would keep the results in a checkpoint (%s); they are in the search's "
                 "directory only",
                 error,
             )
+
+    def show_in(self, experiment: Experiment) -> None:
+        """Show the report of the search in another experiment's notes."""
+        self._shown_by = experiment
+
+    def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:
+        """Leave the whole report of a search for the page."""
+        kept = {name: text for name, text in results.items() if name == "report.json"}
+        self.retry_until_available(lambda: experiment.set_notes(notes_of({"results": kept})))
 
     def close(self) -> None:
         for trial_id in list(self._submitted):
@@ -220,8 +229,13 @@ class ClusterBackend:
             self._ended.append(Ended(spec.trial_id, Failure(FailureKind.BAD_CONFIG, str(error), "check")))
             return None
 
-    def create(self, config: dict[str, Any], label: str) -> Experiment:
-        """Submit an experiment, but not twice if the master died before it answered."""
+    def create(
+        self, config: dict[str, Any], label: str, texts: Mapping[str, str] = MappingProxyType({})
+    ) -> Experiment:
+        """Submit an experiment, but not twice if the master died before it answered.
+
+        ``texts`` are further files of its context, name -> text; a name with a slash at its end is a directory.
+        """
         before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
 
@@ -231,14 +245,14 @@ class ClusterBackend:
             is_repeated = True
             if taken:
                 return taken[0]
-            files = self._model_definition()
+            files = [*self._model_definition(), *(_file(name, text) for name, text in texts.items())]
             body = bindings.v1CreateExperimentRequest(
                 activate=True, config=yaml_text(config), modelDefinition=files
             )
-            created = bindings.post_CreateExperiment(self._session, body=body)
+            created = bindings.post_CreateExperiment(self.session, body=body)
             for warning in created.warnings or ():
                 logger.warning(api.WARNING_MESSAGE_MAP[warning])
-            return self._client.get_experiment(created.experiment.id)
+            return self.client.get_experiment(created.experiment.id)
 
         return self.retry_until_available(submit)
 
@@ -262,7 +276,7 @@ class ClusterBackend:
         return max(ours, key=lambda one: int(one.id), default=None)
 
     def _labelled(self, label: str) -> list[Experiment]:
-        return [one for one in self._client.list_experiments(labels=[label]) if label in (one.labels or ())]
+        return [one for one in self.client.list_experiments(labels=[label]) if label in (one.labels or ())]
 
     def kill_experiment(self, experiment: Experiment) -> None:
         """Kill an experiment; warn that it is left if the master is away."""
@@ -305,16 +319,36 @@ class ClusterBackend:
             if not self._is_outage:
                 logger.warning(
                     "the master at %s does not answer (%s); waiting for it, trials go on meanwhile",
-                    self._client._master,
+                    self.client._master,
                     type(error).__name__,
                 )
             self._is_outage = True
         except errors.UnauthenticatedException:
-            self._session = authentication.login_with_cache(self._client._master)
+            self.session = authentication.login_with_cache(self.client._master)
         else:
             if self._is_outage:
                 logger.warning("the master answers again")
             self._is_outage = False
+
+
+def _file(name: str, text: str) -> bindings.v1File:
+    is_directory = name.endswith("/")
+    mode = stat.S_IFDIR | 0o700 if is_directory else stat.S_IFREG | 0o600
+    content = base64.b64encode(text.encode()).decode()
+    kind = ord("5") if is_directory else ord("0")  # of tar
+    return bindings.v1File(
+        content=content, gid=0, mode=mode, mtime=str(int(time.time())), path=name, type=kind, uid=0
+    )
+
+
+def notes_of(fields: Mapping[str, Any]) -> str:
+    """Return a report, or the files of results, as notes of an experiment."""
+    return _NOTES_BEGIN + json.dumps(fields)
+
+
+def is_report(notes: str) -> bool:
+    """Return whether notes are those of :func:`notes_of`, not of a person."""
+    return notes.startswith(_NOTES_BEGIN)
 
 
 def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from determined.common.api import errors
 from determined.experimental.client import Experiment, ExperimentState, Trial
 
 from dstrial.dsat.core.outcome import (
@@ -20,6 +21,7 @@ from dstrial.dsat.core.outcome import (
 
 logger = logging.getLogger("dstrial.dsat")
 
+_AWAY_STATUS = (502, 503, 504)
 _WAITING = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
 RUNS = ("RUNNING", "STATE_RUNNING")
 """States of a trial that has its slots."""
@@ -33,6 +35,22 @@ class Submitted:
     label: str
     running_since_s: float | None = None
     told_waiting: str = ""
+
+
+def is_outage(error: Exception) -> bool:
+    """Return whether a client's exception means an absent master, not a refusal.
+
+    Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
+    """
+    if isinstance(error, errors.APIException):
+        return error.status_code in _AWAY_STATUS
+    is_lost = type(error) in (errors.BadRequestException, errors.MasterNotFoundException)
+    return is_lost or isinstance(error, OSError)
+
+
+def outage_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of an absent master; :func:`is_outage` decides."""
+    return (errors.BadRequestException, OSError)
 
 
 def outcome_of(submitted: Submitted, num_slots: int) -> Outcome | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -13,9 +12,8 @@ from typing import Any
 
 from dstrial.config.documents import yaml_text
 from dstrial.dsat.backends.base import Ended
-from dstrial.dsat.backends.pool import WorkerExit
 from dstrial.dsat.backends.processes import LauncherProcess, found, launch, log_lines
-from dstrial.dsat.backends.trial_spec import TrialSpec, local_command, worker_command, worker_config
+from dstrial.dsat.backends.trial_spec import TrialSpec, local_command
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import (
@@ -27,10 +25,8 @@ from dstrial.dsat.core.outcome import (
     failure_from_log,
     outcome_from_json,
 )
-from dstrial.dsat.worker.messages import TaskQueue, TaskResult
-from dstrial.dsat.worker.transport import ANSWERS_NAME, ORDERS_NAME
 from dstrial.errors import DstrialError
-from dstrial.local.json_files import read_json, read_json_lines, write_json_atomically
+from dstrial.local.json_files import read_json
 from dstrial.local.measuring_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 
@@ -49,7 +45,6 @@ class LocalBackend:
     directory and the result file in that process's environment.
     """
 
-    keeps_deadlines = False
     shows_reports = False
 
     def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
@@ -71,7 +66,7 @@ class LocalBackend:
         directory = self._record.trial_path(spec.trial_id)
         directory.mkdir(parents=True, exist_ok=True)
         config_path = directory / "experiment.yaml"
-        _write_yaml(config_path, spec.config)
+        config_path.write_text(yaml_text(spec.config), encoding="utf-8")
         variables = {
             **os.environ,
             **self._settings.experiment.environment_variables,
@@ -128,95 +123,6 @@ class LocalBackend:
     def close(self) -> None:
         for trial_id in list(self._running):
             self.kill(trial_id)
-
-
-class LocalPlacement:
-    """Workers of this machine; see ``pool.WorkerPlacement``.
-
-    A worker's directory holds its tasks, its results, its output and its launcher's process id.
-    """
-
-    shows_reports = False
-
-    def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
-        self._settings = settings
-        self._record = record
-        self._running: dict[int, LauncherProcess] = {}
-
-    @property
-    def num_parallel(self) -> int:
-        return 1
-
-    def describe(self) -> str:
-        return f"this machine, {self._settings.num_slots} rank(s), without a master"
-
-    def find_running(self, worker: int) -> dict[str, Any] | None:
-        """Find the launcher of a worker that lives, or that has left results."""
-        directory = self._record.worker_path(worker)
-        running = found(directory)
-        if running is None:
-            return None
-        open_numbers = {order.number for order in self.task_queue(worker).orders}
-        has_news = any(answer.number in open_numbers for answer in self.results(worker))
-        if running.exit_code is not None and not has_news:
-            return None
-        self._running[worker] = running
-        return {"pid": running.pid}
-
-    def start(self, worker: int) -> dict[str, Any]:
-        """Start a launcher of supervisors; move aside the files of an earlier worker."""
-        directory = self._record.worker_path(worker)
-        if directory.exists():
-            number = 1
-            while directory.with_name(f"{directory.name}.{number}").exists():
-                number += 1
-            shutil.move(directory, directory.with_name(f"{directory.name}.{number}"))
-        directory.mkdir(parents=True)
-        config_path = directory / "experiment.yaml"
-        _write_yaml(config_path, worker_config(self._settings, worker, self._record.search_id).config)
-        variables = {
-            **os.environ,
-            **self._settings.experiment.environment_variables,
-            RUNS_DIR_VARIABLE: str(directory / "runs"),
-        }
-        words = worker_command(self._settings, str(config_path), str(directory), sys.executable)
-        running = launch(words, directory, cwd=self._settings.context_dir, variables=variables)
-        self._running[worker] = running
-        return {"pid": running.pid}
-
-    def task_queue(self, worker: int) -> TaskQueue:
-        fields = read_json(self._record.worker_path(worker) / ORDERS_NAME)
-        return TaskQueue() if fields is None else TaskQueue.from_json(fields)
-
-    def send(self, worker: int, queue: TaskQueue) -> None:
-        write_json_atomically(self._record.worker_path(worker) / ORDERS_NAME, queue.to_json(), sync=False)
-
-    def publish(self, worker: int, queue: TaskQueue) -> bool:
-        del worker, queue
-        return True
-
-    def results(self, worker: int) -> list[TaskResult]:
-        path = self._record.worker_path(worker) / ANSWERS_NAME
-        return [TaskResult.from_json(line) for line in read_json_lines(path)] if path.exists() else []
-
-    def why_waiting(self, worker: int) -> str:
-        del worker
-        return ""
-
-    def exit_of(self, worker: int) -> WorkerExit | None:
-        exit_code = self._running[worker].exit_code
-        if exit_code is None:
-            return None
-        return WorkerExit(
-            exit_code, log_lines(self._record.worker_path(worker)), is_canceled=exit_code == 130
-        )
-
-    def kill(self, worker: int) -> None:
-        self._running.pop(worker).end()
-
-
-def _write_yaml(path: Path, config: Mapping[str, Any]) -> None:
-    path.write_text(yaml_text(dict(config)), encoding="utf-8")
 
 
 def _outcome(directory: Path, exit_code: int) -> Outcome:

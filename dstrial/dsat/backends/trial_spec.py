@@ -18,7 +18,8 @@ from dstrial.local.measuring_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEA
 
 _MEASURING_MODULE = "dstrial.dsat.rank"
 _SCRIPT_MODULE = "dstrial.dsat.rank.standalone_script"
-_WORKER_MODULE = "dstrial.dsat.worker"
+_RANKS_MODULE = "dstrial.dsat.rank.rank_server"
+_SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (
     _LAUNCHER,
@@ -26,12 +27,13 @@ _LAUNCH_MODULES = (
     "determined.launch.torch_distributed",
 )
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
+RESULTS_DIRECTORY = "dsat_results"  # in the context of the experiment that keeps them
 RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
     {
         "searcher": {"name": "single", "max_length": {"batches": 1}},
         "max_restarts": 0,
         "resources": {"slots_per_trial": 0},
-        "entrypoint": "python3 -m dstrial.dsat.worker.result_archiver",
+        "entrypoint": "python3 -m dstrial.dsat.keep_results",
     }
 )
 """The experiment whose checkpoint holds the results of launched trials."""
@@ -56,7 +58,6 @@ class TrialSpec:
     config: dict[str, Any]
     hparams: dict[str, Any]  # as a trial reads them
     label: str  # unique per trial and search; finds the trial again
-    deadline_s: float | None = None  # None where the driver ends it
     # hyperparameters and metrics of the best so far
     best: tuple[dict[str, Any], dict[str, float]] | None = None
 
@@ -78,7 +79,7 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
         hparams[SETTINGS_KEY][BENCHMARK_KEY] = True
     label = f"dsat-{search_id}-{trial_id}"
     config = {
-        **_without_training(settings),
+        **measured_config(settings),
         **_single(settings, label, f"dsat trial {trial_id}", settings.space.describe(candidate), num_batches),
         "entrypoint": _measuring_entrypoint(settings),
         "hyperparameters": hparams,
@@ -87,17 +88,16 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
     return TrialSpec(trial_id, config, _concrete(settings, hparams), label)
 
 
-def worker_config(settings: SearchConfig, worker: int, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment without restarts of a worker; from 1 on."""
-    assert settings.trial is not None
-    label = f"dsat-{search_id}-worker-{worker}"
+def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
+    """Return the ``single`` experiment whose trial is a search.
+
+    It keeps the user's ``max_restarts``, which only a trial that ends as a whole uses up: ranks are started again within it.
+    """
+    label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
-    num_batches = settings.options.max_trials
-    config = {
-        **_without_training(settings),
-        **_single(settings, label, f"dsat worker {worker}", does, num_batches),
-        "entrypoint": f"python3 -m {_LAUNCHER} -m {_WORKER_MODULE} --trial {settings.trial}",
-    }
+    single = _single(settings, label, "dsat search", does, settings.options.max_trials)
+    del single["max_restarts"]
+    config = {**measured_config(settings), **single, "entrypoint": f"python3 -m {_SEARCH_MODULE}"}
     return TrialSpec(0, config, {}, label)
 
 
@@ -116,7 +116,8 @@ def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     return TrialSpec(0, config, {}, label)
 
 
-def _without_training(settings: SearchConfig) -> dict[str, Any]:
+def measured_config(settings: SearchConfig) -> dict[str, Any]:
+    """Return the experiment without what only a training has."""
     config = copy.deepcopy(settings.written)
     for key in _OF_TRAINING:
         config.pop(key, None)
@@ -139,11 +140,13 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
     }
 
 
-def worker_command(settings: SearchConfig, config_path: str, mailbox: str, python: str) -> list[str]:
+def ranks_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
+    """Return what launches ranks that live on; in a trial its cluster says how many."""
     assert settings.trial is not None
-    where = ["--config", config_path, "--context-dir", "."]
-    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
-    return [*launch, "-m", _WORKER_MODULE, "--trial", settings.trial, *where, "--mailbox", mailbox]
+    where = [] if config_path is None else ["--config", config_path, "--context-dir", "."]
+    slots = [] if config_path is None else ["--slots", str(settings.num_slots)]
+    launch = [python, "-m", _LAUNCHER, *slots, *where]
+    return [*launch, "-m", _RANKS_MODULE, "--trial", settings.trial, *where]
 
 
 def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:

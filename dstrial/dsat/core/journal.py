@@ -12,22 +12,23 @@
     trials.json          every trial of the search
     report.json          what was found; report.md is a rendering of it
     trials/<n>/          config, output and result of trial n, where it was launched on this machine
-    workers/<n>/         orders, answers and output of living worker n on this machine
+    ranks/<n>/           tasks, results and output of the n-th ranks that lived on from task to task
 
 Events are ``inputs`` (of ``predict``), ``submitted`` (trial, handle), ``result`` (trial, outcome, seconds), ``finished``
-(reason) and ``cleared`` (nothing of the search runs any more). A method is pure, so that replaying the results in their
-order asks for the same trials again.
+(reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so that replaying the
+results in their order asks for the same trials again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import secrets
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ from dstrial.local.json_files import (
 )
 from dstrial.local.run_directory import utc_now
 
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that takes nothing more; with room the same works."""
+
+SEARCH_FILE = "dsat_search.json"
+"""In the context of a search's trial: its flags, and the journal so far."""
+EVENTS_GROUP = "dsat"
+"""Metric group of a search's events; a row's number of steps is the event's place in the journal."""
+TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"
+"""Files in a directory of ranks: what the search asks of them, and what rank 0 answers."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
@@ -49,6 +60,8 @@ class SearchRecord:
 
     path: Path
     search_id: str  # 8 characters by which its trials are found again
+    # called with an event after it is in the file, before anybody acts on it
+    on_event: Callable[[Mapping[str, Any]], None] | None = None
 
     @property
     def events_path(self) -> Path:
@@ -77,8 +90,9 @@ class SearchRecord:
     def trial_path(self, trial_id: int) -> Path:
         return self.path / "trials" / str(trial_id)
 
-    def worker_path(self, worker: int) -> Path:
-        return self.path / "workers" / str(worker)
+    @property
+    def ranks_path(self) -> Path:
+        return self.path / "ranks"
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
@@ -143,7 +157,14 @@ class SearchRecord:
         return read_json_lines(self.events_path)
 
     def append(self, kind: str, fields: Mapping[str, Any]) -> None:
-        append_json_line(self.events_path, {"event": kind, "time": utc_now(), **fields})
+        event = {"event": kind, "time": utc_now(), **fields}
+        append_json_line(self.events_path, event)
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def restore(self, event: Mapping[str, Any]) -> None:
+        """Append an event of another process's journal."""
+        append_json_line(self.events_path, event)
 
     def write_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         write_json_atomically(self.snapshot_path, snapshot, sync=False)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind
-
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that takes nothing more; with room the same works."""
 
 _RETRY_S = 5.0
 _PROBE_BYTES = 4096

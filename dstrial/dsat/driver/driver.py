@@ -5,17 +5,18 @@ Says what a backend is asked to run for a measurement, and how long it may run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.backends.base import Backend, Ended
+from dstrial.dsat.backends.base import Backend, Ended, SearchElsewhere
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import SearchRecord, SearchStatus, is_final
+from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
@@ -26,7 +27,7 @@ from dstrial.dsat.core.outcome import (
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.driver.disk_full import DISK_FULL_ERRORS, DiskFullQueue
+from dstrial.dsat.driver.disk_full import DiskFullQueue
 from dstrial.dsat.driver.normalize import caveats, normalized
 from dstrial.dsat.driver.outputs import LiveReport, SearchFiles
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, Note, Skip
@@ -37,9 +38,7 @@ logger = logging.getLogger("dstrial.dsat")
 
 _SHORTEST_DEADLINE_S = 120.0
 _DEADLINE_FACTOR = 5.0
-# For starting a worker, for ending its ranks at the deadline, and for measuring the best one again.
-_SLACK_S = 300.0
-_SLACK_FACTOR = 2.0
+_SLACK_S = 10.0  # for the event of another process that ends at its budget
 
 
 class Driver:
@@ -89,6 +88,9 @@ class Driver:
                 if not signals:
                     raise
                 end = signals[0]
+            if isinstance(end, signal.Signals) and not isinstance(self._backend, SearchElsewhere):
+                with contextlib.suppress(KeyboardInterrupt):  # of a record that cannot be written now
+                    self._disk_full_queue.append("interrupted", {"signal": end.name})
             self._write_files()
             self._files.write_report(
                 end, self._method.report_facts(), self._notes, list(self.trials.values())
@@ -134,6 +136,8 @@ class Driver:
         )
         began_s = time.monotonic() - spent_s - self._described_s
         backend = self._backend = self._make_backend()
+        if isinstance(backend, SearchElsewhere):
+            return self._follow(backend, handles, began_s)
         for measure in list(self._open.values()):
             self._start(measure, handles.get(measure.trial_id))
         while True:
@@ -154,6 +158,50 @@ class Driver:
             self._show(list(self.trials.values()))
             time.sleep(self._poll_s)
 
+    def _follow(
+        self, search: SearchElsewhere, handles: dict[int, dict[str, Any]], began_s: float
+    ) -> Finish | signal.Signals:
+        """Take the events of a search that another process runs, until it ends."""
+        budget_s = self._settings.flags.budget
+        events = self._record.events()
+        search.begin(events)
+        num_known = len(events)
+        while self._end is None:
+            if self._signals:
+                return self._signals[0]
+            # The other process keeps the budget itself, unless it was begun with a larger one.
+            if budget_s is not None and time.monotonic() - began_s > budget_s + _SLACK_S:
+                finish = Finish("the budget is spent")
+                self._finish(finish, budget_s=budget_s)
+                return finish
+            why_ended = search.why_ended()  # asked before the events, so that none is missed
+            for event in search.news(num_known):
+                num_known += 1
+                self._disk_full_queue.append(event["event"], event)
+                notes_before = len(self._notes)
+                self._replay_event(event, handles)
+                for note in self._notes[notes_before:]:
+                    self._print_line(note)
+                self._print_event(event)
+            if why_ended and self._end is None:
+                raise SearchError(
+                    f"the search has ended before it was finished ({why_ended}); expected its trial to go on until then. Look at "
+                    "the trial's log; the same command goes on with the search in another trial."
+                )
+            self._show(list(self.trials.values()))
+            time.sleep(self._poll_s)
+        if not any(event["event"] == "finished" for event in self._record.events()[len(events) :]):
+            self._finish(self._end)  # a replay knows the end before the event comes
+        return self._end
+
+    def _print_event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "submitted":
+            trial = self.trials[event["trial_id"]]
+            self._print_line(f"trial {trial.trial_id} begins: {trial.description} ({trial.why})")
+        elif event["event"] == "result":
+            self._print_line(ended_line(self.trials[event["trial_id"]], self._settings.flags.metric))
+            self._write_files()
+
     # ---- what happens ----------------------------------------------------------------------------
 
     def _replay(self) -> dict[int, dict[str, Any]]:
@@ -162,26 +210,35 @@ class Driver:
         self._apply(self._method.start(), is_replay=True)
         handles: dict[int, dict[str, Any]] = {}
         for event in events:
-            if event["event"] == "submitted":
-                handles[event["trial_id"]] = event["handle"]
-            elif event["event"] == "result":
-                trial_id = int(event["trial_id"])
-                if trial_id not in self._open:
-                    raise SearchError(
-                        f"{self._record.events_path} has a result of trial {trial_id}, for which this search does not "
-                        "ask; expected the record of an equal search by the same release. Pass --fresh."
-                    )
-                self._settle(trial_id, outcome_from_json(event), event.get("seconds"), is_replay=True)
-            elif event["event"] == "inputs":
-                self._described_s = float(event.get("seconds") or 0.0)
-            elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
-                self._end = Finish(event["reason"], event["is_failure"])
-            elif event["event"] == "cleared":
-                self._is_cleared = self._end is not None
+            self._replay_event(event, handles)
         for trial_id, handle in handles.items():
             if trial_id in self.trials:
                 self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], handle=handle)
         return handles
+
+    def _replay_event(self, event: Mapping[str, Any], handles: dict[int, dict[str, Any]]) -> None:
+        if event["event"] == "submitted":
+            handles[event["trial_id"]] = event["handle"]
+        elif event["event"] == "result":
+            trial_id = int(event["trial_id"])
+            if trial_id not in self._open:
+                raise SearchError(
+                    f"{self._record.events_path} has a result of trial {trial_id}, for which this search does not "
+                    "ask; expected the record of an equal search by the same release. Pass --fresh."
+                )
+            self._settle(trial_id, outcome_from_json(event), event.get("seconds"), is_replay=True)
+            if trial_id in handles:
+                self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], handle=handles[trial_id])
+        elif event["event"] == "interrupted":
+            # Trials that were ended in order have not ended their search.
+            for handle in handles.values():
+                handle.pop("attempt", None)
+        elif event["event"] == "inputs":
+            self._described_s = float(event.get("seconds") or 0.0)
+        elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
+            self._end = Finish(event["reason"], event["is_failure"])
+        elif event["event"] == "cleared":
+            self._is_cleared = self._end is not None
 
     def _apply(self, actions: list[Action], *, is_replay: bool = False) -> None:
         for action in actions:
@@ -234,7 +291,7 @@ class Driver:
             of_best = measuring_spec(settings, trial.candidate, trial.trial_id, search_id)
             compared = of_best.hparams, dict(measured.metrics)
         spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
-        return dataclasses.replace(spec, deadline_s=self.deadline_s(measure), best=compared)
+        return dataclasses.replace(spec, best=compared)
 
     def _take(self, ended: Ended) -> None:
         if isinstance(ended.outcome, Failure) and self._disk_full_queue.is_cause_of(ended.outcome):
@@ -285,9 +342,7 @@ class Driver:
                 continue
             deadline_s = self.deadline_s(measure)
             running_s = self._backend.running_s(trial_id)
-            # Where the backend ends trials at their deadlines, the driver is the last resort.
-            is_last_resort = self._backend.keeps_deadlines
-            if running_s > (_SLACK_FACTOR * deadline_s + _SLACK_S if is_last_resort else deadline_s):
+            if running_s > deadline_s:
                 self._backend.kill(trial_id)
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))

@@ -1,24 +1,23 @@
-"""A rank that measures one configuration after the other.
+"""Ranks that measure one configuration after the other.
 
 ``python -m dstrial.dsat.rank.rank_server``.
 
-Its supervisor writes tasks to its standard input, one JSON object per line, and reads results from a pipe. The process
-group lives as long as the rank; a trial is built, measured and torn down again for every task. Not meant to be typed.
+``dstrial.launch`` starts them for a search. Rank 0 reads tasks that the search appends to a file, and tells the others; all
+measure, and rank 0 appends the result to another file. The process group lives as long as the ranks; a trial is built, measured
+and torn down again for every task. Not meant to be typed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
-import json
 import logging
 import os
 import random
-import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,14 @@ import dstrial.launch.imported_ahead  # noqa: F401  # isort: skip  # which a for
 import torch
 from determined import core
 
-from dstrial.dsat.core.outcome import Outcome, outcome_to_json
+from dstrial.dsat.core.journal import RESULTS_NAME, TASKS_NAME
+from dstrial.dsat.core.outcome import (
+    Failure,
+    FailureKind,
+    Outcome,
+    failure_line,
+    outcome_to_json,
+)
 from dstrial.dsat.rank.cleanup import ProcessState
 from dstrial.dsat.rank.context import failure_of, limits_from
 from dstrial.dsat.rank.leak_check import ProcessUsage, process_usage, reset_host_peak
@@ -36,13 +42,20 @@ from dstrial.dsat.rank.measure import measure_trial
 from dstrial.dsat.rank.step_timer import StepTimer
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.launch.trial_import import import_trial
+from dstrial.local.json_files import JsonLinesTail, append_json_line
+from dstrial.process_state import read_state
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import identify
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_S = 0.02
+_RETRY_S = 5.0
+_IDLE_S = 60.0  # far below the control channel's timeout: the other ranks wait for rank 0 on it
+# Grace period in which a rank that failed tears down and waits for the others, which may hang in a collective.
+_GRACE_S = 10.0
+_ENDS_RANKS = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.COMMUNICATION, FailureKind.TIMEOUT)
 
 
 class RankServer:
@@ -59,6 +72,24 @@ class RankServer:
         self._trial_class: type[DeepSpeedTrial] | None = None
         self._state: ProcessState | None = None
         self.baseline: ProcessUsage | None = None
+        self.rank = identity.rank
+        self._grace: threading.Timer | None = None
+
+    def next_task(self, tasks: _Tasks) -> dict[str, Any] | None:
+        """Return rank 0's next task; None once the search has ended. Ranks: all."""
+        while True:
+            task = tasks.next(_IDLE_S) if self.rank == 0 else None
+            told: dict[str, Any] | None = self._channel.broadcast(task)
+            if told != {}:
+                return told
+
+    def agreed(self, said: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what all ranks say. Ranks: all, collectively."""
+        try:
+            return self._channel.allgather(said)
+        finally:
+            if self._grace is not None:
+                self._grace.cancel()
 
     def measure(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Build, measure and take out a trial.
@@ -72,6 +103,11 @@ class RankServer:
         timer = StepTimer(limits_from(hparams), measures_bare=True)
         outcome, built_s, cpu_built_s = self._trained(hparams, timer)
         measured_s, cpu_measured_s = time.perf_counter(), time.process_time()
+        if isinstance(outcome, Failure):
+            # The others may never come: then this rank ends itself, and its launcher ends them.
+            self._grace = threading.Timer(_GRACE_S, _end_with_failure, (outcome,))
+            self._grace.daemon = True
+            self._grace.start()
         engines = timer.forget_engines()
         assert self._state is not None or not engines
         if self._state is not None:
@@ -130,30 +166,90 @@ class RankServer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure tasks until the supervisor closes the pipe. Ranks: all, collectively."""
+    """Measure tasks as long as the search lives. Ranks: all, collectively."""
     parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank.rank_server")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--context-dir", type=Path, default=Path())
-    parser.add_argument("--answers", type=int, required=True)
+    parser.add_argument("--tasks", type=Path, required=True, help="directory of the files")
+    parser.add_argument("--search", required=True, help="PID:START_TICKS of the search")
     options = parser.parse_args(arguments)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     exp_conf = _experiment(options.config, options.context_dir)
+    tasks = _Tasks(options.tasks.absolute(), options.search)
     os.chdir(options.context_dir)
-    rank: RankServer | None = None
-    with os.fdopen(options.answers, "w", encoding="utf-8") as answers:
-        for order in _orders():
-            if rank is None:
-                rank = RankServer(options.trial, exp_conf)
-            answer = {"number": order["number"], **rank.measure(order["hparams"])}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+    server = RankServer(options.trial, exp_conf)
+    while (task := server.next_task(tasks)) is not None:
+        said = server.agreed(server.measure(task["hparams"]))
+        reason = _why_to_end(said)
+        if server.rank == 0:
+            tasks.answer({"number": task["number"], "respawned": reason, **_result_of(said)})
+        if reason:
+            break
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine that ran out of memory may hang in its exit handlers
 
 
-def _orders() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
+class _Tasks:
+    """The files of a search's tasks and their results, as rank 0 sees them."""
+
+    def __init__(self, directory: Path, search: str) -> None:
+        self._tail = JsonLinesTail(directory / TASKS_NAME)
+        self._results_path = directory / RESULTS_NAME
+        self._waiting: list[dict[str, Any]] = []
+        pid, _, ticks = search.partition(":")
+        self._search = int(pid), int(ticks)
+
+    def next(self, wait_s: float) -> dict[str, Any] | None:
+        """Return the next task; ``{}`` if none comes in time, None without a search."""
+        give_up_at_s = time.monotonic() + wait_s
+        while not self._waiting:
+            self._waiting += self._tail.poll()[1]
+            state = read_state(self._search[0])
+            if state is None or state.has_ended or state.start_ticks != self._search[1]:
+                return None
+            if time.monotonic() > give_up_at_s:
+                return {}
+            if not self._waiting:
+                time.sleep(_POLL_S)
+        return self._waiting.pop(0)
+
+    def answer(self, row: Mapping[str, Any]) -> None:
+        """Append a result; while the disk is full, wait."""
+        while True:
+            try:
+                append_json_line(self._results_path, row)
+            except OSError as error:
+                sys.stderr.write(f"dsat: a result cannot be written ({error}); trying again\n")
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+
+def _end_with_failure(failure: Failure) -> None:
+    sys.stderr.write(f"{failure_line(failure)}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _result_of(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return rank 0's measurement, or the failure that caused the others."""
+    failures = [one["outcome"] for one in said if "failure" in one["outcome"]]
+    lost = FailureKind.COMMUNICATION.name
+    outcome = min(failures, key=lambda one: one["failure"]["kind"] == lost, default=said[0]["outcome"])
+    return {**outcome, "details": said[0]["details"]}
+
+
+def _why_to_end(said: Sequence[Mapping[str, Any]]) -> str:
+    """Return why other ranks are to measure what comes next; empty if these may."""
+    failure = _result_of(said).get("failure")
+    if failure is not None and FailureKind[failure["kind"]] in _ENDS_RANKS:
+        return FailureKind[failure["kind"]].value
+    for rank, one in enumerate(said):
+        if one["grown"]:
+            return f"rank {rank} does not come back to what it was: {', '.join(one['grown'])}"
+    return ""
 
 
 def _experiment(path: Path | None, context_dir: Path) -> dict[str, Any] | None:

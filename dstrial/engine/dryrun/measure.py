@@ -29,7 +29,7 @@ from dstrial.engine.memory_split import MemorySplit
 
 
 class Workload(Protocol):
-    """Builds engines and trains with them in a ``FakeWorld``; tensors are fake by default.
+    """Builds engines and trains with them in a ``FakeWorld``.
 
     Making one, ``workload(world, **shared_options)``, imports the user's code. Requests that differ in ``prepare`` and the engine
     only are forks of one process that has.

@@ -20,9 +20,9 @@ from dstrial.master.store.database import Connection
 from dstrial.master.store.views import searches
 from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 
-_LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d{1,9})|worker-(\d{1,9})|(results)|(full))$", re.ASCII)
-_NAME = re.compile(r" \(dsat (?:trial \d+|worker \d+|results)\)$", re.ASCII)
-_NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
+_LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d{1,9})|(search)|(results)|(full))$", re.ASCII)
+_NAME = re.compile(r" \(dsat (?:trial \d+|search|results)\)$", re.ASCII)
+_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 _MAX_ROWS = 20_000
 _MEMORY = ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes")
 _ROW = (
@@ -149,7 +149,6 @@ def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measure
     by_experiment: dict[int, list[Measurement]] = {}
     for one in found:
         by_experiment.setdefault(one.experiment_id, []).append(one)
-    next_id = 0
     for experiment in experiments:
         matched = _LABEL.match(experiment.label)
         if matched is None or matched[4] or matched[5]:
@@ -171,27 +170,28 @@ def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measure
             }
             continue
         for one, metrics in own:
-            if one.group_name != "dsat" or "answer" not in metrics:
+            if one.group_name != "dsat" or "event" not in metrics:
                 continue
             try:
-                answer = json.loads(metrics["answer"])
+                event = json.loads(metrics["event"])
             except (TypeError, ValueError, RecursionError):
                 continue
-            if not isinstance(answer, dict):
+            if not isinstance(event, dict) or not _is_number(event.get("trial_id")):
                 continue
-            next_id -= 1  # Which configuration an answer is of, only the search's own files say.
-            failure = answer.get("failure")
-            rows[next_id] = {
+            number = int(event["trial_id"])
+            failure = event.get("failure")
+            ended: Json = {"state": "running"}
+            if isinstance(failure, dict):
+                ended = {"state": "failed", "why": failure.get("message"), "failure": failure}
+            elif event.get("event") == "result":
+                ended = measured_row(metrics, experiment.searcher_metric)
+            rows[number] = {
                 **dict.fromkeys(_ROW),
-                "trial_id": next_id,
-                "description": f"order {one.steps} of worker {matched[3]}",
-                "seconds": answer.get("seconds"),
+                "trial_id": number,
+                "description": f"trial {number}",
+                "seconds": event.get("seconds"),
                 "experiment": experiment.id,
-                **(
-                    {"state": "failed", "why": failure.get("message"), "failure": failure}
-                    if isinstance(failure, dict)
-                    else measured_row(metrics, experiment.searcher_metric)
-                ),
+                **ended,
             }
     return list(rows.values())
 
@@ -215,8 +215,7 @@ def merged_rows(
                     name: value for name, value in news.items() if value is not None and name != "description"
                 }
         rows.append(row)
-    # A worker's answers without a trial's number are in the report a moment later, by theirs.
-    return rows + [row for number, row in heard.items() if number > 0]
+    return rows + list(heard.values())
 
 
 def is_over(rows: Iterable[LabelledExperiment]) -> bool:

@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from dstrial.dsat.backends.cluster import ClusterBackend
+from dstrial.dsat.backends.cluster import ClusterBackend, is_report
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.worker.transport import are_orders
 
 sys.path.append(str(Path(__file__).parents[2] / "master"))
 from serving import Master, serving
@@ -34,7 +33,7 @@ def backend(master: Master, monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
     monkeypatch.setenv("DET_USER_TOKEN", master.tokens["determined"])
     settings: Any = types.SimpleNamespace(experiment=types.SimpleNamespace(raw={}), num_slots=1)
     made = ClusterBackend(cast(SearchConfig, settings))
-    made._shown_by = made._client.get_experiment(1)
+    made._shown_by = made.client.get_experiment(1)
     return made
 
 
@@ -46,7 +45,7 @@ def test_a_report_stands_in_the_notes_and_a_persons_notes_are_left_alone(
     backend: ClusterBackend, master: Master
 ) -> None:
     assert backend.publish({"trials": [1]})
-    assert are_orders(notes_of(master, 1))
+    assert is_report(notes_of(master, 1))
     master.send("PATCH", "/api/v1/experiments/1", {"notes": "mine"}, token="determined")
     assert backend.publish({"trials": [1, 2]})
     assert notes_of(master, 1) == "mine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.report.live import summary
 from dstrial.dsat.space.filters import Filters
-from dstrial.errors import ConfigError, LaunchError
+from dstrial.errors import ConfigError, LaunchError, SearchError
 
 
 class _KilledError(BaseException):
@@ -42,7 +42,6 @@ class FormulaBackend:
         self._killed: list[int] = []
 
     num_parallel = 2
-    keeps_deadlines = False
     shows_reports = True
 
     def publish(self, report: Mapping[str, Any]) -> bool:
@@ -339,6 +338,59 @@ def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Pat
     end, driver, _ = _run(settings, world)
     assert end.is_finished
     assert len(driver.trials) == 4
+
+
+class Elsewhere(FormulaBackend):
+    """A search that ran in another process: its journal comes event by event."""
+
+    def __init__(self, journal: list[dict[str, Any]], reason: str = "") -> None:
+        super().__init__({"started": {}})
+        self._journal, self._reason = journal, reason
+        self.began_with: list[Any] = []
+
+    def begin(self, known: Sequence[Mapping[str, Any]]) -> None:
+        self.began_with.append(len(known))
+
+    def news(self, num_known: int) -> list[dict[str, Any]]:
+        return self._journal[num_known : num_known + 1]
+
+    def why_ended(self) -> str:
+        return self._reason
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        self.world["kept"] = dict(results)
+
+
+def test_a_followed_search_leaves_the_files_of_one_that_ran_here(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "6")
+    _run(settings, {"started": {}})
+    journal = events(settings.output)
+    results = ("best_ds_config.json", "best_ds_metrics.json", "trials.json", "report.json")
+    files = {name: (settings.output / name).read_text() for name in results}
+    shutil.rmtree(settings.output)
+
+    def followed(backend: Elsewhere) -> tuple[SearchStatus, list[str]]:
+        record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
+        told: list[str] = []
+        with record.lock():
+            method = search_method("asha", settings.space, settings.options, Filters(settings.space))
+            driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
+            return driver.run([]), told
+
+    with pytest.raises(SearchError, match="experiment 7 is error"):
+        followed(Elsewhere(journal[:3], "experiment 7 is error"))
+    assert events(settings.output) == journal[:1]
+    backend = Elsewhere(journal)
+    end, told = followed(backend)
+
+    assert end.is_finished
+    assert backend.began_with == [1]  # the search goes on where the journal ends
+    assert not backend.world["started"]
+    assert {name: (settings.output / name).read_text() for name in results} == files
+    assert [one for one in events(settings.output) if one["event"] == "result"] == [
+        one for one in journal if one["event"] == "result"
+    ]
+    assert sum(line.startswith("trial 1 ") for line in told) == 1
 
 
 def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected(experiment: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the master's page reads of a search is what dsat leaves on a master: labels, notes, answers of workers."""
+"""What the master's page reads of a search is what dsat leaves on a master: labels, notes, events of a search."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.backends import trial_spec
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
+from dstrial.dsat.backends.cluster import notes_of
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, outcome_to_json
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.document import live_document, report_document
-from dstrial.dsat.worker.messages import TaskQueue, TaskResult
-from dstrial.dsat.worker.transport import notes_of, row_of
 from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 from dstrial.master.web import searches
 
@@ -46,12 +46,12 @@ def test_every_label_that_dsat_gives_is_known_and_no_other() -> None:
     labels = set(re.findall(r'label = f"(dsat-\{search_id\}-[^"]+)"', source))
     assert labels == {
         "dsat-{search_id}-{trial_id}",
-        "dsat-{search_id}-worker-{worker}",
+        "dsat-{search_id}-search",
         "dsat-{search_id}-results",
         "dsat-{search_id}-full",
     }
     for label in labels:
-        assert searches.search_of(label.format(search_id="0a1b2c3d", trial_id=12, worker=1)) == "0a1b2c3d"
+        assert searches.search_of(label.format(search_id="0a1b2c3d", trial_id=12)) == "0a1b2c3d"
     for label in ("dsat", "dsat-", "dsat-0a1b2c3d", "dsat-0a1b2c3d-mine", "dsat-xyz-1"):
         assert searches.search_of(label) is None
 
@@ -63,7 +63,7 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
     forecasts = {trials[0].trial_id: {"median_s": 0.1, "spread": 0.2, "memory_median_bytes": 1.0}}
     facts = facts_of_search(predicted=ReportFacts(forecasts=forecasts))
     document = json.loads(json.dumps(report_document(facts, searched, trials)))
-    notes = notes_of(TaskQueue(results={"report.json": json.dumps(document), "trials.json": "[]"}))
+    notes = notes_of({"results": {"report.json": json.dumps(document)}})
 
     shown = searches.document_of(notes)
 
@@ -78,8 +78,8 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
         "",
         "mine",
         notes[:-3],
-        notes_of(TaskQueue()),
-        notes_of(TaskQueue(results={"report.json": "["})),
+        notes_of({}),
+        notes_of({"results": {"report.json": "["}}),
     ):
         assert searches.document_of(broken) is None
 
@@ -87,12 +87,12 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
 def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> None:
     searched = space()
     played = play("asha", searched, outcome_of=surface, max_trials=16)
-    ended = trials_of(played, searched, handle={"worker": 1, "experiment_id": 4})
+    ended = trials_of(played, searched, handle={"attempt": 1, "experiment_id": 4})
     trials = [*ended[:-1], dataclasses.replace(ended[-1], outcome=None)]
     predicted = ReportFacts(forecasts={trials[-1].trial_id: {"median_s": 0.1}})
     facts = facts_of_search(reason="", is_finished=False, predicted=predicted, notes=("a note",))
     document = json.loads(json.dumps(live_document(report_document(facts, searched, trials))))
-    notes = notes_of(TaskQueue(report=document))
+    notes = notes_of({"report": document})
 
     shown = searches.document_of(notes, is_live=True)
 
@@ -108,7 +108,7 @@ def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> Non
     for row in document["trials"]:
         assert "settings" not in row  # They may hold secrets, as configs do.
     assert "best_config" not in document
-    # However many trials there are, a worker reads little with its orders.
+    # However many trials there are, little is sent.
     row = {**document["trials"][0], **dict.fromkeys(("predicted", "seconds", "why"))}
     many = [{**row, "trial_id": number} for number in range(1, 1001)]
     whole = {**document, "pareto": [3], "best": 2, "own": 1, "trials": many}
@@ -129,7 +129,6 @@ def test_what_the_master_has_heard_since_is_put_into_a_report() -> None:
     heard = [
         row(2, state="measured", value=7.0, experiment=2, description="heard"),
         row(5, state="running", experiment=5),
-        row(-1, state="measured"),
     ]
     found = searches.merged_rows(told, heard, [1, 2, 5], is_over=False)
     assert [(one["trial_id"], one["state"], one["value"], one["experiment"]) for one in found] == [
@@ -144,18 +143,23 @@ def test_what_the_master_has_heard_since_is_put_into_a_report() -> None:
     assert [one["state"] for one in over[2:4]] == ["not measured"] * 2
 
 
-def test_answers_of_workers_and_measurements_of_trials_become_lines() -> None:
+def test_events_of_a_search_and_measurements_of_trials_become_lines() -> None:
     numbers = {"latency": 2e5, "throughput": 40.0, "peak_memory_bytes": 3e9}
-    answers = [
-        TaskResult(1, Measured(numbers), 12.0),
-        TaskResult(2, Failure(FailureKind.DEVICE_OOM, "no memory <b>", "forward"), 3.0),
+    outcomes = [Measured(numbers), Failure(FailureKind.DEVICE_OOM, "no memory <b>", "forward")]
+    events: list[dict[str, Any]] = [{"event": "inputs"}]
+    for trial_id, outcome in enumerate(outcomes, 1):
+        events.append({"event": "submitted", "trial_id": trial_id})
+        events.append({"event": "result", "trial_id": trial_id, **outcome_to_json(outcome)})
+    events.append({"event": "submitted", "trial_id": 3})
+    rows = [
+        Measurement(1, 1, "dsat", number, json.dumps({**one.get("metrics", {}), "event": json.dumps(one)}))
+        for number, one in enumerate(events, 1)
     ]
-    rows = [Measurement(1, 1, "dsat", one.number, json.dumps(row_of(one))) for one in answers]
     rows.append(Measurement(2, 2, "validation", 30, json.dumps(numbers)))
     rows.append(Measurement(2, 2, "validation", 40, json.dumps({"loss": 1.0})))
     found = searches.live_rows(
         [
-            experiment(1, "dsat-0a1b2c3d-worker-1"),
+            experiment(1, "dsat-0a1b2c3d-search"),
             experiment(2, "dsat-0a1b2c3d-7"),
             experiment(3, "dsat-0a1b2c3d-8", state="ACTIVE"),
             experiment(4, "dsat-0a1b2c3d-results"),
@@ -163,16 +167,17 @@ def test_answers_of_workers_and_measurements_of_trials_become_lines() -> None:
         rows,
     )
     assert [(row["trial_id"], row["state"]) for row in found] == [
-        (-1, "measured"),
-        (-2, "failed"),
+        (1, "measured"),
+        (2, "failed"),
+        (3, "running"),
         (7, "measured"),
         (8, "running"),
     ]
     assert found[0]["step_s"] == pytest.approx(0.2)
     assert found[0]["memory_bytes"] == 3e9
     assert found[1]["why"] == "no memory <b>"
-    assert found[2]["description"] == "zero 1, 4 x 8"
-    assert found[2]["value"] == 40.0
+    assert found[3]["description"] == "zero 1, 4 x 8"
+    assert found[3]["value"] == 40.0
 
 
 def report(**changes: object) -> dict[str, object]:
@@ -180,28 +185,28 @@ def report(**changes: object) -> dict[str, object]:
     return {**facts, "is_finished": False, "notes": [], "pareto": [], "trials": [], **changes}
 
 
-def test_notes_and_answers_that_anybody_may_have_written_are_read_or_left_out() -> None:
+def test_notes_and_events_that_anybody_may_have_written_are_read_or_left_out() -> None:
     """A label makes an experiment part of a search, and any user may give one."""
     for label in (f"dsat-0a1b2c3d-{'9' * 30}", f"dsat-0a1b2c3d-{'1' * 5000}"):
         assert searches.search_of(label) is None
-    deep = "Orders of dsat to its worker (JSON; do not edit):\n" + '{"report": ' + "[" * 100_000
+    deep = notes_of({}).rstrip("{}") + '{"report": ' + "[" * 100_000
     assert searches.document_of(deep, is_live=True) is None
     rows = [{"trial_id": number} for number in (1, [1], True, 2**63, None, "2")]
-    wrong = notes_of(TaskQueue(report=report(notes="text", pareto={"a": 1}, num_trials="7", trials=rows)))
+    wrong = notes_of({"report": report(notes="text", pareto={"a": 1}, num_trials="7", trials=rows)})
     found = searches.document_of(wrong, is_live=True)
     assert found is not None
     assert [row["trial_id"] for row in found["trials"]] == [1]
     assert (found["notes"], found["pareto"], found["num_trials"], found["told_s"]) == ([], [], 1, 0.0)
     answers = [
-        Measurement(1, 1, "dsat", number, json.dumps({"answer": text, "latency": 10**400}))
-        for number, text in enumerate(("[1]", "[" * 100_000, "3", '{"seconds": 1}'))
+        Measurement(1, 1, "dsat", number, json.dumps({"event": text, "latency": 10**400}))
+        for number, text in enumerate(("[1]", "[" * 100_000, "3", '{"trial_id": [1]}', '{"trial_id": 1}'))
     ]
-    assert len(searches.live_rows([experiment(1, "dsat-0a1b2c3d-worker-1")], answers)) == 1
+    assert len(searches.live_rows([experiment(1, "dsat-0a1b2c3d-search")], answers)) == 1
 
 
 def test_of_reports_that_were_left_behind_the_newest_counts() -> None:
     def told(number: int, **changes: object) -> LabelledExperiment:
-        notes = notes_of(TaskQueue(report=report(**changes)))
+        notes = notes_of({"report": report(**changes)})
         return experiment(number, f"dsat-0a1b2c3d-{number}", notes=notes)
 
     rows = [{"trial_id": 1}]

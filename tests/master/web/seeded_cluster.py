@@ -106,11 +106,11 @@ def add_webhook(tx: Transaction, name: str, url: str = SECRET_URL) -> int:
     return webhooks.create(tx, Webhook(name, url, "DEFAULT", "WORKSPACE", None, triggers))
 
 
-NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
+NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 
 
 def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0a1b2c3d") -> str:
-    """Add a search of dsat as a master knows it: three trials, one worker and, once it has ended, its report."""
+    """Add a search of dsat as a master knows it: three trials, one that searches and, once it has ended, its report."""
     numbers = {"latency": 2e5, "throughput": 40.0, "peak_memory_bytes": 3e9}
 
     def submit(label: str, name: str, description: str, state: str, notes: str = "") -> int:
@@ -139,12 +139,16 @@ def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0
         if state == "COMPLETED":
             measured = {name: value * number for name, value in numbers.items()}
             report(made, "validation", 30, measured)
-    worker = submit(
-        f"dsat-{search_id}-worker-1", "gpt (dsat worker 1)", "dsat predict: measures", "COMPLETED"
+    search = submit(f"dsat-{search_id}-search", "gpt (dsat search)", "dsat predict: measures", "COMPLETED")
+    event = {"event": "result", "trial_id": 4, "seconds": 3.0, "metrics": numbers}
+    report(search, "dsat", 1, {**numbers, "event": json.dumps(event)})
+    failure = {"kind": "DEVICE_OOM", "message": "no memory <i>"}
+    report(
+        search,
+        "dsat",
+        2,
+        {"event": json.dumps({**event, "trial_id": 5, "metrics": None, "failure": failure})},
     )
-    report(worker, "dsat", 1, {**numbers, "answer": json.dumps({"number": 1, "seconds": 3.0})})
-    failed = {"number": 2, "seconds": 1.0, "failure": {"kind": "DEVICE_OOM", "message": "no memory <i>"}}
-    report(worker, "dsat", 2, {"answer": json.dumps(failed)})
     if has_report:
         rows = [
             {
@@ -175,7 +179,7 @@ def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0
             },
             **{"gain": 1.0, "is_gain_certain": True, "pareto": [1, 2], "trials": rows},
         }
-        results = {"orders": [], "results": {"report.json": json.dumps(document)}}
+        results = {"results": {"report.json": json.dumps(document)}}
         notes = NOTES_BEGIN + json.dumps(results)
         submit(f"dsat-{search_id}-results", "gpt (dsat results)", "dsat predict: keeps", "COMPLETED", notes)
     return search_id

@@ -31,7 +31,7 @@ def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
     browser.page.wait_for_selector("[aria-label=Configurations] tbody tr[data-idx='4']")
     assert "3 of 5 configurations measured" in browser.text(".facts")
     assert "zero 2, <b>4 x 8</b>" in browser.text("tbody tr.best")
-    assert "order 2 of worker 1" in browser.text("tbody")
+    assert "trial 5" in browser.text("tbody")
     assert "nothing yet of the search itself" in browser.text("main")  # What is not here is said.
     # Three measured ones and the line of those beaten by none; nothing was predicted.
     assert browser.page.evaluate(CURVES) == [
@@ -64,7 +64,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     def fill(tx):
         add_search(tx, search_id=TOLD)
         return tx.execute(
-            "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{TOLD}-worker-1%",)
+            "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{TOLD}-search%",)
         ).fetchone()[0]
 
     worker = seeded_master.services.database.write(fill)
@@ -102,7 +102,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
             },
             **{"own": 11, "gain": None, "is_gain_certain": False, "pareto": [11], "trials": rows},
         }
-        notes = NOTES_BEGIN + json.dumps({"orders": [], "results": None, "report": report})
+        notes = NOTES_BEGIN + json.dumps({"report": report})
 
         def write(tx):
             tx.execute("UPDATE experiments SET notes = ? WHERE id = ?", (notes, worker))
@@ -115,16 +115,16 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     assert "so far" in browser.text("main ul")
     assert "running" in browser.text(".facts")
     # What launched trials have reported is beside what the search tells of.
-    assert "3 of 6 configurations measured" in browser.text(".facts")
+    assert "4 of 8 configurations measured" in browser.text(".facts")
     curves = [
-        "Records per second against memory over GiB of a device: 4 curves",
+        "Records per second against memory over GiB of a device: 5 curves",
         "Measured ms of a step against predicted over predicted ms: 2 curves",
     ]
     assert browser.page.evaluate(CURVES) == curves
     browser.page.evaluate("window.isSame = true")
     tell(13)
-    browser.until("document.querySelector('.facts').textContent.includes('5 of 6 configurations measured')")
-    grown = [one.replace("4 curves", "6 curves").replace("2 curves", "4 curves") for one in curves]
+    browser.until("document.querySelector('.facts').textContent.includes('6 of 8 configurations measured')")
+    grown = [one.replace("5 curves", "7 curves").replace("2 curves", "4 curves") for one in curves]
     assert browser.page.evaluate(CURVES) == grown
     assert "zero 13" in browser.text("tbody tr.best")
     assert browser.page.get_attribute("tbody tr.best a", "href") == f"/det/experiments/{worker}"
@@ -141,7 +141,7 @@ def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
     assert "the budget is spent" in browser.text("main")
     assert "<script>alert(1)</script>" in browser.text("main ul")
     assert browser.page.evaluate(CURVES) == [
-        "Records per second against memory over GiB of a device: 3 curves",
+        "Records per second against memory over GiB of a device: 4 curves",
         "Measured ms of a step against predicted over predicted ms: 3 curves",
     ]
     href = browser.page.get_attribute("tbody tr.best a", "href")

@@ -114,7 +114,7 @@ function Search({ id }) {
     </div>
     ${report?.reason && html`<p>${report.reason}</p>`}
     ${report?.notes?.length > 0 && html`<ul>${report.notes.map((/** @type {string} */ note) => html`<li>${note}</li>`)}</ul>`}
-    ${!report && html`<p class="muted">The master has what was measured, and nothing yet of the search itself: predictions, notes, and which configuration each order of a living worker is of.</p>`}
+    ${!report && html`<p class="muted">The master has what was measured, and nothing yet of the search itself: predictions, notes, and what each configuration is.</p>`}
     ${report && !report.is_finished && !report.reason && search.state !== "RUNNING" && html`<p class="muted">Nothing of this search runs any more, and it has not said how it ended: this is what it had told last. The same command goes on with it.</p>`}
     <div class="charts">
       <${Chart} title="Records per second against memory" xLabel="GiB of a device" curves=${pareto} isScatter onOpen=${navigate} height=${300} />

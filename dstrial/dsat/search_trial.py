@@ -1,0 +1,205 @@
+"""A search inside its trial on a master: ``python3 -m dstrial.dsat.search_trial``.
+
+The command that has submitted it gives it the experiment, its flags and the journal so far, as files of the context. Every
+further event is reported to the master before it is acted on, so that a trial that is started again goes on where the journal
+ends. Ranks are started and ended within the trial. Not meant to be typed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import determined as det
+from determined import core
+from determined.common.api import bindings
+
+from dstrial.config.documents import yaml_text
+from dstrial.dsat.backends.cluster import ClusterBackend
+from dstrial.dsat.backends.living_ranks import LivingRanks
+from dstrial.dsat.backends.processes import log_lines
+from dstrial.dsat.backends.trial_spec import ranks_command
+from dstrial.dsat.config import SearchConfig, read_config, with_parallel
+from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
+from dstrial.dsat.driver.driver import Driver
+from dstrial.dsat.flags import SearchFlags
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.space.filters import Filters
+from dstrial.local.json_files import read_json
+from dstrial.ranks.stop_signals import noted_signals
+from dstrial.scratch import scratch_directory
+
+_PREEMPTION_PERIOD_S = 1.0
+
+
+def main() -> int:
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    info = det.get_cluster_info()
+    assert info is not None, "it is the trial of a master"
+    search = read_json(Path(SEARCH_FILE))
+    with (
+        scratch_directory("dstrial-search-") as directory,
+        core.init(distributed=core.DummyDistributedContext()) as context,
+        noted_signals() as signals,
+    ):
+        settings = _settings(search, info.trial, directory)
+        master = ClusterBackend(settings, lambda: bool(signals))
+        journal = _Journal(master, info.trial)
+        record = SearchRecord(directory, search["search_id"], journal.report)
+        for event in [*search["events"], *journal.events()]:
+            record.restore(event)
+        journal.num_events = len(record.events())
+        _watch_preemption(context, signals)
+        with record.lock():
+            driver = _driver(settings, record, _Ranks(settings, record, master, journal, context))
+            end = driver.run(signals)
+    sys.stderr.write(f"dsat: the search ends: {end.reason}\n")
+    return 0
+
+
+def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) -> SearchConfig:
+    own = {name: trial._config[name] for name in search["private"]}
+    config_path, space_path = directory / "given.yaml", directory / "space.yaml"
+    config_path.write_text(yaml_text({**search["experiment"], **own}), encoding="utf-8")
+    if search["space"] is not None:
+        space_path.write_text(search["space"], encoding="utf-8")
+    given = {
+        "config_path": str(config_path),
+        "model_dir": ".",
+        "space": None if search["space"] is None else str(space_path),
+        "output": str(directory),
+        "given": frozenset(search["flags"]["given"]),
+    }
+    flags = SearchFlags(**{**search["flags"], **given})
+    return with_parallel(read_config(flags), search["num_parallel"])
+
+
+class _Journal:
+    """The events of a search, as rows of its trial's metrics."""
+
+    def __init__(self, master: ClusterBackend, trial: det.TrialInfo) -> None:
+        self._master = master
+        self._trial = trial
+        self.experiment = master.retry_until_available(
+            lambda: master.client.get_experiment(trial.experiment_id)
+        )
+        self.num_events = 0
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what earlier processes of this trial have reported, in order."""
+        rows = self._master.retry_until_available(self._rows)
+        return [rows[number] for number in sorted(rows)]
+
+    def _rows(self) -> dict[int, dict[str, Any]]:
+        trials = self.experiment.list_trials()
+        rows = [row for trial in trials for row in trial.iter_metrics(EVENTS_GROUP)]
+        return {int(row.steps_completed): json.loads(row.metrics["event"]) for row in rows}
+
+    def report(self, event: Mapping[str, Any]) -> None:
+        """Report an event; the master has it when this returns.
+
+        Not through the core context, which returns before the master has the row, and loses it where the master is away.
+        """
+        self.num_events += 1
+        number = self.num_events
+        values = {**event.get("metrics", {}), "event": json.dumps(event)}
+        metrics = bindings.v1TrialMetrics(
+            metrics=bindings.v1Metrics(avgMetrics=values),
+            stepsCompleted=number,
+            trialId=self._trial.trial_id,
+            trialRunId=self._trial._trial_run_id,
+        )
+        body = bindings.v1ReportTrialMetricsRequest(group=EVENTS_GROUP, metrics=metrics)
+        is_repeated = False
+
+        def report() -> None:
+            nonlocal is_repeated
+            # The master may have stored the row and died before it answered; a row cannot be reported twice.
+            if not (is_repeated and number in self._rows()):
+                is_repeated = True
+                bindings.post_ReportTrialMetrics(
+                    self._master.session, body=body, metrics_trialId=self._trial.trial_id
+                )
+
+        self._master.retry_until_available(report)
+
+
+class _Ranks(LivingRanks):
+    """Ranks of a trial, whose search shows its report and keeps its files there."""
+
+    def __init__(
+        self,
+        settings: SearchConfig,
+        record: SearchRecord,
+        master: ClusterBackend,
+        journal: _Journal,
+        context: core.Context,
+    ) -> None:
+        master.show_in(journal.experiment)
+        super().__init__(settings, record, ranks_command(settings, None, sys.executable), master.publish)
+        self._master, self._journal, self._context = master, journal, context
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """End the ranks, and keep the files in a checkpoint of the trial."""
+        super().finish(results)
+        self._master.show_results(self._journal.experiment, results)
+
+        def store() -> None:
+            metadata = {"steps_completed": 0, "dsat": True}
+            with self._context.checkpoint.store_path(metadata) as (path, _uuid):
+                for name, text in results.items():
+                    (Path(path) / name).write_text(text, encoding="utf-8")
+
+        self._master.retry_until_available(store)
+
+    def _end_ranks(self) -> None:
+        """End the ranks, whose output then is the trial's."""
+        was_running = self._launcher is not None
+        super()._end_ranks()
+        if was_running:
+            sys.stdout.write("".join(f"{line}\n" for line in log_lines(self._rank_directory)))
+            sys.stdout.flush()
+
+
+def _driver(settings: SearchConfig, record: SearchRecord, ranks: LivingRanks) -> Driver:
+    described = next((event for event in record.events() if event["event"] == "inputs"), None)
+    inputs = None if described is None else PredictInputs.from_json(described)
+    method = search_method(
+        settings.method,
+        settings.space,
+        settings.options,
+        Filters(settings.space, disabled=settings.flags.no_gates),
+        inputs,
+    )
+    return Driver(
+        settings,
+        record,
+        method,
+        lambda: ranks,
+        lambda line: print(line, flush=True),  # noqa: T201  # to the trial's log
+        flops_per_record=None if inputs is None else inputs.flops_per_record,
+    )
+
+
+def _watch_preemption(context: core.Context, signals: list[signal.Signals]) -> None:
+    """Stop the search, as at SIGTERM, when the master wants its slots back."""
+
+    def watch() -> None:
+        while not signals:
+            if context.preempt.should_preempt():
+                signals.append(signal.SIGTERM)
+            done.wait(_PREEMPTION_PERIOD_S)
+
+    done = threading.Event()
+    threading.Thread(target=watch, name="dsat-preemption", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

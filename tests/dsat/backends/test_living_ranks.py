@@ -1,0 +1,256 @@
+"""Ranks that live on: real DeepSpeed engines, built and taken out in the same processes, and ranks that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from searching import settings_of, write_experiment
+from waiting import wait_for
+
+from dstrial.dsat.backends.living_ranks import Incumbent, LivingRanks, drift_between, without_drift
+from dstrial.dsat.backends.trial_spec import TrialSpec, ranks_command
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.space.knob_effects import PROBES
+from dstrial.local.json_files import read_json_lines
+
+HERE = Path(__file__).parents[1] / "worked"
+DEADLINE_S = 280
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+X: dict[str, Any] = {"stage": 2}
+OTHERS: list[dict[str, Any]] = [
+    {"stage": stage, **more}
+    for stage in (3, 0, 1, 2)
+    for more in ({}, {"reduce_bucket_size": 100_000}, {"overlap_comm": True})
+] + [
+    {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": False}, **more}
+    for stage in (1, 2, 3)
+    for more in ({}, {"reduce_bucket_size": 100_000})
+]
+OTHERS += [{"stage": 3, "stage3_param_persistence_threshold": 0}, {"stage": 3, "sub_group_size": 1000}]
+# Every stage, and everything that has threads, buffers or files of its own.
+OF_EACH_KIND: list[dict[str, Any]] = [
+    OTHERS[0],
+    {"stage": 0},
+    {"stage": 1, "reduce_bucket_size": 100_000},
+    {"stage": 2, "overlap_comm": True},
+    {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 1000},
+]
+
+
+def _hparams(zero: dict[str, Any], fault: str = "") -> dict[str, Any]:
+    return {
+        "deepspeed_config": "ds.json",
+        "fault": fault,
+        "_dsat": {"max_s": 0.05, "window_s": 0.01, "min_windows": 2},
+        "overwrite_deepspeed_args": {
+            "zero_optimization": zero,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+        },
+    }
+
+
+KNOBS = ("recomputes", "compiles", "read by nobody")
+
+
+class Ranks:
+    """Two ranks that live on, and what they have measured."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "model").mkdir()
+        (directory / "model" / "ds.json").write_text(json.dumps(BASE))
+        (directory / "model" / "worked_trials.py").write_text((HERE / "worked_trials.py").read_text())
+        path = write_experiment(
+            directory,
+            entrypoint="worked_trials:WorkedTrial",
+            hyperparameters={"deepspeed_config": "ds.json", "fault": ""},
+            environment={"environment_variables": ["OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu"]},
+        )
+        output = str(directory / "out")
+        self.settings = settings_of(path, "--local", "-m", "latency", "--output", output, method="predict")
+        self.record = SearchRecord.open(self.settings.output, "", "predict", is_fresh=False)
+        self.backend = self.made()
+
+    def made(self) -> LivingRanks:
+        words = ranks_command(self.settings, str(self.settings.experiment.path), sys.executable)
+        return LivingRanks(self.settings, self.record, words)
+
+    def begin(self, trial_id: int, hparams: dict[str, Any], best: Any = None) -> None:
+        self.backend.start(TrialSpec(trial_id, {}, hparams, str(trial_id), best))
+
+    def ended(self) -> Outcome:
+        """Return the outcome of the trial that was begun."""
+        give_up_at_s = time.monotonic() + DEADLINE_S
+        while not (ended := self.backend.poll()):
+            assert time.monotonic() < give_up_at_s, self.output()[-4000:]
+            time.sleep(0.02)
+        return ended[0].outcome
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in self.record.ranks_path.glob("*/output.log"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all results that ranks have written, with the number of the ranks."""
+        return [
+            {**row, "ranks": int(path.parent.name)}
+            for path in sorted(self.record.ranks_path.glob("*/results.jsonl"))
+            for row in read_json_lines(path)
+        ]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    running = Ranks(tmp_path)
+    yield running
+    running.backend.close()
+
+
+@pytest.mark.exhaustive("[one of each kind]")
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("others", [OF_EACH_KIND, OTHERS], ids=["one of each kind", "all"])
+def test_engines_leave_nothing_in_ranks_that_live_on(ranks: Ranks, others: list[dict[str, Any]]) -> None:
+    knobs = [{**_hparams(X), "knob": knob} for knob in KNOBS]
+    wanted = [_hparams(X), *(_hparams(zero) for zero in others), *knobs, _hparams(X)]
+    # What an earlier process of the search has measured as its best.
+    best = (_hparams(OTHERS[0]), {"latency": 1e9, "half_width": 0.01})
+    outcomes = []
+    for trial_id, hparams in enumerate(wanted, 1):
+        ranks.begin(trial_id, hparams, best if trial_id == 1 else None)
+        outcomes.append(ranks.ended())
+
+    assert [outcome for outcome in outcomes if not isinstance(outcome, Measured)] == []
+    rows = ranks.rows()
+    assert {(row["ranks"], row["respawned"]) for row in rows} == {(1, "")}
+    for name in ("num_tensors", "tensor_bytes", "num_groups", "num_threads", "num_files"):
+        assert len({row["details"][name] for row in rows}) == 1, name
+    alone, after_all = outcomes[0], outcomes[-1]
+    for name in ("num_params", "train_batch_size", "activation_bytes_per_record"):
+        assert _value(after_all, name) == _value(alone, name)
+    recomputed, compiled, ignored = outcomes[-1 - len(KNOBS) : -1]
+    assert _value(recomputed, "activation_bytes_per_record") == 4 * 32
+    for name in ("probe_operations", "probe_flops_per_record"):
+        assert _value(recomputed, name) > _value(alone, name)
+    assert (_value(alone, "probe_compiled"), _value(compiled, "probe_compiled")) == (0, 1)
+    for name in PROBES:
+        assert _value(ignored, name) == _value(alone, name), name
+    assert _value(alone, "drift") is not None
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
+    def measured(fault: str) -> Outcome:
+        ranks.begin(1, _hparams(X, fault))
+        return ranks.ended()
+
+    together = {
+        "user error": FailureKind.USER_ERROR,
+        "bad config": FailureKind.BAD_CONFIG,
+        "numeric": FailureKind.NUMERIC,
+        "disk full": FailureKind.NO_ROOM,
+    }
+    failures = {fault: _failure(measured(fault)) for fault in together}
+    assert {fault: failure.kind for fault, failure in failures.items()} == together
+    assert "no such metric" in failures["user error"].message
+    assert ranks.backend._number == 1
+    keeps = measured("keeps memory")
+    assert isinstance(keeps, Measured)
+    (reason,) = {row["respawned"] for row in ranks.rows()} - {""}
+    assert reason.startswith("rank 1 does not come back to what it was: ")
+    assert "tensor_bytes" in reason
+
+    oom = _failure(measured("out of memory"))
+    assert (oom.kind, oom.rank, oom.phase) == (FailureKind.DEVICE_OOM, 1, "init")
+    assert oom.requested_bytes == 3 * 2**30
+    assert isinstance(measured(""), Measured)
+    # What does not fit beside what earlier configurations have left is measured in fresh ranks before it counts.
+    before = ranks.backend._number
+    host = _failure(measured("host out of memory"))
+    assert (host.kind, host.requested_bytes) == (FailureKind.HOST_OOM, 4 * 2**50)
+    assert ranks.backend._number == before + 1
+    assert _failure(measured("killed")).kind is FailureKind.HOST_OOM
+    dies = _failure(measured("dies"))
+    assert dies.kind is FailureKind.COMMUNICATION
+    assert "exit code 3" in dies.message
+
+    ranks.begin(2, _hparams(X, "hangs"))
+    wait_for(lambda: ranks.backend.poll() or ranks.backend.running_s(2) > 0)
+    ranks.backend.kill(2)
+    assert ranks.backend._launcher is None
+    assert isinstance(measured(""), Measured)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_ranks_end_with_their_search_whose_next_process_takes_what_they_have_measured(ranks: Ranks) -> None:
+    ranks.begin(1, _hparams(X))
+    ranks.backend.poll()
+    wait_for(lambda: ranks.rows(), deadline_s=DEADLINE_S)
+    launcher = ranks.backend._launcher
+    assert launcher is not None
+
+    again = ranks.made()
+
+    assert launcher.exit_code is not None
+    spec = TrialSpec(1, {}, _hparams(X), "1")
+    assert again.adopt(spec, {"attempt": 1})
+    (ended,) = again.poll()
+    assert isinstance(ended.outcome, Measured)
+    # A trial of which nothing is left was killed with its search: once that may be by chance.
+    other = TrialSpec(2, {}, _hparams(X), "2")
+    assert not again.adopt(other, {"attempt": 1})
+    assert again.start(other) == {"attempt": 2}
+    assert again.adopt(other, {"attempt": 2})
+    (ended,) = again.poll()
+    assert _failure(ended.outcome).kind is FailureKind.HOST_OOM
+
+
+def _value(outcome: Outcome, name: str) -> float | None:
+    assert isinstance(outcome, Measured)
+    return outcome.value(name)
+
+
+def _failure(outcome: Outcome) -> Failure:
+    assert isinstance(outcome, Failure), outcome
+    return outcome
+
+
+def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration() -> None:
+    best = Incumbent()
+    first = Measured({"latency": 100.0, "throughput": 10.0, "half_width": 0.01})
+    best.consider({"name": "first"}, first, "throughput")
+    now = Measured({"latency": 110.0, "throughput": 9.1, "half_width": 0.01})
+    times = {"latency": 104.5, "throughput": 9.57, "end_to_end_throughput": 9.5, "half_width": 0.01}
+    challenger = Measured({**times, "num_params": 5.0})
+    assert best.is_worth_measuring_again(challenger, "throughput")
+    assert not best.is_worth_measuring_again(Measured({"throughput": 5.0}), "throughput")
+    assert not best.is_worth_measuring_again(Failure(FailureKind.TIMEOUT, ""), "throughput")
+
+    drift = drift_between(first, now)
+    corrected = without_drift(challenger, drift)
+
+    assert drift == pytest.approx(1.1)
+    assert corrected.metrics["latency"] == pytest.approx(95.0)
+    assert corrected.metrics["throughput"] == pytest.approx(10.527)
+    assert corrected.metrics["end_to_end_throughput"] == 9.5
+    assert (corrected.metrics["num_params"], corrected.metrics["drift"]) == (5.0, pytest.approx(1.1))
+    best.consider({"name": "second"}, corrected, "throughput")
+    assert best.hparams == {"name": "second"}
+    within = dataclasses.replace(now, metrics={**now.metrics, "half_width": 0.1})
+    assert drift_between(first, within) == 1.0

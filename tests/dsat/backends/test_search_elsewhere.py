@@ -1,0 +1,49 @@
+"""What the trial of a search is given: all that its command knows, but no secrets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import determined as det
+import pytest
+import yaml
+from searching import settings_of, write_experiment
+from surfaces import BASE
+
+from dstrial.dsat.backends.cluster import ClusterBackend
+from dstrial.dsat.backends.search_elsewhere import SearchOnMaster
+from dstrial.dsat.core.journal import SEARCH_FILE, SearchRecord
+from dstrial.dsat.search_trial import _settings
+
+
+def test_trial_of_search_is_given_its_command_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"environment_variables": ["AWS_SECRET_ACCESS_KEY=hunter2"]}
+    path = write_experiment(tmp_path, BASE, resources={"slots_per_trial": 8}, environment=environment)
+    space, batch = tmp_path / "space.yaml", tmp_path / "batch.pt"
+    space.write_text(yaml.safe_dump({"zero_optimization.offload_optimizer.device": ["none", "cpu"]}))
+    batch.touch()
+    flags = ("--space", str(space), "--sample-batch", str(batch), "-z", "1", "2", "--max-trials", "9")
+    settings = settings_of(path, *flags, "--output", str(tmp_path / "out"), method="predict")
+    record = SearchRecord(tmp_path, "0a1b2c3d")
+
+    files = SearchOnMaster(settings, cast(ClusterBackend, None), record)._files([{"event": "inputs"}])
+
+    assert list(files) == [SEARCH_FILE]
+    assert "hunter2" not in files[SEARCH_FILE]
+    search: dict[str, Any] = json.loads(files[SEARCH_FILE])
+    assert (search["search_id"], search["events"]) == ("0a1b2c3d", [{"event": "inputs"}])
+    # The trial has the secrets by its own config.
+    trial = det.TrialInfo(1, 1, 0, {}, {"environment": environment}, 0, 0, False, None)
+    for file in (space, batch, path):
+        file.unlink()
+    monkeypatch.chdir(tmp_path / "model")
+    (tmp_path / "there").mkdir()
+    there = _settings(search, trial, tmp_path / "there")
+    assert there.written == settings.written
+    assert there.options == settings.options
+    assert there.space.own() == settings.space.own()
+    assert there.space.extra == settings.space.extra
