@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # a fork takes some 10 ms; a server without an answer in this time is killed
 END_TIMEOUT_S = 2.0
-_MEASURING_MODULES = ("dstrial.dsat.trial", "dstrial.dsat.worker")
+_MEASURING_MODULES = ("dstrial.dsat.rank", "dstrial.dsat.rank.rank_server")
 _adopting = threading.Lock()
 
 
