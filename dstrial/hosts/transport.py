@@ -1,4 +1,4 @@
-"""The interface to ssh, Slurm and Ray: starts a program with pipes on a host; and ssh's."""
+"""The interface to ssh, Slurm and Ray, which start programs on hosts; and ssh."""
 
 from __future__ import annotations
 

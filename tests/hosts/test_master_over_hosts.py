@@ -176,7 +176,7 @@ def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOn
 
 
 def test_a_dropped_connection_runs_no_trial_twice(started: MasterOnHosts) -> None:
-    """The agent gets the end of its input, as from a killed master, and the master has no way back."""
+    """The agent sees the end of its input, and the master cannot reconnect."""
     started.create(_slow(1, 2000))
     started.wait_for_log(1, "Reported checkpoint")
     (host,) = [one for one in started.hosts if _trials_on(one)]

@@ -514,9 +514,10 @@ def _read_json(path: str) -> "dict[str, Any] | None":
 
 
 def lease_left_s(path: str) -> float:
-    """Return the seconds until a lease ends: a file whose modification time is its end.
+    """Return the seconds until a lease ends.
 
-    The time is that since the boot, suspended time included, so that no clock jumps; to set it takes no room on a full disk.
+    A lease is a file whose modification time is its end. That is the time
+    since the boot, suspended time included, so that no clock jumps; to set it takes no room on a full disk.
     """
     try:
         return os.stat(path).st_mtime - time.clock_gettime(time.CLOCK_BOOTTIME)

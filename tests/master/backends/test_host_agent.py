@@ -122,7 +122,7 @@ def test_files_forged_on_a_host_hide_no_end(tmp_path: Path) -> None:
 
 
 def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> None:
-    """The master starts the trial elsewhere after a lost connection, and not after its own end."""
+    """After a lost connection the master starts the trial elsewhere."""
     with _agent(tmp_path / "lost") as lost, _agent(tmp_path / "left") as left:
         for agent in (lost, left):
             agent.submit("sleep 300")

@@ -224,7 +224,7 @@ class Agent:
         os._exit(0)
 
     def lose_connection(self) -> None:
-        """Stop serving, and wait for the lease's end or the next agent, which kills this one."""
+        """Stop serving until the lease ends or the next agent kills this one."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -290,9 +290,9 @@ def _ranks_of(run: RunRef, share: Share) -> str:
 
 
 def _whole(ended: Sequence[RemoteRun], cause: RemoteRun, terminating: NodeExit | None) -> AllocationExit:
-    """Return the exit of an allocation whose parts have ended, by the part that caused it.
+    """Return the exit of an allocation whose parts have ended.
 
-    ``terminating`` is a node's failure that the part there could not tell.
+    ``cause`` is the part that failed first; ``terminating`` is a node's failure that the part there could not tell.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]
