@@ -216,6 +216,7 @@ def test_ranks_end_with_their_search_whose_next_process_takes_what_they_have_mea
     other = TrialSpec(2, {}, _hparams(X), "2")
     assert not again.adopt(other, {"attempt": 1})
     assert again.start(other) == {"attempt": 2}
+    again.kill(2)
     assert again.adopt(other, {"attempt": 2})
     (ended,) = again.poll()
     assert _failure(ended.outcome).kind is FailureKind.HOST_OOM
