@@ -111,6 +111,9 @@ def _add_arguments(parser: argparse.ArgumentParser, method: MethodEntry) -> None
     if method.predicts:
         _add_sample_batch(add)
     for flag in method.flags:
+        if flag.kind is bool:
+            add(flag.name, action="store_true", help=flag.help)
+            continue
         default = {} if flag.default is None else {"default": flag.default}
         add(flag.name, type=flag.kind, help=flag.help, **default)
 

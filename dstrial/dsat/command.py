@@ -22,7 +22,7 @@ from dstrial.dsat.driver.full_run import run_full
 from dstrial.dsat.flags import PlanFlags, SearchFlags
 from dstrial.dsat.methods import METHODS, search_method
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
-from dstrial.dsat.predictor.memory import DeviceMemory, unmeasured_peak
+from dstrial.dsat.predictor.models import DeviceMemory, unmeasured_peak
 from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, one_device, table_rows
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.report.live import LiveTable, summary

@@ -55,7 +55,9 @@ def flag_problems(flags: SearchFlags) -> list[ConfigProblem]:
             problems.append(
                 ConfigProblem(flag, str(value), f"at least {least}", f"Set it to {least} or more.")
             )
-    positive = {flag.dest: flags.own[flag.dest] for flag in own if flag.least is None}
+    positive = {
+        flag.dest: flags.own[flag.dest] for flag in own if flag.least is None and flag.kind is not bool
+    }
     for name, number in {**positive, "measure_seconds": flags.measure_seconds}.items():
         if number is not None and number <= 0:
             flag = "--" + name.replace("_", "-")

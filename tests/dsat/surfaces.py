@@ -20,6 +20,7 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
+from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.report.document import SearchFacts
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
@@ -125,6 +126,7 @@ def play(
     order_seed: int = 0,
     restart: bool = False,
     no_gates: bool = False,
+    inputs: PredictInputs | None = None,
     **options: Any,
 ) -> Played:
     """Play a method; with ``restart`` another replays every result as a resumed search does, and must say the same after each.
@@ -135,7 +137,7 @@ def play(
     settings = MethodOptions(**{"metric": "throughput", **options})
 
     def new_method() -> ConfigSearch:
-        return search_method(name, searched, settings, Filters(searched, disabled=no_gates))
+        return search_method(name, searched, settings, Filters(searched, disabled=no_gates), inputs)
 
     method = new_method()
     resumed = new_method() if restart else None

@@ -11,6 +11,7 @@ import enum
 import json
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -261,9 +262,17 @@ class TrialResult:
 
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
     """Return the best trial; the user's own unless another is better by over ``TIE``."""
-    scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
-    if not scored:
+    values: dict[Candidate, list[float]] = {}
+    first: dict[Candidate, TrialResult] = {}
+    for trial in trials:
+        value = trial.score(metric)
+        if value is not None:
+            first.setdefault(trial.candidate, trial)
+            values.setdefault(trial.candidate, []).append(value)
+    if not first:
         return None
+    # A configuration that was measured several times counts with the mean.
+    scored = [(statistics.mean(values[candidate]), trial) for candidate, trial in first.items()]
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
     own = next(((value, trial) for value, trial in scored if trial.candidate.is_own), None)
     return own[1] if own is not None and relative_gain(best_value, own[0]) <= TIE else best

@@ -13,7 +13,7 @@ from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.dry_run_requests import NUM_BATCHES, script_request, trial_request
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.profiles import UNDESCRIBED, PredictInputs
 from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
@@ -38,7 +38,7 @@ def gather_inputs(
 ) -> PredictInputs:
     """Dry-run what a search may measure, within ``deadline_s`` seconds in all.
 
-    A failed dry run does not end the search: ``predict`` then starts from its first measurement.
+    A failed dry run does not end the search: where all fail, ``asha`` searches in place of ``predict``.
     """
     if settings.space.sizes.has_pipeline_engine:
         # The predictor knows no pipeline: its dry runs would describe one stage, not the step.
@@ -118,7 +118,7 @@ def dry_run_space(
     return PredictInputs(
         runs=runs,
         failures=failures,
-        described_by="fake tensors" if runs else "the first measurement",
+        described_by="fake tensors" if runs else UNDESCRIBED,
         notes=tuple(sorted(notes)),
     )
 
@@ -184,7 +184,7 @@ def _by_real_batch(
             failed,
             failures=failures,
             notes=(
-                "it cannot be described, so the first measurement is begun with: "
+                "it cannot be described, so that asha searches in place of predict: "
                 + next(iter(failures.values()), "").partition("\n")[0],
             ),
         )

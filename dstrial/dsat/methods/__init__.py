@@ -18,9 +18,11 @@ METHOD_NAMES = tuple(METHODS)
 def search_method(
     name: str, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
 ) -> ConfigSearch:
+    """Return a method; ``asha`` in place of one that predicts without dry runs."""
     if name not in METHODS:
         raise SearchError(
             f"the search method is {name!r}; expected one of {', '.join(METHOD_NAMES)}, the methods of this release. "
             "Choose one of them."
         )
-    return METHODS[name].make(space, options, filters, inputs)
+    is_blind = METHODS[name].predicts and not (inputs and inputs.runs)
+    return (ASHA if is_blind else METHODS[name]).make(space, options, filters, inputs)

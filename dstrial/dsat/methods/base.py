@@ -91,6 +91,7 @@ class MethodOptions:
     metric: str = "FLOPS_per_gpu"
     max_trials: int = 64
     num_parallel: int = 1
+    thorough: bool = False  # spend about twice the trials (predict)
     seed: int = 42
     early_stopping: int | None = None  # end after so many trials without a new best
     range_factor: float = 1.0  # multiplies the first guess at the largest micro batch (binary, asha)
@@ -106,11 +107,11 @@ class Flag:
     """A flag that only some methods have."""
 
     name: str
-    kind: type[int] | type[float]
+    kind: type[int] | type[float] | type[bool]
     default: int | float | None
     help: str
     option: str  # the field of ``MethodOptions`` that it sets
-    least: int | None  # smallest value; None for anything above 0
+    least: int | None  # smallest value; None for anything above 0, and for a switch
 
     @property
     def dest(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
@@ -12,6 +14,7 @@ from dstrial.dsat.methods.base import (
     NEED_SMALLEST,
     Action,
     Finish,
+    Flag,
     Measure,
     MethodEntry,
     MethodOptions,
@@ -19,31 +22,38 @@ from dstrial.dsat.methods.base import (
     ReportFacts,
     Skip,
 )
-from dstrial.dsat.methods.progress import (
-    incumbent,
-    memory_margins,
-    smoothed_incumbent,
-    time_breakdowns,
-    trials_since_improvement,
-)
-from dstrial.dsat.predictor.acquisition import Acquisition, Proposal
-from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, positions_near
-from dstrial.dsat.predictor.predictor import Prediction, Predictor, structure_of
+from dstrial.dsat.predictor.acquisition import Acquisition, worth
+from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, positions_near, structure_of
+from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.predictor.profiles import PredictInputs, log_lines
-from dstrial.dsat.predictor.step_time import TimeModel
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.space import Space, Structure
 
-_LEAST_IMPROVEMENT = 0.0008
-"""The search ends when no measurement is expected to gain more than this; what is worse than the best is not taken."""
-_PATIENCE = 12
-"""After so many measurements in a row without progress, predictions of it are no longer believed; fewer count in part."""
-_BOUND_STDS = 1.0
-"""Within a group, configurations compete by bounds that lie so many standard deviations below their median cost."""
-_FITS = 0.98
-"""Least probability to fit of what is measured."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Effort:
+    """When a search ends."""
+
+    least_worth: float  # expected gain of a measurement, as a share of the best cost
+    patience: float  # so many measurements in a row without progress double it
+    most_contenders: int  # measured again before the search ends
+    most_repeats: int  # measurements of a contender
+
+
+_USUAL = _Effort(least_worth=0.0012, patience=2.0, most_contenders=0, most_repeats=1)
+_THOROUGH = _Effort(least_worth=0.0005, patience=4.0, most_contenders=3, most_repeats=3)
+_NEW, _FAR = 2.0, 2.0
+"""Worth of a measurement, times what it gains itself, where none of its group has run with a micro batch within a factor of
+``_FAR``: it tells about many others."""
+_PROGRESS = 1.005  # better than the best so far by less is no progress
+_SURE_TO_FIT = 0.98  # probability, while nothing has run
 _MOST_REFUSED = 2
 _LONGEST_STEPS, _LEAST_S, _BUILD_S = 70, 6.0, 30.0
+_NEXT_SIZES = 2
+_USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown
+
+_Costs = list[tuple[Candidate, float]]
+"""Measurements of candidates that DeepSpeed cannot tell apart."""
 
 
 class PredictSearch:
@@ -59,14 +69,14 @@ class PredictSearch:
         self.groups = ConfigGroups(space, is_cpu=given.is_cpu)
         self.predictor = Predictor(self.groups, given, options.metric)
         self.observations: dict[int, Observation] = {}
-        self._order: list[int] = []
+        self._effort = _THOROUGH if options.thorough else _USUAL
+        self._order: list[int] = []  # trials in the order in which they ended
         self._forecasts: dict[int, dict[str, Any]] = {}
         self._left: list[tuple[Candidate, float]] = []
         self._barred: set[Structure] = set()
-        self._skipped: set[Candidate] = set()
         self._barred_groups: set[tuple[Any, ...]] = set()
-        self._tried: set[tuple[Any, ...]] = set()
-        self._acquisition = Acquisition(self.groups, self.predictor, self._may_measure)
+        self._skipped: set[Candidate] = set()
+        self._acquisition = Acquisition(self.groups, self.predictor)
         self._host_limit_bytes: float | None = None
         self._is_finished = False
 
@@ -79,15 +89,14 @@ class PredictSearch:
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
         if self._is_finished:
             return []
-        observation = self.observations[trial_id]
-        self._learn(trial_id, outcome)
+        candidate = self.observations[trial_id].candidate
+        self._learn(trial_id, candidate, outcome)
         if isinstance(outcome, Failure) and outcome.kind in (FailureKind.USER_ERROR, FailureKind.CANCELED):
             return self._finish(f"{outcome.kind.value}: {outcome.message}")
         actions: list[Action] = []
-        if observation.candidate.is_own and isinstance(outcome, Measured) and self.predictor.info is not None:
-            lines = log_lines(
-                self.predictor.info, self.space.stages, self.space.replicas, self.space.bytes_per_value
-            )
+        if candidate.is_own and isinstance(outcome, Measured) and self.predictor.info is not None:
+            space = self.space
+            lines = log_lines(self.predictor.info, space.stages, space.replicas, space.bytes_per_value)
             actions += [Note(line) for line in lines]
         return [*actions, *self._fill()]
 
@@ -96,216 +105,266 @@ class PredictSearch:
         return {
             "is_finished": self._is_finished,
             "order": list(self._order),
-            "known": [
-                {"trial_id": trial_id, **observation.to_json()}
-                for trial_id, observation in self.observations.items()
-            ],
-            "skipped": [candidate.to_json() for candidate in self._sorted_skipped()],
-            "starts": [self.space.candidate(one, 0).to_json() for one in self._acquisition.starts()],
+            "known": [{"trial_id": trial_id, **one.to_json()} for trial_id, one in self.observations.items()],
+            "skipped": [self.space.describe(one) for one in self._skipped_in_order()],
             "forecasts": {str(trial_id): forecast for trial_id, forecast in facts.forecasts.items()},
             "explained": {str(trial_id): parts for trial_id, parts in facts.explained.items()},
             "margins": facts.margins,
-            "factors": dict(self.predictor.time.factors()),
+            "factors": self.predictor.time.factors(),
             "left": facts.left,
         }
 
     def report_facts(self) -> ReportFacts:
         best = self.incumbent()
+        shown = [
+            (trial_id, one)
+            for trial_id, one in self.observations.items()
+            if one.candidate.is_own or (best is not None and one.candidate == best[0])
+        ]
         return ReportFacts(
             forecasts=dict(self._forecasts),
-            explained=time_breakdowns(self.observations, best, self.predictor),
-            margins=memory_margins(self.observations, best, self.predictor),
+            explained={
+                trial_id: parts
+                for trial_id, one in shown
+                if isinstance(one.outcome, Measured) and (parts := self.predictor.parts(one.candidate))
+            },
+            margins=[margin for trial_id, one in shown for margin in self._margins(trial_id, one)],
             left=[
                 {"description": self.space.describe(one), "candidate": one.to_json(), "gain": gain}
                 for one, gain in self._left
             ],
         )
 
+    def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
+        """Yield the bytes that larger micro batches lack, and its own if it failed."""
+        if observation.outcome is None:
+            return
+        ladder, outcome = self.space.batch_size_grid, observation.outcome
+        at = ladder.position(observation.candidate.batch.micro_batch_size)
+        has_run_out = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
+        for position in range(at + (not has_run_out), min(at + 1 + _NEXT_SIZES, ladder.last + 1)):
+            one = self.space.candidate(structure_of(observation.candidate), position)
+            margin, memory = self.predictor.margin_bytes(one), self.predictor.memory_of(one)
+            if margin is not None and memory is not None:
+                yield {
+                    "trial_id": trial_id,
+                    "micro_batch_size": one.batch.micro_batch_size,
+                    "missing_bytes": -margin,
+                    "phase": memory.phase,
+                }
+
     # ---- learning --------------------------------------------------------------------------------
 
-    def _learn(self, trial_id: int, outcome: Outcome) -> None:
-        candidate = self.observations[trial_id].candidate
+    def _learn(self, trial_id: int, candidate: Candidate, outcome: Outcome) -> None:
         self.observations[trial_id] = Observation(candidate, outcome)
         self._order.append(trial_id)
         self.predictor.learn(candidate, outcome)
-        if not isinstance(outcome, Failure):
+        if not isinstance(outcome, Failure) or outcome.kind is FailureKind.DEVICE_OOM:
             return
         if outcome.kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
             self._host_limit_bytes = min(needed, self._host_limit_bytes or needed)
-        repeated = [
-            observation
-            for observation in self.observations.values()
-            if observation.candidate == candidate and isinstance(observation.outcome, Failure)
-        ]
-        if not outcome.kind.is_out_of_memory and (
-            outcome.kind is not FailureKind.COMMUNICATION or len(repeated) > 1
-        ):
-            self._barred.add(structure_of(candidate))
-            group = self.groups.group(structure_of(candidate))
-            of_group = [one for one in self._barred if self.groups.group(one) == group]
-            if len(of_group) >= _MOST_REFUSED and not self._has_run(group):
-                self._barred_groups.add(group)
-
-    def _has_run(self, group: tuple[Any, ...]) -> bool:
-        return any(
-            isinstance(observation.outcome, Measured)
-            and self.groups.group(structure_of(observation.candidate)) == group
-            for observation in self.observations.values()
+            return
+        num_failed = sum(
+            one.candidate == candidate and isinstance(one.outcome, Failure)
+            for one in self.observations.values()
         )
+        if outcome.kind is FailureKind.COMMUNICATION and num_failed == 1:
+            return
+        self._barred.add(structure_of(candidate))
+        group = self._group(candidate)
+        has_run = any(
+            isinstance(one.outcome, Measured) and self._group(one.candidate) == group
+            for one in self.observations.values()
+        )
+        num_barred = sum(self.groups.group(one) == group for one in self._barred)
+        if num_barred >= _MOST_REFUSED and not has_run:
+            self._barred_groups.add(group)
+
+    def _group(self, candidate: Candidate) -> tuple[Any, ...]:
+        return self.groups.group(structure_of(candidate))
+
+    def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
+        """Return identity -> measurements of candidates that DeepSpeed cannot tell apart."""
+        found: dict[tuple[Any, ...], _Costs] = {}
+        for one in self.observations.values():
+            cost = self.predictor.cost(one.candidate, one.outcome)
+            if cost is not None:
+                found.setdefault(self._identity(one.candidate), []).append((one.candidate, cost))
+        return found
 
     def incumbent(self) -> tuple[Candidate, float] | None:
-        return incumbent(self.observations, self.predictor)
+        """Return the best configuration and its mean cost; None before anything ran."""
+        means = [(many[0][0], _mean_cost(many)) for many in self.measured_costs().values()]
+        return min(means, key=lambda pair: pair[1], default=None)
+
+    def _num_since_progress(self) -> int:
+        """Return how many last measurements brought no progress.
+
+        The first of a group is none of them.
+        """
+        number, best = 0, math.inf
+        groups: set[tuple[Any, ...]] = set()
+        for trial_id in self._order:
+            one = self.observations[trial_id]
+            cost, group = self.predictor.cost(one.candidate, one.outcome), self._group(one.candidate)
+            if cost is not None and cost * _PROGRESS < best:
+                number, best = 0, cost
+            elif group in groups:
+                number += 1
+            groups.add(group)
+        return number if best < math.inf else 0
+
+    def _identity(self, candidate: Candidate) -> tuple[Any, ...]:
+        return self.groups.identity(candidate, self.predictor.num_params)
 
     # ---- choosing --------------------------------------------------------------------------------
 
     def _fill(self) -> list[Action]:
         actions: list[Action] = []
         while True:
-            is_open = [
-                observation.candidate
-                for observation in self.observations.values()
-                if observation.outcome is None
-            ]
+            is_open = [one.candidate for one in self.observations.values() if one.outcome is None]
             if len(self.observations) >= self.options.max_trials:
                 if is_open:
                     return actions
                 return [*actions, *self._finish(f"all {len(self.observations)} trials completed")]
             if len(is_open) >= self.options.num_parallel:
                 return actions
-            chosen = self._choose(is_open, actions)
+            chosen = self._choose(is_open, actions) or self._repeated(is_open)
             if chosen is None:
-                if is_open:
-                    return actions
-                return [*actions, *self._finish(self._reason())]
+                return actions if is_open else [*actions, *self._finish(self._reason())]
             actions.append(chosen)
 
     def _choose(self, is_open: Sequence[Candidate], actions: list[Action]) -> Measure | None:
         """Return the next measurement; append skipped candidates to ``actions``."""
-        best = smoothed_incumbent(self.observations, self.predictor)
-        time = self.predictor.fantasize(is_open)
-        self._tried = {
-            self._dedup_key(observation.candidate)
-            for observation in self.observations.values()
-            if self._is_tried(observation)
-        }
-        while True:
-            ranked = self._ranked(best, time)
-            if not ranked:
-                return self._without_forecast(best, is_open)
-            forecast, gain = ranked[0]
-            if best is not None and gain < _LEAST_IMPROVEMENT:
-                return None
-            verdict = self.filters.check(forecast.candidate, list(self.observations.values()))
+        best = self.incumbent()
+        for prediction in self._ranked(best, is_open):
+            verdict = self.filters.check(prediction.candidate, list(self.observations.values()))
             if verdict is None:
-                return self._measure(forecast.candidate, self._why(forecast, best), forecast)
-            self._skipped.add(forecast.candidate)
+                return self._measure(prediction.candidate, self._why(prediction, best), prediction)
+            self._skipped.add(prediction.candidate)
             if verdict.kind in ("illegal", "hopeless"):
-                actions.append(Skip(forecast.candidate, verdict.reason))
+                actions.append(Skip(prediction.candidate, verdict.reason))
+        return self._smallest(best, is_open)
 
-    def _ranked(
-        self, best: tuple[Candidate, float] | None, time: TimeModel
-    ) -> list[tuple[Prediction, float]]:
-        """Return candidates and their expected gains, the most promising first."""
-        measured = [
-            observation.candidate
-            for observation in self.observations.values()
-            if isinstance(observation.outcome, Measured)
-        ]
-
-        def found(fits: float, num_stds: float) -> list[Proposal]:
-            return self._acquisition.find(
-                self._positions(),
-                fits=fits,
-                num_stds=num_stds,
-                time=time,
-                measured=measured,
-                cost=None if best is None else best[1],
-            )
-
+    def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
+        """Return the candidates whose measurements are worth it, the most promising first."""
+        measured = [one.candidate for one in self.observations.values() if isinstance(one.outcome, Measured)]
+        tried = {
+            self._identity(one.candidate)
+            for one in self.observations.values()
+            if not isinstance(one.outcome, Failure) or one.outcome.kind is not FailureKind.COMMUNICATION
+        }
+        found = self._acquisition.candidates(
+            self._positions(), self.predictor.fantasize(is_open), measured, None if best is None else best[1]
+        )
         if best is None:
             # Nothing has run yet: choose by the probability to fit, then by speed.
-            fitting = [(one.prediction, -one.prediction.cost) for one in found(_FITS, 0.0)] or [
-                (one.prediction, one.prediction.probability_to_fit) for one in found(0.0, 0.0)
-            ]
-            return sorted(fitting, key=lambda pair: -pair[1])
-        # Predictions that often disappointed are discounted.
-        believed = max(
-            0.0, 1 - trials_since_improvement(self._order, self.observations, self.predictor) / _PATIENCE
-        )
-        proposals = found(_FITS, _BOUND_STDS)
-
-        def sorted_by_gain(*, is_risk: bool) -> list[tuple[Prediction, float]]:
-            some = [one for one in proposals if one.is_risk == is_risk]
-            pairs = [(one.prediction, believed * one.expected_improvement(best[1])) for one in some]
-            return sorted(pairs, key=lambda pair: -pair[1])
-
-        ranked = sorted_by_gain(is_risk=False)
-        if not ranked or ranked[0][1] < _LEAST_IMPROVEMENT:
-            ranked = sorted_by_gain(is_risk=True) or ranked
-        self._left = [
-            (one.candidate, best[1] / one.lower_confidence_bound(_BOUND_STDS) - 1) for one, _ in ranked[:10]
+            sure = [one for one in found if one.probability_to_fit >= _SURE_TO_FIT]
+            pairs = [(one, -one.cost if sure else one.probability_to_fit) for one in sure or found]
+        else:
+            # The best of many measurements is in part the luckiest one.
+            known = self.predictor.predictions([best[0]])
+            cost = max(best[1], known[0].cost) if known else best[1]
+            # Predictions that disappointed are believed less and less.
+            least = self._effort.least_worth * 2 ** (self._num_since_progress() / self._effort.patience)
+            pairs = [pair for pair in self._worths(found, measured, cost) if pair[1] >= least]
+        ranked = [
+            pair
+            for pair in sorted(pairs, key=lambda pair: -pair[1])
+            if self._may_measure(pair[0].candidate, tried)
         ]
-        return ranked
+        if best is not None:
+            self._left = [
+                (one.candidate, cost / one.lower_confidence_bound(1.0) - 1) for one, _ in ranked[:10]
+            ]
+        return [one for one, _ in ranked]
 
-    def _may_measure(self, candidate: Candidate) -> bool:
-        structure = structure_of(candidate)
+    def _worths(
+        self, found: Sequence[Prediction], measured: Sequence[Candidate], cost: float
+    ) -> Iterator[tuple[Prediction, float]]:
+        failures = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
+        num_failed = sum(failure.kind is FailureKind.DEVICE_OOM for failure in failures)
+        sizes: dict[tuple[Any, ...], list[int]] = {}
+        for one in measured:
+            sizes.setdefault(self._group(one), []).append(one.batch.micro_batch_size)
+        for prediction in found:
+            candidate = prediction.candidate
+            size, near = candidate.batch.micro_batch_size, sizes.get(self._group(candidate), [])
+            is_new = all(max(size, one) > _FAR * min(size, one) for one in near)
+            yield prediction, (_NEW if is_new else 1.0) * worth(prediction, cost, num_failed)
+
+    def _may_measure(self, candidate: Candidate, tried: set[tuple[Any, ...]]) -> bool:
         return (
             candidate not in self._skipped
-            and structure not in self._barred
-            and self.groups.group(structure) not in self._barred_groups
-            and self._dedup_key(candidate) not in self._tried
+            and structure_of(candidate) not in self._barred
+            and self._group(candidate) not in self._barred_groups
+            and self._identity(candidate) not in tried
             and not self._is_too_large_for_host(candidate)
         )
 
     def _positions(self) -> Sequence[int]:
-        is_known = bool(self.predictor.inputs.runs)
-        is_limited = not self.space.batch_size_grid.is_free or self.predictor.capacity_bytes is not None
+        if not self.space.batch_size_grid.is_free or self.predictor.capacity_bytes is not None:
+            return positions(self.space)
         ran = [one.candidate.batch for one in self.observations.values() if isinstance(one.outcome, Measured)]
-        return positions(self.space) if is_known and is_limited else positions_near(self.space, ran)
+        return positions_near(self.space, ran)
 
-    def _without_forecast(
-        self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]
-    ) -> Measure | None:
-        """Return the user's structure with the smallest micro batch; unpredicted."""
+    def _smallest(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> Measure | None:
+        """Return the user's structure with the smallest micro batch, unpredicted."""
         smallest = self.space.smallest()
         is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
         if best is not None or is_open or not is_smaller or len(self.observations) > 1:
             return None
         return self._measure(smallest, "your structure with the smallest micro batch")
 
-    def _dedup_key(self, candidate: Candidate) -> tuple[Any, ...]:
-        structure = structure_of(candidate)
-        return self.groups.setup(structure), self.groups.settings_beside_setup(structure), candidate.batch
-
-    @staticmethod
-    def _is_tried(observation: Observation) -> bool:
-        return not (
-            isinstance(observation.outcome, Failure) and observation.outcome.kind is FailureKind.COMMUNICATION
+    def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
+        """Return another measurement of one of the best until they separate."""
+        effort = self._effort
+        measured = self.measured_costs().values()
+        num_repeats = sum(len(one) - 1 for one in measured)
+        many = sorted(measured, key=_mean_cost)[: effort.most_contenders]
+        if is_open or not many or num_repeats >= effort.most_contenders * (effort.most_repeats - 1):
+            return None
+        unsure = [one for one in many[1:] if not self._are_separate(many[0], one)]
+        fewest = min([many[0], *unsure], key=len)
+        if not unsure or len(fewest) >= effort.most_repeats:
+            return None
+        return self._measure(
+            fewest[0][0], f"one of the best {len(unsure) + 1}, which noise does not separate"
         )
+
+    def _are_separate(self, best: _Costs, other: _Costs) -> bool:
+        widths = [
+            one.outcome.value("half_width") or 1.96 * _USUAL_NOISE
+            for one in self.observations.values()
+            if isinstance(one.outcome, Measured)
+        ]
+        deviation = statistics.median(widths) / 1.96 * math.sqrt(1 / len(best) + 1 / len(other))
+        return _mean_cost(other) / _mean_cost(best) - 1 > 2 * deviation
 
     def _is_too_large_for_host(self, candidate: Candidate) -> bool:
         limit = self._host_limit_bytes
         return limit is not None and limit > 0 and self.predictor.host_bytes(candidate) >= limit
 
     @staticmethod
-    def _why(forecast: Prediction, best: tuple[Candidate, float] | None) -> str:
+    def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
         if best is None:
-            return "predicted to fit" if forecast.probability_to_fit >= _FITS else "the smallest prediction"
-        likely, bound = best[1] / forecast.cost - 1, best[1] / forecast.lower_confidence_bound(2.0) - 1
+            is_sure = prediction.probability_to_fit >= _SURE_TO_FIT
+            return "predicted to fit" if is_sure else "the smallest prediction"
+        likely, bound = best[1] / prediction.cost - 1, best[1] / prediction.lower_confidence_bound(2.0) - 1
         return f"predicted {likely:+.1%}, at best {bound:+.1%}"
 
-    def _measure(self, candidate: Candidate, why: str, forecast: Prediction | None = None) -> Measure:
+    def _measure(self, candidate: Candidate, why: str, prediction: Prediction | None = None) -> Measure:
         trial_id = len(self.observations) + 1
-        if forecast is None:
-            forecast = next(iter(self.predictor.predictions([candidate])), None)
+        prediction = prediction or next(iter(self.predictor.predictions([candidate])), None)
+        has_run = self.incumbent() is not None
         self.observations[trial_id] = Observation(candidate, None)
         predicted_s = None
-        if forecast is not None:
-            is_guess = self.predictor.machine is None and self.incumbent() is None
-            self._forecasts[trial_id] = {**self.predictor.explain(forecast), "is_guess": is_guess}
-            if self.incumbent() is not None:
-                predicted_s = _BUILD_S + max(_LONGEST_STEPS * forecast.time.quantile(2.0), _LEAST_S)
+        if prediction is not None:
+            is_guess = self.predictor.machine is None and not has_run
+            self._forecasts[trial_id] = {**self.predictor.explain(prediction), "is_guess": is_guess}
+            if has_run:
+                predicted_s = _BUILD_S + max(_LONGEST_STEPS * prediction.time.quantile(2.0), _LEAST_S)
         return Measure(trial_id, candidate, why, predicted_s)
 
     def _reason(self) -> str:
@@ -319,14 +378,19 @@ class PredictSearch:
         self._is_finished = True
         return [Finish(reason, self.incumbent() is None)]
 
-    def _sorted_skipped(self) -> list[Candidate]:
+    def _skipped_in_order(self) -> list[Candidate]:
         return sorted(self._skipped, key=lambda one: repr(dataclasses.astuple(one)))
+
+
+def _mean_cost(costs: _Costs) -> float:
+    return statistics.mean(cost for _, cost in costs)
 
 
 PREDICT = MethodEntry(
     "predict",
     "dry-run and predict, then measure only what may be best (the default method)",
     PredictSearch,
+    (Flag("--thorough", bool, False, "spend about twice the trials on the last percent", "thorough", None),),
     zero_stages=(0, 1, 2, 3),
     predicts=True,
 )

@@ -1,237 +1,136 @@
-"""Propose the most promising candidates of every group. Pure.
+"""Find the candidates of every group that are worth a measurement. Pure.
 
 Groups (stage, offload, what ``--space`` names) are few, and all are looked at. Within one, knobs are changed one after the other
-as long as the bound of its time falls (coordinate descent), so that many knobs may differ at once from what was measured, and a
-single measurement tells about all of them. Memory and legality are asked only for what would be an improvement.
+as long as the lower bound of the predicted cost falls (coordinate descent); all that is predicted on the way may be measured.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.predictor import Prediction, Predictor, structure_of
-from dstrial.dsat.predictor.step_time import TimeModel
+from dstrial.dsat.predictor.config_groups import ConfigGroups, structure_of
+from dstrial.dsat.predictor.models import StepModel
+from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.space.space import Structure
 
-_MOST_CHANGES = 40
-_BETTER = 1e-5
-_STEPS = (0, 1, 2, -1)
-_MAY_FIT = 0.3
-"""Least probability to fit of what a group promises."""
-_SURE_ENOUGH, _WORTH_RISK = 0.88, 0.03
-"""What fits less surely than other candidates have to is proposed where it is expected to gain this."""
-_LIKELY_ENOUGH, _WORTH_LAST_RISK = 0.7, 0.05
-"""What fits still less surely is proposed where it is expected to gain this, for when nothing else is left."""
-_HOPELESS_SPREADS, _HOPELESS = 3.0, 1.03
-"""A group whose bound at so many standard deviations is above the best cost by this is not looked at again."""
-_KEPT = 2
-_KNOWN_AFTER = 2
-"""Measurements of a group, after which its memory is known."""
-_NEXT = 0.7
-"""What a promise is worth, for which another measurement is needed after the one in question."""
+_MOST_CHANGES = 30
+_LEAST_CHANGE = 1e-4
+_FITS = 0.85  # least probability to fit of what a descent goes through
+_BOUNDS = (1.5, 0.0)  # standard deviations below the median by which candidates of a group compete
+_HOPELESS_STDS, _HOPELESS = 3.0, 1.03
+"""A group whose bound at so many standard deviations is above the best cost by this is not descended into."""
+_OOM_COST = 0.2  # of running out of memory, as a share of the best cost
+_LEAST_TO_FIT = 0.5
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Proposal:
-    """A candidate that could be measured next."""
+def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
+    """Return the expected gain over a cost, less that of running out of memory.
 
-    prediction: Prediction
-    # a better one that may fit, once this one has told the group's memory
-    promised: Prediction | None = None
-    is_risk: bool = False  # may well run out of memory; for when nothing else is left
-
-    def expected_improvement(self, cost: float) -> float:
-        """Return the expected gain over a cost, its own or of what may follow from it."""
-        gain = self.prediction.expected_improvement(cost) * self.prediction.probability_to_fit
-        if self.promised is None:
-            return gain
-        return max(gain, _NEXT * self.promised.expected_improvement(cost) * self.promised.probability_to_fit)
+    The more often it happened (``num_failed``), the more it costs.
+    """
+    fits = prediction.probability_to_fit
+    if fits < _LEAST_TO_FIT:
+        return 0.0
+    return fits * prediction.expected_improvement(cost) - (1 - fits) * _OOM_COST * (1 + num_failed)
 
 
 class Acquisition:
-    """Proposes candidates of every group; ``is_allowed`` does not look at memory."""
+    """Predicts candidates around the most promising ones of each group."""
 
-    def __init__(
-        self, groups: ConfigGroups, predictor: Predictor, is_allowed: Callable[[Candidate], bool]
-    ) -> None:
+    def __init__(self, groups: ConfigGroups, predictor: Predictor) -> None:
         self._groups, self._predictor = groups, predictor
-        self._is_allowed = is_allowed
-        self._starts: dict[tuple[object, ...], dict[Structure, None]] = {}
+        self._starts: dict[tuple[Any, ...], Structure] = {}
 
-    def starts(self) -> list[Structure]:
-        """Return where the next descents begin, besides the measured structures."""
-        return [one for known in self._starts.values() for one in known]
-
-    def find(
+    def candidates(
         self,
         positions: Sequence[int],
-        *,
-        fits: float,
-        num_stds: float,
-        time: TimeModel,
-        measured: Collection[Candidate],
-        cost: float | None = None,
-    ) -> list[Proposal]:
-        """Return a few candidates of each group that fit with probability ``fits``.
+        time: StepModel,
+        measured: Iterable[Candidate],
+        cost: float | None,
+    ) -> list[Prediction]:
+        """Return predictions of what may be measured next.
 
-        Bounds lie ``num_stds`` standard deviations below the median; ``cost`` is that of the best, None before anything ran.
+        ``cost`` is that of the best, None before anything ran.
         """
-        starts: dict[tuple[object, ...], list[Structure]] = {}
-        for structure in (*self._groups.bases(), *(structure_of(one) for one in measured)):
+        starts: dict[tuple[Any, ...], list[Structure]] = {}
+        for structure in (*self._groups.bases(), *map(structure_of, measured)):
             starts.setdefault(self._groups.group(structure), []).append(structure)
-        num_measured: dict[tuple[object, ...], int] = {}
-        for one in measured:
-            group = self._groups.group(structure_of(one))
-            num_measured[group] = num_measured.get(group, 0) + 1
-        found: dict[Candidate, Proposal] = {}
-        for group, bases in starts.items():
-            known = self._starts.setdefault(group, {})
-            descent = self._descent(positions, fits, time)
-            begun = [*known, *bases]
-            if known and cost is not None:
-                seen = descent.best_start(begun, _HOPELESS_SPREADS)
-                if seen is None or seen.lower_confidence_bound(_HOPELESS_SPREADS) > _HOPELESS * cost:
-                    continue
-            for log_stds in (num_stds, 0.0):
-                proposal = descent.run(begun, log_stds)
-                if proposal is not None:
-                    found.setdefault(proposal.candidate, Proposal(self._predictor.completed(proposal)))
-                    structure = structure_of(proposal.candidate)
-                    known.pop(structure, None)
-                    known[structure] = None
-                    begun = [structure]
-            while len(known) > _KEPT:
-                del known[next(iter(known))]
-            if fits <= _MAY_FIT or cost is None:
-                continue
-            is_known = num_measured.get(group, 0) >= _KNOWN_AFTER
-            risky = self._descent(positions, _SURE_ENOUGH if is_known else _MAY_FIT, time)
-            promised = risky.run(begun, num_stds)
-            if promised is not None and promised.candidate not in found:
-                risk = self._risk(promised, None if is_known else descent, cost)
-                if risk is not None:
-                    found[risk.prediction.candidate] = risk
-        return list(found.values())
-
-    def _risk(self, promised: Prediction, descent: _LocalSearch | None, cost: float) -> Proposal | None:
-        """Return the measurement that a promise which may not fit is worth, or None.
-
-        ``descent`` finds a measurement that would tell of the group's memory; None where that is known.
-        """
-        promised = self._predictor.completed(promised)
-        worth = promised.expected_improvement(cost) * promised.probability_to_fit
-        if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
-            return Proposal(promised)
-        probe = None if descent is None else descent.probe(structure_of(promised.candidate))
-        if probe is not None:
-            return Proposal(self._predictor.completed(probe), promised)
-        if promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
-            return Proposal(promised, is_risk=True)
-        return None
-
-    def _descent(self, positions: Sequence[int], fits: float, time: TimeModel) -> _LocalSearch:
-        return _LocalSearch(self._groups, self._predictor, self._is_allowed, positions, fits, time)
+        found: list[Prediction] = []
+        for group, structures in starts.items():
+            known = [self._starts[group]] if group in self._starts else []
+            descent = _Descent(self._groups, self._predictor, positions, time)
+            end = descent.run([*known, *structures], cost)
+            if end is not None:
+                self._starts[group] = end
+            found += descent.seen.values()
+        return found
 
 
-class _LocalSearch:
+class _Descent:
     """Coordinate descent within one group."""
 
     def __init__(
-        self,
-        groups: ConfigGroups,
-        predictor: Predictor,
-        is_allowed: Callable[[Candidate], bool],
-        positions: Sequence[int],
-        fits: float,
-        time: TimeModel,
+        self, groups: ConfigGroups, predictor: Predictor, positions: Sequence[int], time: StepModel
     ) -> None:
-        self._groups, self._predictor, self._time = groups, predictor, time
-        self._space = groups.space
-        self._is_allowed, self._fits = is_allowed, fits
-        self._positions = positions
-        self._seen: dict[Candidate, Prediction] = {}
+        self._groups, self._predictor = groups, predictor
+        self._positions, self._time = positions, time
+        self.seen: dict[Candidate, Prediction] = {}
 
-    def run(self, starts: Sequence[Structure], num_stds: float) -> Prediction | None:
-        """Descend from the best start; return the least bound that may be measured."""
+    def run(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
+        """Descend from the best start; return the end, None if the group is hopeless."""
         begun = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
-        if not begun:
-            return None
-        at, place = min(begun, key=lambda one: one[0].lower_confidence_bound(num_stds))
-        best = at if self._is_allowed(at.candidate) else None
-        for _ in range(_MOST_CHANGES):
-            moved = self._move(at, place, num_stds, best)
-            if moved is None:
-                return best
-            at, place = moved
-            if self._is_allowed(at.candidate):
-                best = at
-        return best
-
-    def best_start(self, starts: Sequence[Structure], num_stds: float) -> Prediction | None:
-        """Return the start with the least bound, at the largest micro batch that fits."""
-        begun = [one[0] for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
-        return min(begun, key=lambda one: one.lower_confidence_bound(num_stds)) if begun else None
-
-    def probe(self, structure: Structure) -> Prediction | None:
-        """Return a structure's largest fitting micro batch that may be measured, or None."""
-        start = self._start(structure)
-        for place in range(-1 if start is None else start[1], -1, -1):
-            candidate = self._space.candidate(structure, self._positions[place])
-            if self._is_allowed(candidate):
-                return next(iter(self._predict([candidate])), None)
-        return None
+        at: tuple[Prediction, int] | None = None
+        for stds in _BOUNDS:
+            at = at or min(begun, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
+            if at is None or (
+                cost is not None and at[0].lower_confidence_bound(_HOPELESS_STDS) > _HOPELESS * cost
+            ):
+                return None
+            for _ in range(_MOST_CHANGES):
+                moved = self._move(*at, stds)
+                if moved is None:
+                    break
+                at = moved
+        return None if at is None else structure_of(at[0].candidate)
 
     def _start(self, structure: Structure) -> tuple[Prediction, int] | None:
-        """Return a structure with its largest fitting micro batch, and the place of that."""
+        """Return a structure with its cheapest micro batch that fits, and its place."""
         if not self._groups.is_legal(structure):
             return None
-        low, high = -1, len(self._positions) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._may_fit(self._space.candidate(structure, self._positions[middle])):
-                low = middle
-            else:
-                high = middle - 1
-        if low < 0:
-            return None
-        found = self._predict([self._space.candidate(structure, self._positions[low])])
-        return (found[0], low) if found else None
+        places = range(len(self._positions))
+        found = self._predict({self._candidate(structure, place): place for place in places})
+        fitting = [one for one in found if one[0].probability_to_fit >= _FITS] or found[:1]
+        return min(fitting, key=lambda one: one[0].cost, default=None)
 
-    def _move(
-        self, at: Prediction, place: int, num_stds: float, best: Prediction | None
-    ) -> tuple[Prediction, int] | None:
-        """Return the best change of one knob, maybe with the micro batch; None without.
-
-        If nothing may be measured so far, the change that costs least is taken.
-        """
+    def _move(self, at: Prediction, place: int, stds: float) -> tuple[Prediction, int] | None:
+        """Return the best change of one knob, maybe with the micro batch; None without."""
         structure = structure_of(at.candidate)
-        others = [structure, *self._groups.moves(structure, self._predictor.num_params)]
-        places = {
-            self._space.candidate(one, self._positions[place + step]): place + step
-            for one in others
-            for step in _STEPS
-            if 0 <= place + step < len(self._positions)
+        changes = {
+            self._candidate(structure, place + step): place + step
+            for step in (-1, 1, 2)
+            if self._has(place + step)
         }
-        ranked = sorted(self._predict(list(places)), key=lambda one: one.lower_confidence_bound(num_stds))
-        least = at.lower_confidence_bound(num_stds) * math.exp(-_BETTER)
-        for one in ranked:
-            is_better = one.lower_confidence_bound(num_stds) < least
-            if not is_better and (best is not None or not self._is_allowed(one.candidate)):
-                if best is not None:
-                    return None
-                continue
-            if self._groups.is_legal(structure_of(one.candidate)) and self._may_fit(one.candidate):
-                return one, places[one.candidate]
-        return None
+        for other in self._groups.moves(structure, self._predictor.num_params):
+            changes |= {
+                self._candidate(other, place + step): place + step
+                for step in (0, 1)
+                if self._has(place + step)
+            }
+        fitting = [one for one in self._predict(changes) if one[0].probability_to_fit >= _FITS]
+        best = min(fitting, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
+        least = at.lower_confidence_bound(stds) * math.exp(-_LEAST_CHANGE)
+        return best if best is not None and best[0].lower_confidence_bound(stds) < least else None
 
-    def _predict(self, candidates: Sequence[Candidate]) -> list[Prediction]:
-        new = [one for one in candidates if one not in self._seen]
-        self._seen.update((one.candidate, one) for one in self._predictor.times(new, self._time))
-        return [self._seen[one] for one in candidates if one in self._seen]
+    def _has(self, place: int) -> bool:
+        return 0 <= place < len(self._positions)
 
-    def _may_fit(self, candidate: Candidate) -> bool:
-        return self._predictor.probability_to_fit(candidate) >= self._fits
+    def _candidate(self, structure: Structure, place: int) -> Candidate:
+        return self._predictor.space.candidate(structure, self._positions[place])
+
+    def _predict(self, places: dict[Candidate, int]) -> list[tuple[Prediction, int]]:
+        new = [one for one in places if one not in self.seen]
+        self.seen |= {one.candidate: one for one in self._predictor.predictions(new, self._time)}
+        return [(self.seen[one], place) for one, place in places.items() if one in self.seen]

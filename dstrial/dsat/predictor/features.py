@@ -1,156 +1,463 @@
-"""Features for predictions, from dry runs or the first measurement. Pure."""
+"""Where time and memory of a configuration go, by its dry run and machine. Pure.
+
+docs/dsat-model.md has the equations and their symbols.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.hardware import Machine, unknown_machine
-from dstrial.dsat.predictor.memory import peak_parts
-from dstrial.dsat.predictor.memory_learner import MemoryPoint
-from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs, closed_form
-from dstrial.dsat.predictor.step_parts import step_parts
-from dstrial.dsat.predictor.step_time import TimePoint
-from dstrial.dsat.predictor.zero_features import ZeroFeatures
-from dstrial.dsat.space.space import Structure
-from dstrial.engine.dryrun.values import DryRunResult
+from dstrial.dsat.predictor.hardware import Machine
+from dstrial.dsat.space.knobs import ZERO
+from dstrial.engine.dryrun.values import Collective, DryRunResult, Line
+
+ASSUMED_LAYERS = 50
+"""Modules with parameters of one size, where they are not counted."""
 
 
-class Features:
-    """Says where a configuration's time and memory go, before any correction."""
+_SIZES = (
+    *("reduce_elements", "gather_elements", "prefetch_elements", "persistent_elements"),
+    *("live_elements", "reuse_elements", "group_elements"),
+)
 
-    def __init__(self, groups: ConfigGroups, inputs: PredictInputs) -> None:
-        self._config_groups, self._inputs = groups, inputs
-        self.info: ModelInfo | None = None
-        self.machine: Machine | None = inputs.machine
-        self._flops_per_record = 0.0
-        self._unknown_machine = unknown_machine(groups.space.replicas, is_cpu=inputs.is_cpu)
-        self._formulas: dict[tuple[Any, ...], DryRunResult] = {}
-        self._views: dict[tuple[int, tuple[tuple[str, Any], ...], bool], _View] = {}
-        self._times: dict[Candidate, TimePoint | None] = {}
-        self._memories: dict[Candidate, MemoryPoint | None] = {}
-
-    @property
-    def num_params(self) -> float | None:
-        """Parameters of the model; None if unknown."""
-        run = next(iter(self._inputs.runs.values()), None)
-        if run is not None:
-            return run.parameters
-        return None if self.info is None else self.info.num_params
-
-    def learn(self, measured: Measured, candidate: Candidate) -> bool:
-        """Take model and machine from the first measurement; say whether points changed."""
-        is_news = False
-        machine = Machine.from_metrics(measured.metrics)
-        if machine is not None and self.machine is None:
-            self.machine, is_news = machine, True
-        if self.info is None:
-            self.info = ModelInfo.from_measured(measured)
-            flops, latency = measured.value("FLOPS_per_gpu"), measured.value("latency")
-            batch = candidate.batch
-            if flops is not None and latency is not None:
-                self._flops_per_record = flops * latency / 1e6 / (batch.accumulation * batch.micro_batch_size)
-            is_news = is_news or self.info is not None
-        if is_news:
-            self._formulas.clear()
-            self._views.clear()
-            self._times.clear()
-            self._memories.clear()
-        return is_news
-
-    def run(self, candidate: Candidate) -> DryRunResult | None:
-        """Return the dry run, else a formula of the first measurement; None before that."""
-        return self._view(candidate).run
-
-    def time_point(self, candidate: Candidate) -> TimePoint | None:
-        """Return where a configuration's time goes; None if nothing is known of it."""
-        if candidate not in self._times:
-            self._times[candidate] = self._new_time_point(candidate)
-        return self._times[candidate]
-
-    def memory_point(self, candidate: Candidate) -> MemoryPoint | None:
-        """Return where a configuration's memory goes; None if nothing is known of it."""
-        if candidate not in self._memories:
-            self._memories[candidate] = self._new_memory_point(candidate)
-        return self._memories[candidate]
-
-    # ---- machinery -------------------------------------------------------------------------------
-
-    def _new_time_point(self, candidate: Candidate) -> TimePoint | None:
-        view, batch = self._view(candidate), candidate.batch
-        if view.run is None:
-            return None
-        parts = step_parts(
-            view.run,
-            self.machine or self._unknown_machine,
-            view.setup,
-            view.ran,
-            micro_batch_size=batch.micro_batch_size,
-            accumulation=batch.accumulation,
-        )
-        return TimePoint(parts, view.group, view.settings, batch.micro_batch_size, view.extras)
-
-    def _new_memory_point(self, candidate: Candidate) -> MemoryPoint | None:
-        view, micro_batch_size = self._view(candidate), candidate.batch.micro_batch_size
-        if view.run is None or not view.run.device.phases:
-            return None
-        return MemoryPoint(
-            tuple(peak_parts(view.run, view.setup, view.ran, micro_batch_size)),
-            view.group,
-            view.settings,
-            view.extras,
-            is_formula=view.is_formula,
-            is_scattered=view.setup.stage > 0 and not view.setup.is_contiguous,
-            micro_batch_size=micro_batch_size,
-        )
-
-    def _view(self, candidate: Candidate) -> _View:
-        """Return what all micro batches of a structure share that do or do not accumulate."""
-        key = candidate.stage, candidate.settings, candidate.batch.accumulation > 1
-        if key not in self._views:
-            self._views[key] = self._new_view(
-                Structure(candidate.stage, candidate.settings), is_accumulating=key[-1]
-            )
-        return self._views[key]
-
-    def _new_view(self, structure: Structure, *, is_accumulating: bool) -> _View:
-        groups = self._config_groups
-        setup = ran = groups.setup(structure)
-        run = self._inputs.runs.get(groups.run_key(structure, is_accumulating=is_accumulating))
-        is_formula = run is None
-        if run is not None:
-            ran = groups.setup(groups.dry_run_representative(structure, is_accumulating=is_accumulating))
-        elif self.info is not None:
-            run = self._formula(self.info, setup, is_accumulating=is_accumulating)
-        return _View(
-            run,
-            setup,
-            ran,
-            groups.group(structure),
-            groups.changed(structure),
-            groups.unknown_settings(structure),
-            is_formula=is_formula,
-        )
-
-    def _formula(self, info: ModelInfo, setup: ZeroFeatures, *, is_accumulating: bool) -> DryRunResult:
-        if (setup, is_accumulating) not in self._formulas:
-            self._formulas[setup, is_accumulating] = closed_form(
-                info, setup, flops_per_record=self._flops_per_record, is_accumulating=is_accumulating
-            )
-        return self._formulas[setup, is_accumulating]
+_KNOBS = (
+    *_SIZES,
+    *("host_share", "is_overlapping", "is_contiguous", "has_reduce_scatter", "is_round_robin"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _View:
-    """What is known of a structure, whatever its micro batch."""
+class ZeroFeatures:
+    """The features of a structure that predictions use."""
 
-    run: DryRunResult | None
-    setup: ZeroFeatures
-    ran: ZeroFeatures  # of the structure that was dry-run for it; a formula is of the structure itself
-    group: tuple[Any, ...]
-    settings: tuple[tuple[str, Any], ...]
-    extras: tuple[tuple[str, Any], ...]
-    is_formula: bool
+    stage: int
+    replicas: int  # ranks among which ZeRO divides
+    reduce_elements: float
+    gather_elements: float
+    is_overlapping: bool
+    host_share: float  # of the optimizer's state
+    has_host_params: bool  # parameters are on the host
+    bytes_per_value: int
+    is_contiguous: bool = True
+    has_reduce_scatter: bool = True
+    prefetch_elements: float = 5e7
+    persistent_elements: float = 1e5
+    live_elements: float = 1e9
+    reuse_elements: float = 1e9
+    group_elements: float = 1e9
+    is_round_robin: bool = False
+
+    @classmethod
+    def from_config(
+        cls, effective: Mapping[str, Any], *, replicas: int, bytes_per_value: int
+    ) -> ZeroFeatures:
+        zero = effective.get(ZERO) or {}
+        stage = int(zero.get("stage") or 0)
+        on_host = _device(zero, "offload_optimizer") != "none" and stage > 0
+        ratio = float((zero.get("offload_optimizer") or {}).get("ratio") or 1.0) if on_host else 0.0
+        overlap = zero.get("overlap_comm")
+
+        def size(name: str, default: float) -> float:
+            return float(zero.get(name) or default)
+
+        return cls(
+            stage=stage,
+            replicas=replicas,
+            reduce_elements=size("reduce_bucket_size", 5e8),
+            gather_elements=size("allgather_bucket_size", 5e8),
+            is_overlapping=stage == 3 if overlap is None else bool(overlap),
+            host_share=ratio,
+            has_host_params=stage == 3 and _device(zero, "offload_param") != "none",
+            bytes_per_value=bytes_per_value,
+            is_contiguous=bool(zero.get("contiguous_gradients", True)),
+            has_reduce_scatter=bool(zero.get("reduce_scatter", True)),
+            prefetch_elements=size("stage3_prefetch_bucket_size", 5e7),
+            persistent_elements=size("stage3_param_persistence_threshold", 1e5),
+            live_elements=size("stage3_max_live_parameters", 1e9),
+            reuse_elements=size("stage3_max_reuse_distance", 1e9),
+            group_elements=size("sub_group_size", 1e9),
+            is_round_robin=stage in (1, 2) and bool(zero.get("round_robin_gradients")),
+        )
+
+    @property
+    def group(self) -> tuple[int, bool, bool]:
+        """The main features: stage, optimizer on the host, parameters on the host."""
+        return self.stage, self.host_share > 0, self.has_host_params
+
+    @property
+    def knobs(self) -> tuple[tuple[str, Any], ...]:
+        """The features that tell the structures of a group apart."""
+        return tuple((name, getattr(self, name)) for name in _KNOBS) if self.stage else ()
+
+    def clamped(self, parameters: float) -> ZeroFeatures:
+        """Return equal features for structures that DeepSpeed cannot tell apart.
+
+        Sizes above the model's number of parameters count as that number.
+        """
+        sizes = {name: min(getattr(self, name), parameters) for name in _SIZES}
+        return dataclasses.replace(self, **sizes)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the gradient buckets: two with overlap in stages 1, 2, else one.
+
+        Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
+        """
+        if self.stage == 0:
+            return 0
+        count = 2 if self.is_overlapping and self.stage < 3 else 1
+        return count * int(self.reduce_elements) * self.bytes_per_value
+
+    def kept_elements(self, parameters: float) -> float:
+        """Return how many gathered parameters stage 3 keeps from forward to backward.
+
+        A parameter with ``d`` others after it is used again after ``2 d`` of them, so it is kept if that is within the reuse
+        distance.
+        """
+        if self.stage != 3:
+            return 0.0
+        return min(0.5 * self.reuse_elements, self.live_elements, 0.9 * parameters)
+
+
+def _device(zero: Mapping[str, Any], section: str) -> str:
+    return str((zero.get(section) or {}).get("device") or "none")
+
+
+# ---- time ------------------------------------------------------------------------------------
+
+PARTS = (
+    "compute",
+    "unfilled",
+    "overhead",
+    "transfer",
+    "reduce",
+    "calls",
+    "unhidden",
+    "gradient_copies",
+    "optimizer",
+    "host_optimizer",
+    "host_copies",
+    "pressure",
+)
+"""Matrix products; what they take longer for not filling the device; operations as such, as far as the device waits for them;
+bytes of parameters and of gradients in collectives and their calls, as far as nothing can hide them; what of others is not
+hidden all the same; gradients copied to buckets; the optimizer on the device and on the host; copies between the two; what
+passes take longer where memory is nearly full (``StepParts.pressed``)."""
+
+PHASES = ("forward", "backward", "step")
+"""Where measurements tell times apart."""
+
+_STATE_BYTES = 30.0
+"""Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
+_FILLING_TOKENS, _FILLING_SHARE = 512.0, 0.25
+"""Tokens, or the share of a record where there are none, whose products fit into the time for which a device is not full."""
+_MOST_HIDDEN = 0.9
+"""Of computing, beside which something else can run."""
+_LEAST_OVERHEAD, _UNSTREAMED = 0.1, 0.3
+_STEP_SHARE = 0.35
+"""Of the operations of a step without accumulation, the optimizer's share."""
+_COPIED_IN, _COPIED_OUT = 2.0, 0.8
+"""How often gradients are moved in memory with contiguous gradients and without."""
+_FULL = 0.9
+"""Share of the device's memory from which on its allocator begins to give back and ask anew; assumed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of one optimizer step, part by part."""
+
+    phases: tuple[tuple[float, ...], ...]  # of each of ``PHASES``, in the order of ``PARTS``
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of the whole step, in the order of ``PARTS``."""
+        return tuple(map(sum, zip(*self.phases, strict=True)))
+
+    def pressed(self, share: float) -> StepParts:
+        """Return the parts where a peak takes a share of the device's memory."""
+        pressure = min(max((share - _FULL) / (1 - _FULL), 0.0), 1.0) ** 2
+        forward, backward, step = self.phases
+        pressed = tuple((*phase[:-1], pressure * sum(phase[:-1])) for phase in (forward, backward))
+        return StepParts((*pressed, step))
+
+
+def step_parts(
+    run: DryRunResult,
+    machine: Machine,
+    setup: ZeroFeatures,
+    ran: ZeroFeatures,
+    *,
+    micro_batch_size: int,
+    accumulation: int,
+) -> StepParts:
+    """Return where a step's time goes; ``ran`` was dry-run, ``setup`` is asked for."""
+    is_device = machine.host_copy_bytes_per_s is not None
+    rate = machine.flops_per_s
+    model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
+    forward_s = accumulation * model / 3 / rate
+    backward_s = accumulation * max(all_flops - model / 3, 0.0) / rate
+    filling = accumulation * max(run.flops.hardware.per_record, 0.0) / rate * _filling(run)
+    overheads = _overheads(run, machine, accumulation, (forward_s, backward_s), is_device=is_device)
+
+    reduced, gathered, stepped = _calls(run, machine, setup, ran, accumulation)
+    buckets = max(math.ceil(run.parameters / max(setup.reduce_elements, 1.0)), 1)
+    able = 1.0 if setup.is_overlapping else 0.0
+    # Stages 0 and 1 send gradients beside the last micro batch only.
+    beside_s = backward_s if setup.stage >= 2 else backward_s / accumulation
+    reduce = _Exposed.of(*reduced, hides=machine.hides, able=able * (1 - 1 / buckets), beside_s=beside_s)
+    fetched = _fetched_s(run, machine, setup, accumulation)
+    gathers, fetches = _gathers(run, machine, setup, gathered, fetched, (forward_s, backward_s))
+    owned = run.trainable_parameters / (setup.replicas if setup.stage else 1)
+    on_host = owned * setup.host_share
+    often = accumulation if setup.stage >= 2 else 1
+    down, up = _offload_s(machine, setup.bytes_per_value, on_host, often, backward_s)
+    copies = 0.0
+    if setup.stage:
+        moves = _COPIED_IN if setup.is_contiguous else _COPIED_OUT
+        copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s
+        copies *= often
+    on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
+    on_host_s = on_host * _STATE_BYTES / machine.host_bytes_per_s
+    if 0 < setup.host_share < 1:  # both shares of the optimizer run at the same time
+        on_host_s = max(on_host_s - on_device_s, 0.0)
+    unhidden = [gathers[0].unhidden_s, gathers[1].unhidden_s + reduce.unhidden_s]
+    phases = (
+        (
+            forward_s, filling / 3, overheads[0], gathers[0].moved_s, 0.0,
+            gathers[0].called_s, unhidden[0], 0.0, 0.0, 0.0, fetches[0], 0.0,
+        ),
+        (
+            backward_s, filling * 2 / 3, overheads[1], gathers[1].moved_s, reduce.moved_s,
+            reduce.called_s + gathers[1].called_s, unhidden[1], copies, 0.0, 0.0, fetches[1] + down, 0.0,
+        ),
+        (
+            0.0, 0.0, overheads[2], stepped[0], 0.0, stepped[1], 0.0, 0.0,
+            on_device_s, on_host_s, up, 0.0,
+        ),
+    )  # fmt: skip
+    return StepParts(phases)
+
+
+def _gathers(
+    run: DryRunResult,
+    machine: Machine,
+    setup: ZeroFeatures,
+    gathered: tuple[float, float],
+    fetched: float,
+    computing: tuple[float, float],
+) -> tuple[list[_Exposed], list[float]]:
+    """Return gathers, and unhidden seconds of fetches, in forward and in backward."""
+    ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
+    ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
+    spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
+    gathers, fetches = [], []
+    for each_s, kept in zip(computing, (0.0, spared), strict=True):
+        moved, called = (0.5 * (1 - kept) * seconds for seconds in gathered)
+        fetched_s = 0.5 * (1 - kept) * fetched
+        gathers.append(_Exposed.of(moved, called, hides=machine.hides, able=ahead, beside_s=each_s))
+        fetches.append(fetched_s - min(ahead * machine.hides * fetched_s, _MOST_HIDDEN * each_s))
+    return gathers, fetches
+
+
+def _offload_s(
+    machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
+) -> tuple[float, float]:
+    """Return seconds of gradients to the host, partly hidden, and of weights back."""
+    if machine.host_copy_bytes_per_s is None:
+        return 0.0, 0.0
+    down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
+    down -= min(0.5 * down, _MOST_HIDDEN * backward_s)
+    return down, bytes_per_value * on_host / machine.host_copy_bytes_per_s
+
+
+def _filling(run: DryRunResult) -> float:
+    """Return the share of one record that would fill the device."""
+    tokens = 0.0 if run.tokens is None else run.tokens.per_record
+    return min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
+
+
+def _overheads(
+    run: DryRunResult,
+    machine: Machine,
+    accumulation: int,
+    computing: tuple[float, float],
+    *,
+    is_device: bool,
+) -> list[float]:
+    """Return seconds of operations in each phase that a device does not hide."""
+    last = run.last_operations
+    inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
+    passes = accumulation * inner * machine.operation_s
+    amounts = [passes / 3, passes * 2 / 3, max(last - inner, 0.0) * machine.operation_s]
+    if not is_device:
+        return amounts
+    return [
+        max(amount - busy, _LEAST_OVERHEAD * amount)
+        for amount, busy in zip(amounts, (*computing, 0.0), strict=True)
+    ]
+
+
+def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumulation: int) -> float:
+    """Return seconds of fetching parameters from the host, forward and backward."""
+    if machine.host_copy_bytes_per_s is None or not setup.has_host_params:
+        return 0.0
+    num_bytes = 2 * accumulation * setup.bytes_per_value * run.parameters / setup.replicas
+    return num_bytes / machine.host_copy_bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Exposed:
+    """Seconds of communication that never could be hidden; that could, but are not."""
+
+    moved_s: float
+    called_s: float
+    unhidden_s: float
+
+    @classmethod
+    def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
+        """Split communication beside ``beside_s`` of computing.
+
+        ``able`` is the share that could be hidden (of gradients all but the last bucket), ``hides`` the share that is, of that.
+        """
+        whole = moved_s + called_s
+        if not whole or not hides:
+            return cls(moved_s, called_s, 0.0)
+        could = min(able * whole, _MOST_HIDDEN * beside_s)
+        left = 1 - could / whole
+        return cls(moved_s * left, called_s * left, (1 - hides) * could)
+
+
+def _calls(
+    run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
+) -> list[tuple[float, float]]:
+    """Return seconds of (bytes, calls): reduce, gather before use, and optimizer step."""
+    sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
+    for each in _with_buckets(run.collectives(accumulation), run.parameters, setup, ran):
+        if each.group_size <= 1:
+            continue
+        kind = each.kind
+        if each.phase == "reduce" and not setup.has_reduce_scatter and ran.has_reduce_scatter:
+            kind = "all_reduce"
+        moved, called = machine.link(kind).seconds(each.num_calls, each.num_bytes)
+        where = (
+            each.phase if each.phase == "reduce" or (each.phase == "gather" and setup.stage == 3) else "step"
+        )
+        sums[where][0] += moved
+        sums[where][1] += called
+    return [(moved, called) for moved, called in sums.values()]
+
+
+def _with_buckets(
+    collectives: Iterable[Collective], parameters: float, setup: ZeroFeatures, ran: ZeroFeatures
+) -> list[Collective]:
+    """Return collectives as other bucket sizes would have them sent."""
+    found = []
+    for each in collectives:
+        old = new = 1.0
+        if each.phase == "reduce":
+            old, new = ran.reduce_elements, setup.reduce_elements
+        elif each.phase == "gather" and setup.stage in (1, 2):
+            old, new = ran.gather_elements, setup.gather_elements
+        ratio = max(math.ceil(parameters / new), 1) / max(math.ceil(parameters / old), 1)
+        found.append(dataclasses.replace(each, num_calls=max(round(each.num_calls * ratio), 1)))
+    return found
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+MEMORY_PARTS = (
+    "state",
+    "others",
+    "others_divided",
+    "others_offloading",
+    "kept",
+    "grown",
+    "buckets",
+    "overlapped",
+    "held",
+)
+"""What lives between steps; what lives for a while whatever the micro batch, where gradients are whole, where they are divided
+(from stage 2 on), and where they are on their way to the host; what grows with the micro batch in forward, and in all other
+phases; the bucket of gradients, and those that overlapping adds; parameters that stages hold on to because their knobs let
+them."""
+_OVERLAPPED_STAGE_3 = 0.5
+_GATHERED = 0.5
+_WORTH_LOOKING = 0.6
+"""Phases whose peak is below this share of the greatest are no peak, whatever is learned."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeakParts:
+    """The peak of one phase."""
+
+    phase: str
+    num_bytes: tuple[float, ...]  # in the order of ``MEMORY_PARTS``
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.num_bytes)
+
+
+def peak_parts(
+    run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, micro_batch_size: int
+) -> list[PeakParts]:
+    """Return the phases' peaks, the greatest first, without those far below it.
+
+    ``ran`` was dry-run, ``setup`` is in question; they differ in ``ZeroFeatures`` only.
+    """
+    found = []
+    for each in run.device.phases:
+        line = max(each.lines, key=lambda one: one.at(micro_batch_size))
+        found.append(PeakParts(each.phase, _split(run, setup, ran, each.phase, line, micro_batch_size)))
+    found.sort(key=lambda one: -one.total_bytes)
+    return [one for one in found if one.total_bytes >= _WORTH_LOOKING * found[0].total_bytes]
+
+
+def _split(
+    run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, phase: str, line: Line, micro_batch_size: int
+) -> tuple[float, ...]:
+    old_bytes = ran.bucket_bytes
+    settled = run.device.settled - (old_bytes if setup.stage == 3 else 0)
+    owned = run.trainable_parameters / (setup.replicas if setup.stage else 1)
+    moved = (ran.host_share - setup.host_share) * owned * (12 if setup.bytes_per_value == 2 else 8)
+    state = max(min(settled, line.base), 0.0)
+    others = max(line.base - state, 0.0)
+    buckets = overlapped = 0.0
+    has_buckets = phase in ("backward", "reduce") or (phase != "init" and others >= 0.99 * old_bytes)
+    if setup.stage and (has_buckets or (setup.stage == 3 and phase != "init")):
+        others = max(others - old_bytes, 0.0)
+        buckets = setup.reduce_elements * setup.bytes_per_value
+        if setup.is_overlapping:
+            overlapped = buckets * (_OVERLAPPED_STAGE_3 if setup.stage == 3 else 1.0)
+    held, held_before = (_held_bytes(one, phase, run.parameters) for one in (setup, ran))
+    others = max(others - held_before, 0.0)
+    if phase == "step" and setup.stage == 3:
+        updated, before = (min(one.group_elements, owned * (1 - one.host_share)) for one in (setup, ran))
+        change = updated - before
+        others = max(others + 4.0 * change, 0.0)
+    grown = max(line.per_record, 0.0) * micro_batch_size
+    kept, grown = (grown, 0.0) if phase == "forward" else (0.0, grown)
+    whole = divided = offloading = 0.0
+    if setup.stage >= 2:
+        divided = others
+    elif setup.host_share and phase != "init":
+        offloading = others
+    else:
+        whole = others
+    return max(state + moved, 0.0), whole, divided, offloading, kept, grown, buckets, overlapped, held
+
+
+def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
+    """Bytes that stage 3 gathers ahead and keeps, or stages 1, 2 gather after a step."""
+    width = setup.bytes_per_value
+    if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
+        ahead = min(
+            setup.prefetch_elements + 2 * parameters / ASSUMED_LAYERS, setup.live_elements, parameters
+        )
+        return width * (ahead + setup.kept_elements(parameters))
+    if setup.stage in (1, 2) and phase == "step":
+        return _GATHERED * width * min(setup.gather_elements, parameters)
+    return 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions
-from dstrial.dsat.predictor.memory import MemoryPrediction
+from dstrial.dsat.predictor.models import MemoryPrediction
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Space, Structure
@@ -81,7 +81,7 @@ def make_plan(space: Space, inputs: PredictInputs) -> HardwarePlan:
     near: list[PlanRow] = list(best)
     for row in best:
         structure = Structure(row.candidate.stage, row.candidate.settings)
-        for neighbour in groups.neighbours(structure, predictor.num_params):
+        for neighbour in groups.moves(structure, predictor.num_params):
             found = _row(predictor, neighbour)
             if found is not None and found.fits:
                 near.append(found)
@@ -128,7 +128,7 @@ def _as_row(predictor: Predictor, forecast: Prediction, *, is_fitting: bool, lar
         throughput=1 / forecast.cost,
         throughput_low=1 / forecast.lower_confidence_bound(-_BAND),
         throughput_high=1 / forecast.lower_confidence_bound(_BAND),
-        parts=predictor.time.parts(predictor.point(candidate)),
+        parts=predictor.parts(candidate),
     )
 
 

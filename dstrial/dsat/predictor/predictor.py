@@ -1,4 +1,4 @@
-"""Predict time and memory as distributions, learned from every outcome. Pure."""
+"""Predict time and memory of configurations, learning from every outcome. Pure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.features import Features
-from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.memory import DeviceMemory, MemoryPrediction
-from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
+from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, FailureKind, Measured, Outcome
+from dstrial.dsat.predictor.config_groups import ConfigGroups, structure_of
+from dstrial.dsat.predictor.features import PHASES, StepParts, ZeroFeatures, peak_parts, step_parts
+from dstrial.dsat.predictor.hardware import Machine, unknown_machine
+from dstrial.dsat.predictor.models import (
+    DeviceMemory,
+    MemoryModel,
+    MemoryPoint,
+    MemoryPrediction,
+    StepModel,
+    TimePoint,
+    TimePrediction,
+    Timing,
+)
 from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs
-from dstrial.dsat.predictor.step_parts import PHASES
-from dstrial.dsat.predictor.step_time import TimeModel, TimePoint, TimePrediction, Timing
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space.space import Space
+from dstrial.engine.dryrun.values import DryRunResult
 
 _UNKNOWN_NOISE = 0.01
-_ROOM = 0.97
-"""Of a device's memory; with less to spare its allocator has to give back and ask anew, which takes long."""
+_MOST_SPREAD = 0.15  # by which a cost may be hoped to be lower: no part of it takes less than nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,27 +39,32 @@ class Prediction:
     memory: MemoryPrediction | None
     probability_to_fit: float  # 1 where nothing limits memory
     cost: float  # seconds per record at the median, or per step where the metric is a time
-    cost_log_std: float  # of its logarithm
 
     def lower_confidence_bound(self, num_stds: float) -> float:
         """Return the cost that lies so many standard deviations below its median."""
-        return self.cost * math.exp(-num_stds * self.cost_log_std)
+        return self.cost * math.exp(-num_stds * min(self.time.log_std, _MOST_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
         """Return by which share it should beat a cost; a worse one would not be taken.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
-        return expected_improvement_of(math.log(cost / self.cost), self.cost_log_std)
+        ahead, log_std = math.log(cost / self.cost), min(self.time.log_std, _MOST_SPREAD)
+        score = ahead / log_std
+        density = math.exp(-0.5 * score * score) / math.sqrt(2 * math.pi)
+        return ahead * 0.5 * math.erfc(-score / math.sqrt(2)) + log_std * density
 
 
-def expected_improvement_of(ahead: float, log_std: float) -> float:
-    """Return the mean of what lies above zero of a normal distribution."""
-    if log_std <= 0:
-        return max(ahead, 0.0)
-    score = ahead / log_std
-    density = math.exp(-0.5 * score * score) / math.sqrt(2 * math.pi)
-    return ahead * 0.5 * math.erfc(-score / math.sqrt(2)) + log_std * density
+@dataclasses.dataclass(frozen=True, slots=True)
+class _View:
+    """What is known of a structure, whatever its micro batch."""
+
+    run: DryRunResult
+    setup: ZeroFeatures
+    ran: ZeroFeatures  # of the structure that was dry-run for it
+    group: tuple[Any, ...]
+    knobs: tuple[tuple[str, Any], ...]
+    extras: tuple[tuple[str, Any], ...]
 
 
 class Predictor:
@@ -66,105 +77,90 @@ class Predictor:
         self._metric = metric
         self._phase = metric if metric in PHASES else None
         self._is_per_record = metric in METRICS_TO_MAXIMIZE
-        self.features = Features(groups, inputs)
+        self.info: ModelInfo | None = None  # according to the first measurement
+        self.machine: Machine | None = inputs.machine
         self.capacity_bytes = inputs.capacity_bytes
-        self.memory = self._new_memory()
-        self._measured: list[tuple[Candidate, Measured]] = []
-        self._errors: list[tuple[Candidate, Failure]] = []
+        self.outcomes: list[tuple[Candidate, Outcome]] = []
+        self._ran = groups.representatives()
+        self._views: dict[tuple[Any, ...], _View | None] = {}
+        self._parts: dict[Candidate, StepParts] = {}  # of the machine, before any pressure of memory
+        self._memory_points: dict[Candidate, MemoryPoint | None] = {}
+        self._points: dict[Candidate, TimePoint | None] = {}
         self._memories: dict[Candidate, MemoryPrediction | None] = {}
-        self.time = TimeModel()
+        self._memory = self._new_memory()
+        self.time = StepModel()
 
     @property
-    def info(self) -> ModelInfo | None:
-        """The model according to the first measurement; None before that."""
-        return self.features.info
+    def num_params(self) -> float | None:
+        """Parameters of the model; None if unknown."""
+        run = next(iter(self.inputs.runs.values()), None)
+        return None if run is None else run.parameters
 
     # ---- learning --------------------------------------------------------------------------------
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
         """Take how a measurement ended."""
+        self.outcomes.append((candidate, outcome))
+        if isinstance(outcome, Measured):
+            if self.machine is None:
+                self.machine = Machine.from_metrics(outcome.metrics)
+                self._parts.clear()
+            self.info = self.info or ModelInfo.from_measured(outcome)
+            self.capacity_bytes = self.capacity_bytes or outcome.value("device_memory_bytes")
+        elif outcome.allocated_bytes and outcome.kind is FailureKind.DEVICE_OOM and not self.inputs.is_cpu:
+            most = float(outcome.allocated_bytes + (outcome.requested_bytes or 0))
+            self.capacity_bytes = self.capacity_bytes or most + DeviceMemory.cuda(most).context_bytes
+        self._points.clear()
         self._memories.clear()
-        if isinstance(outcome, Failure):
-            if outcome.kind is FailureKind.DEVICE_OOM:
-                self._errors.append((candidate, outcome))
-                if self.capacity_bytes is None and outcome.allocated_bytes and not self.inputs.is_cpu:
-                    most = float(outcome.allocated_bytes + (outcome.requested_bytes or 0))
-                    self.capacity_bytes = most + DeviceMemory.cuda(most).context_bytes
-                    self.memory = self._new_memory()
-                    self._learn_memory_again()
-                else:
-                    self._learn_error(candidate, outcome)
-            return
-        capacity = outcome.value("device_memory_bytes")
-        is_news = self.features.learn(outcome, candidate)
-        self._measured.append((candidate, outcome))
-        if capacity is not None and self.capacity_bytes is None:
-            self.capacity_bytes = capacity
-            is_news = True
-        if is_news:
-            self.memory = self._new_memory()
-            self._learn_memory_again()
-        else:
-            self._learn_memory(candidate, outcome)
-        self.time = TimeModel(self._timings())
+        self._memory = self._new_memory()
+        self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
-    def fantasize(self, candidates: Sequence[Candidate]) -> TimeModel:
+    def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
         """Return the time model as if configurations had measured their predictions."""
-        points = [point for one in candidates if (point := self.features.time_point(one)) is not None]
+        points = [point for one in candidates if (point := self.time_point(one)) is not None]
         if not points:
             return self.time
         supposed = [
             Timing(point, prediction.median_s, _UNKNOWN_NOISE)
             for point, prediction in zip(points, self.time.predict(points), strict=True)
         ]
-        return TimeModel([*self._timings(), *supposed])
+        return StepModel([*self._timings(), *supposed], is_scaled=self.machine is None)
 
     # ---- predicting ------------------------------------------------------------------------------
 
-    def predictions(self, candidates: Sequence[Candidate]) -> list[Prediction]:
+    def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
         """Return predictions, without the configurations of which nothing is known."""
-        return [self.completed(one) for one in self.times(candidates)]
-
-    def times(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Prediction]:
-        """Return predictions without memory."""
-        known, points = [], []
-        for one in candidates:
-            point = self.features.time_point(one)
-            if point is not None:
-                known.append(one)
-                points.append(point)
+        self._predict_memory(candidates)
+        known = [(one, point) for one in candidates if (point := self.time_point(one)) is not None]
+        found = (time or self.time).predict([point for _, point in known], self._phase)
         result = []
-        for candidate, prediction in zip(
-            known, (time or self.time).predict(points, self._phase), strict=True
-        ):
+        for (candidate, _), prediction in zip(known, found, strict=True):
             cost = prediction.median_s / (candidate.batch.train_batch_size if self._is_per_record else 1)
-            result.append(Prediction(candidate, prediction, None, 1.0, cost, prediction.log_std))
+            memory, fits = self.memory_of(candidate), self.probability_to_fit(candidate)
+            result.append(Prediction(candidate, prediction, memory, fits, cost))
         return result
 
-    def completed(self, forecast: Prediction) -> Prediction:
-        memory = self.memory_of(forecast.candidate)
-        if memory is None or self.capacity_bytes is None:
-            return dataclasses.replace(forecast, memory=memory)
-        return dataclasses.replace(
-            forecast, memory=memory, probability_to_fit=self.probability_to_fit(forecast.candidate)
-        )
+    def time_point(self, candidate: Candidate) -> TimePoint | None:
+        """Return where a configuration's time goes; None if it was not dry-run."""
+        if candidate not in self._points:
+            self._points[candidate] = self._new_time_point(candidate)
+        return self._points[candidate]
 
     def memory_of(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the peak of a configuration; None if nothing is known of it."""
         if candidate not in self._memories:
-            point = self.features.memory_point(candidate)
-            self._memories[candidate] = None if point is None else self.memory.predict(point)
+            self._predict_memory([candidate])
         return self._memories[candidate]
 
     def probability_to_fit(self, candidate: Candidate) -> float:
-        """Return the probability to fit with some room; 1 where nothing limits memory."""
-        if self.capacity_bytes is None:
-            return 1.0
+        """Return the probability to fit; 1 where nothing limits memory."""
         memory = self.memory_of(candidate)
-        return 1.0 if memory is None else memory.probability_to_fit(_ROOM * self.capacity_bytes)
+        if memory is None or self.capacity_bytes is None:
+            return 1.0
+        return memory.probability_to_fit(self.capacity_bytes)
 
-    def cost(self, candidate: Candidate, outcome: Outcome) -> float | None:
-        """Return the measured cost in a forecast's unit; None if it was not measured."""
+    def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
+        """Return the measured cost in a prediction's unit; None if it was not measured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:
@@ -175,14 +171,14 @@ class Predictor:
             return seconds
         return seconds / candidate.batch.train_batch_size
 
-    def explain(self, forecast: Prediction) -> dict[str, Any]:
-        """Return a forecast as JSON values, with parts of its time and bytes of phases."""
-        memory, point = forecast.memory, self.point(forecast.candidate)
+    def explain(self, prediction: Prediction) -> dict[str, Any]:
+        """Return a prediction as JSON values, with parts of its time and bytes of phases."""
+        memory = prediction.memory
         result: dict[str, Any] = {
-            "median_s": forecast.time.median_s,
-            "spread": forecast.time.log_std,
-            "parts": self.time.parts(point, self._phase),
-            "probability_to_fit": forecast.probability_to_fit,
+            "median_s": prediction.time.median_s,
+            "spread": prediction.time.log_std,
+            "parts": self.parts(prediction.candidate),
+            "probability_to_fit": prediction.probability_to_fit,
         }
         if memory is not None:
             result |= {
@@ -193,6 +189,11 @@ class Predictor:
             }
         return result
 
+    def parts(self, candidate: Candidate) -> dict[str, float]:
+        """Return part -> predicted seconds of what is searched for; empty if unknown."""
+        point = self.time_point(candidate)
+        return {} if point is None else self.time.parts(point, self._phase)
+
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
         """Return the bytes left at a probability, negative if missing; None if unknown."""
         memory = self.memory_of(candidate)
@@ -202,68 +203,105 @@ class Predictor:
 
     def host_bytes(self, candidate: Candidate) -> float:
         """Return the bytes of tensors on the host, of one rank; 0 if unknown."""
-        run = self.features.run(candidate)
-        return 0.0 if run is None else run.host.peak(candidate.batch.micro_batch_size)
-
-    def point(self, candidate: Candidate) -> TimePoint:
-        """Return where a configuration's time goes; ``KeyError`` if that is unknown."""
-        point = self.features.time_point(candidate)
-        if point is None:
-            raise KeyError(candidate)
-        return point
-
-    @property
-    def num_params(self) -> float | None:
-        return self.features.num_params
-
-    @property
-    def machine(self) -> Machine | None:
-        return self.features.machine
+        view = self._view(candidate)
+        return 0.0 if view is None else view.run.host.peak(candidate.batch.micro_batch_size)
 
     # ---- machinery -------------------------------------------------------------------------------
 
-    def _new_memory(self) -> MemoryLearner:
-        capacity, is_formula = self.capacity_bytes, not self.inputs.runs
-        if self.inputs.is_cpu or capacity is None:
-            return MemoryLearner(DeviceMemory.cpu(capacity), is_formula=is_formula)
-        return MemoryLearner(DeviceMemory.cuda(capacity), is_formula=is_formula)
+    def _view(self, candidate: Candidate) -> _View | None:
+        """Return what all micro batches of a structure share that do or do not accumulate."""
+        is_accumulating = candidate.batch.accumulation > 1
+        key = candidate.stage, candidate.settings, is_accumulating
+        if key not in self._views:
+            groups, structure = self.groups, structure_of(candidate)
+            name = groups.run_key(structure, is_accumulating=is_accumulating)
+            run, setup = self.inputs.runs.get(name), groups.setup(structure)
+            self._views[key] = None
+            if run is not None:
+                self._views[key] = _View(
+                    run,
+                    setup,
+                    groups.setup(self._ran[name][0]) if name in self._ran else setup,
+                    groups.group(structure),
+                    setup.clamped(run.parameters).knobs,
+                    groups.unknown_settings(structure),
+                )
+        return self._views[key]
+
+    def _predict_memory(self, candidates: Sequence[Candidate]) -> None:
+        new = [one for one in candidates if one not in self._memories]
+        if not new:
+            return
+        points = [self._memory_point(one) for one in new]
+        found = iter(self._memory.predict([point for point in points if point is not None]))
+        for candidate, point in zip(new, points, strict=True):
+            self._memories[candidate] = None if point is None else next(found)
+
+    def _new_time_point(self, candidate: Candidate) -> TimePoint | None:
+        view, batch = self._view(candidate), candidate.batch
+        if view is None:
+            return None
+        machine = self.machine or unknown_machine(self.space.replicas, is_cpu=self.inputs.is_cpu)
+        micro, accumulation = batch.micro_batch_size, batch.accumulation
+        parts = self._parts.get(candidate)
+        if parts is None:
+            parts = self._parts[candidate] = step_parts(
+                view.run, machine, view.setup, view.ran, micro_batch_size=micro, accumulation=accumulation
+            )
+        memory = self.memory_of(candidate)
+        if memory is not None and self.capacity_bytes is not None:
+            parts = parts.pressed(memory.median_bytes / self.capacity_bytes)
+        return TimePoint(parts, view.group, view.knobs, micro, view.extras)
+
+    def _memory_point(self, candidate: Candidate) -> MemoryPoint | None:
+        if candidate not in self._memory_points:
+            self._memory_points[candidate] = self._new_memory_point(candidate)
+        return self._memory_points[candidate]
+
+    def _new_memory_point(self, candidate: Candidate) -> MemoryPoint | None:
+        view, micro_batch_size = self._view(candidate), candidate.batch.micro_batch_size
+        if view is None or not view.run.device.phases:
+            return None
+        return MemoryPoint(
+            tuple(peak_parts(view.run, view.setup, view.ran, micro_batch_size)),
+            view.group,
+            view.knobs,
+            micro_batch_size,
+            view.extras,
+            is_scattered=view.setup.stage > 0 and not view.setup.is_contiguous,
+        )
+
+    def _new_memory(self) -> MemoryModel:
+        capacity = self.capacity_bytes
+        is_host = self.inputs.is_cpu or capacity is None
+        model = MemoryModel(DeviceMemory.cpu(capacity) if is_host else DeviceMemory.cuda(capacity or 0.0))
+        for candidate, outcome in self.outcomes:
+            point = self._memory_point(candidate)
+            if point is None:
+                continue
+            if isinstance(outcome, Measured):
+                named = {name: outcome.value(f"{name}_peak_memory_bytes") for name in PHASES}
+                named["all"] = outcome.value("peak_memory_bytes")
+                phases = {name: value for name, value in named.items() if value}
+                if phases:
+                    model.measured(point, phases, outcome.value("peak_reserved_bytes"))
+            elif outcome.kind is FailureKind.DEVICE_OOM and capacity is not None:
+                model.ran_out(point, outcome.phase or "")
+        return model
 
     def _timings(self) -> list[Timing]:
         found = []
-        for candidate, measured in self._measured:
-            point, seconds = self.features.time_point(candidate), _step_s(candidate, measured)
+        for candidate, outcome in self.outcomes:
+            if not isinstance(outcome, Measured):
+                continue
+            point, seconds = self.time_point(candidate), _step_s(candidate, outcome)
             if point is None or seconds is None:
                 continue
-            half_width = measured.value("half_width")
-            noise = _UNKNOWN_NOISE if half_width is None else half_width / 1.96
-            phases = {name: value / 1e6 for name in PHASES if (value := measured.value(name))}
+            half_width = outcome.value("half_width")
+            noise = _UNKNOWN_NOISE if half_width is None else max(half_width / 1.96, 0.002)
+            phases = {name: value / 1e6 for name in PHASES if (value := outcome.value(name))}
             found.append(Timing(point, seconds, noise, phases))
         return found
-
-    def _learn_memory_again(self) -> None:
-        for candidate, measured in self._measured:
-            self._learn_memory(candidate, measured)
-        for candidate, failure in self._errors:
-            self._learn_error(candidate, failure)
-
-    def _learn_memory(self, candidate: Candidate, measured: Measured) -> None:
-        point = self._memory_point(candidate)
-        if point is None:
-            return
-        phases = {name: value for name in PHASES if (value := measured.value(f"{name}_peak_memory_bytes"))}
-        whole = measured.value("peak_memory_bytes")
-        if whole:
-            phases["all"] = whole
-        if phases:
-            self.memory.measured(point, phases, measured.value("peak_reserved_bytes"))
-
-    def _learn_error(self, candidate: Candidate, failure: Failure) -> None:
-        point = self._memory_point(candidate)
-        if point is not None and self.capacity_bytes is not None:
-            self.memory.ran_out(point, failure.phase or "", self.capacity_bytes)
-
-    def _memory_point(self, candidate: Candidate) -> MemoryPoint | None:
-        return self.features.memory_point(candidate)
 
 
 def _step_s(candidate: Candidate, measured: Measured) -> float | None:
@@ -271,8 +309,3 @@ def _step_s(candidate: Candidate, measured: Measured) -> float | None:
     if latency is not None:
         return latency / 1e6
     return None if not throughput else candidate.batch.train_batch_size / throughput
-
-
-def structure_of(candidate: Candidate) -> Structure:
-    """Return a configuration without its batch."""
-    return Structure(candidate.stage, candidate.settings)

@@ -1,28 +1,17 @@
-"""What predictions start from: dry runs, a machine, the guide's formula. Pure.
-
-The formula knows nothing of buckets, offload or peaks; a search starts with it and does not believe it.
-"""
+"""What predictions start from, and what a measurement says of the model. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.zero_features import ZeroFeatures
-from dstrial.engine.dryrun.values import (
-    Collective,
-    DryRunResult,
-    Flops,
-    Line,
-    MemoryForm,
-    PhaseMemory,
-)
+from dstrial.engine.dryrun.values import DryRunResult
 
-_OPERATIONS_UNKNOWN = 400
-_COUNTED_AT = 4
+UNDESCRIBED = "nothing"
+_COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +23,7 @@ class PredictInputs:
     machine: Machine | None = None  # None to learn it from the first measurement
     capacity_bytes: float | None = None  # of one device; None as above
     is_cpu: bool = False
-    described_by: str = "the first measurement"  # or ``fake tensors``, ``one real batch``
+    described_by: str = UNDESCRIBED  # or ``fake tensors``, ``one real batch``
     notes: tuple[str, ...] = ()
 
     @property
@@ -66,78 +55,6 @@ class PredictInputs:
             described_by=str(value["described_by"]),
             notes=tuple(value["notes"]),
         )
-
-
-def closed_form(
-    info: ModelInfo, setup: ZeroFeatures, *, flops_per_record: float, is_accumulating: bool
-) -> DryRunResult:
-    """Return an approximate dry run, from the first measurement.
-
-    Source: states as Rajbhandari et al. 2020 (ZeRO) divide them, buckets as DeepSpeed 0.19.8 allocates them.
-    """
-    state = state_bytes(info, setup.stage, setup.replicas, setup.bytes_per_value)
-    width, half = setup.bytes_per_value, setup.bytes_per_value == 2
-    if setup.host_share:
-        # Master weights and moments leave the device.
-        owned = info.num_trainable_params / setup.replicas
-        state -= setup.host_share * owned * (12 if half else 8)
-    if setup.has_host_params:
-        state -= width * info.num_params / setup.replicas
-    updated = (
-        4.0 * info.num_trainable_params / (setup.replicas if setup.stage else 1) * (1 - setup.host_share)
-    )
-    activation = info.activation_bytes or 0.0
-    device = MemoryForm(
-        (
-            PhaseMemory("forward", (Line(state, activation),)),
-            PhaseMemory("backward", (Line(state + setup.bucket_bytes, activation),)),
-            PhaseMemory("step", (Line(state + updated, 0.0),)),
-        ),
-        state,
-    )
-    flops = Line(0.0, flops_per_record)
-    inner, last = _collectives(info, setup)
-    return DryRunResult(
-        device=device,
-        host=MemoryForm((), setup.host_share * 12.0 * info.num_trainable_params / setup.replicas),
-        parameters=int(info.num_params),
-        trainable_parameters=int(info.num_trainable_params),
-        inner_collectives=inner if is_accumulating else (),
-        last_collectives=last,
-        flops=Flops(flops, flops),
-        tokens=None,
-        is_fake=False,
-        is_linear=False,
-        inner_operations=_OPERATIONS_UNKNOWN if is_accumulating else 0,
-        last_operations=_OPERATIONS_UNKNOWN,
-    )
-
-
-def _collectives(
-    info: ModelInfo, setup: ZeroFeatures
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return the collectives of inner micro batches, and those of the last."""
-    if setup.replicas == 1:
-        return (), ()
-    width = setup.bytes_per_value
-    gradients, params = int(width * info.num_trainable_params), int(width * info.num_params)
-    num_reduces = max(int(info.num_params // setup.reduce_elements), 1)
-    num_gathers = max(int(info.num_params // setup.gather_elements), 1)
-
-    def sent(kind: str, phase: str, calls: int, num_bytes: int) -> Collective:
-        return Collective(kind, setup.replicas, phase, calls, num_bytes)
-
-    if setup.stage == 0:
-        return (), (sent("all_reduce", "reduce", num_reduces, gradients),)
-    if setup.stage == 3:
-        each: Sequence[Collective] = (
-            sent("all_gather", "gather", 2 * 50, 2 * params),
-            sent("reduce_scatter", "reduce", num_reduces, gradients),
-        )
-        return tuple(each), tuple(each)
-    reduce = sent("all_reduce", "reduce", num_reduces, gradients)
-    gather = sent("all_gather", "gather", num_gathers, params)
-    return ((reduce,) if setup.stage == 2 else ()), (reduce, gather)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
     Measured,
+    TrialResult,
+    best_of,
     classify,
     failure_from_log,
     failure_line,
@@ -138,3 +141,17 @@ def test_times_are_better_when_smaller() -> None:
     assert score(Measured({}), "latency") is None
     with pytest.raises(ValueError, match="expected one of"):
         score(Measured({"x": 1.0, "flops": 1.0}), "flops")
+
+
+def test_a_configuration_that_was_measured_again_counts_with_the_mean() -> None:
+    lucky, steady = (Candidate(stage, (), BatchSplit(1, 1, 1)) for stage in (1, 2))
+    rates = [(lucky, 110.0), (steady, 105.0), (lucky, 90.0)]
+    trials = [
+        TrialResult(number, candidate, "", "", Measured({"throughput": rate}))
+        for number, (candidate, rate) in enumerate(rates, 1)
+    ]
+
+    best = best_of(trials, "throughput")
+
+    assert best is not None
+    assert best.candidate == steady

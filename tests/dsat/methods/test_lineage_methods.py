@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from predicted import inputs
 from surfaces import BASE, assert_is_lawful, play, space, surface
 
 from dstrial.dsat.core.candidate import Candidate
@@ -80,7 +81,12 @@ def test_the_first_measurement_tells_model_and_ceilings_in_the_guides_lines() ->
 def test_an_error_of_the_users_ends_the_search_at_once(name: str, kind: FailureKind) -> None:
     failure = Failure(kind, "ModuleNotFoundError: No module named 'x'")
 
-    played = play(name, outcome_of=lambda _candidate: failure, num_parallel=1 if name == "predict" else 4)
+    played = play(
+        name,
+        outcome_of=lambda _candidate: failure,
+        num_parallel=1 if name == "predict" else 4,
+        inputs=inputs(),
+    )
 
     assert len(played.measured) == 1
     assert played.finish.is_failure

@@ -90,12 +90,13 @@ def test_a_trial_that_goes_by_values_is_measured_by_a_real_batch_and_its_line_is
     assert any("described_trials.py" in note and "real batch was trained" in note for note in inputs.notes)
 
 
-def test_a_trial_that_fails_anyway_begins_with_its_first_measurement_and_names_the_line(
+def test_a_trial_that_fails_anyway_is_told_with_the_line_and_what_searches_instead(
     tmp_path: Path,
 ) -> None:
     inputs, _ = gathered("Broken", tmp_path)
 
-    assert (inputs.described_by, inputs.runs) == ("the first measurement", {})
+    assert (inputs.described_by, inputs.runs) == ("nothing", {})
+    assert any("asha searches in place of predict" in note for note in inputs.notes)
     assert any(
         re.search(r"described_trials\.py:\d+ by ValueError: no loss today", note) for note in inputs.notes
     )

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from predicted import dry_run
 
-from dstrial.dsat.predictor.memory import MEMORY_PARTS, DeviceMemory, PeakParts, peak_parts, unmeasured_peak
-from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
-from dstrial.dsat.predictor.zero_features import ZeroFeatures
+from dstrial.dsat.predictor.features import MEMORY_PARTS, PeakParts, ZeroFeatures, peak_parts
+from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPoint, unmeasured_peak
 from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30
@@ -33,10 +32,10 @@ def point(micro: float, group: int = 1, state: float = 4.0) -> MemoryPoint:
     backward = (state * GIB, GIB, 0.0, 0.0, 0.0, 1.2 * micro * GIB, 0.0, 0.0, 0.0)
     forward = (state * GIB, GIB, 0.0, 0.0, micro * GIB, 0.0, 0.0, 0.0, 0.0)
     peaks = (PeakParts("backward", backward), PeakParts("forward", forward))
-    return MemoryPoint(peaks, (group, False, False, ()), (), micro_batch_size=int(micro))
+    return MemoryPoint(peaks, (group, False, False, ()), (), int(micro))
 
 
-def tell(learner: MemoryLearner, micro: float, *, grown: float = 1.0, error: float = 0.0) -> None:
+def tell(learner: MemoryModel, micro: float, *, grown: float = 1.0, error: float = 0.0) -> None:
     truths = {
         peak.phase: (peak.total_bytes + (grown - 1) * (peak.num_bytes[4] + peak.num_bytes[5]))
         * math.exp(error)
@@ -111,14 +110,14 @@ def test_quantiles_grow_and_undo_probabilities(one: float, other: float) -> None
 # ---- learning ----------------------------------------------------------------------------------
 
 
-def predicted(learner: MemoryLearner, micro: float, group: int = 1) -> tuple[float, float]:
-    found = learner.predict(point(micro, group))
+def predicted(learner: MemoryModel, micro: float, group: int = 1) -> tuple[float, float]:
+    (found,) = learner.predict([point(micro, group)])
     assert found is not None
     return found.median_bytes, found.log_std
 
 
 def test_one_measurement_tells_the_state_from_what_grows_with_the_micro_batch() -> None:
-    learner = MemoryLearner(DEVICE)
+    learner = MemoryModel(DEVICE)
     before, spread_before = predicted(learner, 16)
 
     tell(learner, 8, grown=1.2)
@@ -131,33 +130,35 @@ def test_one_measurement_tells_the_state_from_what_grows_with_the_micro_batch() 
 
 
 def test_a_group_learns_more_from_itself_than_from_another() -> None:
-    learner = MemoryLearner(DEVICE)
+    learner = MemoryModel(DEVICE)
     tell(learner, 8, error=0.08)
 
     own, other = predicted(learner, 8), predicted(learner, 8, group=2)
 
-    assert predicted(MemoryLearner(DEVICE), 8)[0] < other[0] < own[0]
-    assert own[1] < other[1] < predicted(MemoryLearner(DEVICE), 8)[1]
+    assert predicted(MemoryModel(DEVICE), 8)[0] < other[0] < own[0]
+    assert own[1] < other[1] < predicted(MemoryModel(DEVICE), 8)[1]
 
 
 def test_an_out_of_memory_error_below_the_prediction_raises_it_and_one_above_is_no_news() -> None:
-    surprised, warned = MemoryLearner(DEVICE), MemoryLearner(DEVICE)
-    before = predicted(surprised, 8)
+    before = predicted(MemoryModel(DEVICE), 8)
+    surprised, warned = (
+        MemoryModel(dataclasses.replace(DEVICE, capacity_bytes=share * before[0])) for share in (1.2, 0.5)
+    )
 
-    surprised.ran_out(point(8), "backward", 1.2 * before[0])
-    warned.ran_out(point(8), "backward", 0.5 * before[0])
+    surprised.ran_out(point(8), "backward")
+    warned.ran_out(point(8), "backward")
 
     assert predicted(surprised, 8)[0] > 1.1 * before[0]
     assert predicted(warned, 8) == before
 
 
 def test_what_ran_out_of_memory_is_not_expected_to_fit() -> None:
-    learner = MemoryLearner(DEVICE)
+    learner = MemoryModel(DEVICE)
     tell(learner, 8)
 
-    learner.ran_out(point(24), "backward", DEVICE.capacity_bytes or 0.0)
+    learner.ran_out(point(24), "backward")
 
-    found = learner.predict(point(24))
+    (found,) = learner.predict([point(24)])
     assert found is not None
     assert found.probability_to_fit(DEVICE.capacity_bytes or 0.0) < 0.5
 
@@ -167,10 +168,10 @@ def test_the_quantile_keeps_its_promise_on_hidden_errors() -> None:
     kept = 0
     for _ in range(200):
         grown, error = math.exp(generator.gauss(0, 0.1)), generator.gauss(0, 0.03)
-        learner = MemoryLearner(DEVICE)
+        learner = MemoryModel(DEVICE)
         tell(learner, 8, grown=grown, error=error)
         needed = (5 + 1.2 * 16 * grown) * GIB * math.exp(error) * 1.05 + GIB
-        found = learner.predict(point(16))
+        (found,) = learner.predict([point(16)])
         assert found is not None
         kept += needed <= found.quantile(0.98)
     assert kept / 200 >= 0.96

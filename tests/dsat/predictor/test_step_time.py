@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from predicted import dry_run
 
+from dstrial.dsat.predictor.features import PARTS, PHASES, StepParts, ZeroFeatures, step_parts
 from dstrial.dsat.predictor.hardware import DEVICES, Link, Machine, nominal_machine
-from dstrial.dsat.predictor.step_parts import PARTS, PHASES, StepParts, step_parts
-from dstrial.dsat.predictor.step_time import TimeModel, TimePoint, Timing
-from dstrial.dsat.predictor.zero_features import ZeroFeatures
+from dstrial.dsat.predictor.models import StepModel, TimePoint, Timing
 from dstrial.engine.dryrun.values import Collective
 
 MACHINE = Machine(
@@ -174,7 +173,7 @@ def truth(at: TimePoint, factors: tuple[float, ...]) -> float:
 @settings(max_examples=15, deadline=None)
 def test_two_micro_batches_of_a_structure_give_its_curve(factors: list[float]) -> None:
     timings = [Timing(point(size), truth(point(size), tuple(factors)), 0.005) for size in (2, 32)]
-    model = TimeModel(timings)
+    model = StepModel(timings)
 
     for size in (4, 8, 16):
         (prediction,) = model.predict([point(size)])
@@ -182,7 +181,7 @@ def test_two_micro_batches_of_a_structure_give_its_curve(factors: list[float]) -
 
 
 def test_measurements_narrow_their_own_structure_most_and_others_too() -> None:
-    before, after = TimeModel(), TimeModel([Timing(point(8), 3.0, 0.005)])
+    before, after = StepModel(), StepModel([Timing(point(8), 3.0, 0.005)])
 
     own, bucket, stage = after.predict([point(8), point(8, bucket=1e6), point(8, stage=3)])
     assert own.median_s == pytest.approx(3.0, rel=0.01)
@@ -200,7 +199,7 @@ def test_phases_tell_parts_apart_that_the_whole_step_does_not() -> None:
     whole = Timing(at, sum(phases.values()), 0.005)
 
     blind, seeing = (
-        TimeModel([one]).factors()["optimizer"] for one in (whole, dataclasses.replace(whole, phases=phases))
+        StepModel([one]).factors()["optimizer"] for one in (whole, dataclasses.replace(whole, phases=phases))
     )
 
     assert abs(seeing - 3.0) < abs(blind - 3.0)
@@ -209,22 +208,22 @@ def test_phases_tell_parts_apart_that_the_whole_step_does_not() -> None:
 
 def test_an_outlier_among_many_moves_little() -> None:
     steady = [Timing(point(8, bucket=size), 3.0, 0.004) for size in (None, 1e6, 2e6, 5e6, 1e7)]
-    (before,) = TimeModel(steady).predict([point(8)])
-    (after,) = TimeModel([*steady, Timing(point(8), 3.3, 0.004)]).predict([point(8)])
+    (before,) = StepModel(steady).predict([point(8)])
+    (after,) = StepModel([*steady, Timing(point(8), 3.3, 0.004)]).predict([point(8)])
 
     assert after.median_s == pytest.approx(before.median_s, rel=0.02)
 
 
 def test_a_doubtful_measurement_moves_little() -> None:
     sure = [Timing(point(size), truth(point(size), (1.0,) * len(PARTS)), 0.004) for size in (4, 16)]
-    doubted = TimeModel([*sure, Timing(point(8), 20.0, 1.0)])
+    doubted = StepModel([*sure, Timing(point(8), 20.0, 1.0)])
 
     (prediction,) = doubted.predict([point(8)])
     assert prediction.median_s == pytest.approx(truth(point(8), (1.0,) * len(PARTS)), rel=0.05)
 
 
 def test_parts_sum_to_the_predicted_time() -> None:
-    model = TimeModel([Timing(point(8), 3.0, 0.005)])
+    model = StepModel([Timing(point(8), 3.0, 0.005)])
 
     found = model.parts(point(4))
     assert tuple(found) == PARTS
@@ -238,7 +237,42 @@ def test_settings_that_proved_to_do_nothing_are_expected_to_do_nothing() -> None
         for bucket in (None, 1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 2e8)
     ]
 
-    (first,) = TimeModel(timings[:1]).predict([point(8, bucket=1e9)])
-    (later,) = TimeModel(timings).predict([point(8, bucket=1e9)])
-    assert later.log_std < 0.5 * first.log_std
-    assert TimeModel(timings).scale < 1
+    (first,) = StepModel(timings[:1]).predict([point(8, bucket=1e9)])
+    (later,) = StepModel(timings).predict([point(8, bucket=1e9)])
+    assert later.log_std < 0.7 * first.log_std
+    assert StepModel(timings).scale < 1
+
+
+def test_spreads_grow_with_what_the_model_does_not_explain() -> None:
+    noise = random.Random(2)
+
+    def model(spread: float) -> StepModel:
+        return StepModel(
+            [
+                Timing(point(8, bucket=bucket), 3.0 * math.exp(noise.gauss(0, spread)), 0.002)
+                for bucket in (1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 2e8)
+            ]
+        )
+
+    calm, wild = model(0.002), model(0.05)
+
+    assert wild.scale > 1.5 > 1 > calm.scale
+    assert (
+        wild.predict([point(8, bucket=1e9)])[0].log_std > 2 * calm.predict([point(8, bucket=1e9)])[0].log_std
+    )
+
+
+def test_a_group_that_was_never_measured_stays_uncertain_however_well_others_are_explained() -> None:
+    model = StepModel([Timing(point(8, bucket=size), 3.0, 0.002) for size in (1e6, 2e6, 5e6, 1e7, 2e7, 5e7)])
+
+    (known,), (new,) = model.predict([point(8, bucket=1e8)]), model.predict([point(8, stage=3)])
+
+    assert new.log_std > 0.08 > 0.02 > known.log_std
+
+
+def test_no_factor_is_negative() -> None:
+    without_optimizer = {"forward": 1.0, "backward": 2.0, "step": 1e-4}
+
+    model = StepModel([Timing(point(8), 3.0001, 0.002, without_optimizer)])
+
+    assert all(factor > 0 for factor in model.factors().values())

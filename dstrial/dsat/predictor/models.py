@@ -1,0 +1,347 @@
+"""Step times and memory peaks as distributions, learned from measurements. Pure.
+
+Both are sums of parts of uncertain size (``features``), corrected by ``regression``. docs/dsat-model.md has the equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from dstrial.dsat.predictor.features import MEMORY_PARTS, PARTS, PHASES, PeakParts, StepParts
+from dstrial.dsat.predictor.regression import Effects, Regression, Row, Sample
+from dstrial.engine.dryrun.values import MemoryForm
+
+# ---- time ------------------------------------------------------------------------------------
+
+_STEP_FACTORS: dict[str, tuple[float, float]] = {
+    "compute": (1.35, 0.3),
+    "unfilled": (1.0, 0.7),
+    "overhead": (0.6, 0.6),
+    "transfer": (1.0, 0.6),
+    "reduce": (1.0, 0.8),
+    "calls": (1.0, 0.7),
+    "unhidden": (1.0, 0.9),
+    "gradient_copies": (1.0, 0.6),
+    "optimizer": (1.35, 0.5),
+    "host_optimizer": (1.2, 0.5),
+    "host_copies": (1.35, 0.6),
+    "pressure": (0.12, 0.7),
+}
+"""Mean and relative standard deviation of each part's factor before anything was measured: models reach about two thirds of
+what large matrix products do, optimizers read their state more than once. Assumed."""
+_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05
+_KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01
+_TREND, _USUAL_SIZE = 0.008, 1e8  # of ten times the elements
+_UNKNOWN_SETTING = 0.06
+_PHASE_NOISE = 0.001  # of the whole step: a phase is measured with the device synchronised at its edges
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimePoint:
+    """A configuration whose time is measured or wanted."""
+
+    parts: StepParts
+    group: tuple[Any, ...]  # the stage first; configurations of a group share errors
+    knobs: tuple[tuple[str, Any], ...]
+    micro_batch_size: int
+    extras: tuple[tuple[str, Any], ...] = ()  # settings about which no rule is known
+
+    def row(self, phase: str | None = None) -> Row:
+        """Return the whole step, or one phase, for the regression."""
+        effects = (
+            (f"micro {self.micro_batch_size}", _MICRO),
+            (f"slope {self.group}", _GROUP_SLOPE * math.log2(self.micro_batch_size) / 3),
+            *_structure_effects(self.group, self.knobs, self.extras),
+        )
+        if phase is None:
+            return Row(self.parts.seconds, effects)
+        own = (f"phase {phase} {self.group}", _PHASE)
+        return Row(self.parts.phases[PHASES.index(phase)], (*effects, own))
+
+
+@functools.lru_cache(maxsize=65_536)
+def _structure_effects(
+    group: tuple[Any, ...], knobs: tuple[tuple[str, Any], ...], extras: tuple[tuple[str, Any], ...]
+) -> Effects:
+    """Return the effects that a structure's micro batches share."""
+    effects: list[tuple[Hashable, float]] = [
+        (f"stage {group[0]}", _STAGE),
+        (f"group {group}", _GROUP),
+        (f"structure {group} {knobs} {extras}", _STRUCTURE),
+        *(
+            (f"knob {name} {value!r} {group[0]}", _SWITCH if isinstance(value, bool) else _KNOB)
+            for name, value in knobs
+        ),
+        *(
+            (f"trend {name} {group[0]}", _TREND * math.log10(value / _USUAL_SIZE))
+            for name, value in knobs
+            if name.endswith("_elements")
+        ),
+        *((f"setting {path} {value!r}", _UNKNOWN_SETTING) for path, value in extras),
+    ]
+    return tuple(effects)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimePrediction:
+    """A step's time as a distribution."""
+
+    median_s: float
+    log_std: float
+
+    def quantile(self, num_stds: float) -> float:
+        """Return the time that lies so many standard deviations above the median, seconds."""
+        return self.median_s * math.exp(num_stds * self.log_std)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """A measured step."""
+
+    point: TimePoint
+    seconds: float
+    noise: float  # relative
+    # seconds, as far as they were told apart
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class StepModel:
+    """Predicts step times from measured ones, in any order.
+
+    With ``is_scaled`` nothing is known of the machine but the proportions of its rates.
+    """
+
+    def __init__(self, timings: Sequence[Timing] = (), *, is_scaled: bool = False) -> None:
+        samples = [Sample(one.point.row(), one.seconds, one.noise) for one in timings]
+        samples += [
+            Sample(one.point.row(phase), seconds, math.hypot(one.noise, _PHASE_NOISE * one.seconds / seconds))
+            for one in timings
+            for phase, seconds in one.phases.items()
+            if phase in PHASES and seconds > 0
+        ]
+        self._regression = Regression([_STEP_FACTORS[part] for part in PARTS], samples, is_scaled=is_scaled)
+
+    @property
+    def scale(self) -> float:
+        """The factor by which spreads differ from what is assumed."""
+        return self._regression.scale
+
+    def predict(self, points: Sequence[TimePoint], phase: str | None = None) -> list[TimePrediction]:
+        medians, deviations = self._regression.predict([point.row(phase) for point in points])
+        return [
+            TimePrediction(float(median), float(deviation))
+            for median, deviation in zip(medians, deviations, strict=True)
+        ]
+
+    def parts(self, point: TimePoint, phase: str | None = None) -> dict[str, float]:
+        """Return part -> seconds of a step or phase; they sum to its predicted time."""
+        seconds = point.row(phase).parts
+        corrected = [factor * part for factor, part in zip(self.factors().values(), seconds, strict=True)]
+        total, (prediction,) = sum(corrected), self.predict([point], phase)
+        rescale = prediction.median_s / total if total else 0.0
+        return {part: value * rescale for part, value in zip(PARTS, corrected, strict=True)}
+
+    def factors(self) -> dict[str, float]:
+        return dict(zip(PARTS, map(float, self._regression.factors), strict=True))
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+_MEMORY_FACTORS = {
+    "state": (1.0, 0.03),
+    "others": (1.0, 0.4),
+    "others_divided": (1.0, 0.4),
+    "others_offloading": (0.8, 0.6),
+    "kept": (1.0, 0.12),
+    "grown": (1.0, 0.12),
+    "buckets": (1.0, 0.2),
+    "overlapped": (1.35, 0.45),
+    "held": (0.75, 0.6),
+}
+"""Mean and relative standard deviation of each part's factor before anything was measured. Assumed."""
+_MEMORY_GROUP, _MEMORY_STRUCTURE, _MEMORY_KNOB, _MEMORY_PHASE = 0.03, 0.01, 0.003, 0.03
+_MEMORY_UNKNOWN_SETTING, _MEMORY_SLOPE = 0.1, 0.015
+_MEMORY_NOISE = 0.004
+_SCATTERED = 0.03  # share that gradients which are not contiguous leave unusable between them
+_WASTE_NOISE, _MOST_WASTE, _BEYOND = 0.01, 0.1, 0.5
+"""Beyond ``_MOST_WASTE`` of what is needed, half of what the allocator holds could be given back."""
+_NEAR = 0.85
+"""What needs this share of what ran out of memory may do so, too, unless more of its group has run."""
+_TOLD = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
+"""Phases that a measurement tells apart, and those of a dry run that lie in them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Prior knowledge of a kind of device."""
+
+    capacity_bytes: float | None
+    context_bytes: float = 0.0  # of driver and libraries, before any tensor
+    context_std_bytes: float = 0.0
+    waste: float = 0.0  # mean log of what the allocator holds over what tensors need
+    log_std: float = 0.02  # of the waste of a new structure
+
+    @classmethod
+    def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
+        """Return a CPU: its allocator rounds to 64 bytes, collectives hold on to buffers."""
+        return cls(capacity_bytes, waste=0.005, log_std=0.03)
+
+    @classmethod
+    def cuda(cls, capacity_bytes: float) -> DeviceMemory:
+        """Return a GPU with torch's caching allocator, before anything was measured on it.
+
+        Source: the allocator cuts segments of 2 and 20 MiB and more into blocks of 512 bytes, of which training usually cannot
+        use some percent; the context is about one GiB with NCCL. Assumed here, not measured.
+        """
+        return cls(capacity_bytes, 1.0 * 2**30, 0.3 * 2**30, waste=0.04, log_std=0.04)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryPrediction:
+    """Peak memory on one device, as a distribution."""
+
+    median_bytes: float
+    log_std: float
+    phase: str
+    phase_bytes: tuple[tuple[str, float], ...]
+
+    def quantile(self, probability: float) -> float:
+        """Return the bytes that suffice with this probability."""
+        return self.median_bytes * math.exp(statistics.NormalDist().inv_cdf(probability) * self.log_std)
+
+    def probability_to_fit(self, capacity_bytes: float) -> float:
+        """Return the probability that so many bytes suffice."""
+        if capacity_bytes <= 0:
+            return 0.0
+        if self.median_bytes <= 0 or self.log_std <= 0:
+            return float(self.median_bytes <= capacity_bytes)
+        return statistics.NormalDist().cdf(math.log(capacity_bytes / self.median_bytes) / self.log_std)
+
+
+def unmeasured_peak(device: DeviceMemory, form: MemoryForm, micro_batch_size: float) -> MemoryPrediction:
+    """Return the peak of a configuration on a device on which nothing was measured."""
+    body = form.peak(micro_batch_size) * math.exp(device.waste)
+    median = body + device.context_bytes
+    log_std = math.hypot(device.log_std * body, device.context_std_bytes) / median if median else 0.0
+    phases = tuple((phase.phase, phase.at(micro_batch_size)) for phase in form.phases)
+    return MemoryPrediction(median, log_std, form.peak_phase(micro_batch_size), phases)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """A configuration whose memory is measured or wanted."""
+
+    peaks: tuple[PeakParts, ...]  # of its phases, the greatest first, as dry-run
+    group: tuple[Any, ...]
+    knobs: tuple[tuple[str, Any], ...]
+    micro_batch_size: int
+    extras: tuple[tuple[str, Any], ...] = ()
+    is_scattered: bool = False  # gradients are not contiguous
+
+    def row(self, peak: PeakParts) -> Row:
+        """Return one phase for the regression."""
+        effects: list[tuple[Hashable, float]] = [
+            (f"phase {peak.phase} {self.group}", _MEMORY_PHASE),
+            (f"slope {self.group}", _MEMORY_SLOPE * math.log2(self.micro_batch_size) / 3),
+            (f"group {self.group}", _MEMORY_GROUP),
+            (f"structure {self.group} {self.knobs} {self.extras}", _MEMORY_STRUCTURE),
+            *((f"setting {path} {value!r}", _MEMORY_UNKNOWN_SETTING) for path, value in self.extras),
+            *([("scattered", _SCATTERED)] if self.is_scattered else []),
+        ]
+        return Row(peak.num_bytes, tuple(effects))
+
+    def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
+        """Return the greatest peak of some phases; None without."""
+        return next((one for one in self.peaks if one.phase in phases), None)
+
+
+class MemoryModel:
+    """Learns and predicts peaks; equal evidence in equal order gives equal results."""
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self.device = device
+        self._samples: list[Sample] = []
+        self._errors: list[Row] = []
+        self._least_failed: dict[
+            tuple[Any, ...], float
+        ] = {}  # group -> dry-run bytes of what ran out of memory
+        self._most_run: dict[tuple[Any, ...], float] = {}
+        self._wastes: list[float] = []
+        self._regression: Regression | None = None
+
+    def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
+        """Take measured peaks of tensors, by phase and of ``all``.
+
+        ``reserved_bytes`` is the most that the allocator held.
+        """
+        whole = phases.get("all") or max(phases.values(), default=0.0)
+        if point.peaks:
+            most = max(self._most_run.get(point.group, 0.0), point.peaks[0].total_bytes)
+            self._most_run[point.group] = most
+        told = [
+            (peak, phases[name])
+            for name, where in _TOLD.items()
+            if phases.get(name) and (peak := point.peak_in(where)) is not None
+        ]
+        if not told and whole and point.peaks:
+            told = [(point.peaks[0], whole)]
+        self._samples += [Sample(point.row(peak), value, _MEMORY_NOISE) for peak, value in told]
+        if whole and reserved_bytes and reserved_bytes >= whole:
+            waste = math.log(reserved_bytes / whole) - (_SCATTERED if point.is_scattered else 0.0)
+            self._wastes.append(min(waste, _MOST_WASTE) + _BEYOND * max(waste - _MOST_WASTE, 0.0))
+        self._regression = None
+
+    def ran_out(self, point: MemoryPoint, phase: str) -> None:
+        """Take an out-of-memory error in a measured, dry-run or unknown phase."""
+        peak = point.peak_in((*_TOLD.get(phase, ()), phase)) or (point.peaks[0] if point.peaks else None)
+        if peak is not None:
+            self._errors.append(point.row(peak))
+            least = min(self._least_failed.get(point.group, math.inf), point.peaks[0].total_bytes)
+            self._least_failed[point.group] = least
+        self._regression = None
+
+    def predict(self, points: Sequence[MemoryPoint]) -> list[MemoryPrediction | None]:
+        """Return the phase of each point that is least likely to fit; None if unknown."""
+        mean, waste_std = self._waste()
+        peaks = [(point, peak) for point in points for peak in point.peaks]
+        medians, deviations = self._fitted().predict([point.row(peak) for point, peak in peaks])
+        worst: dict[int, tuple[float, float, str]] = {}
+        for median, deviation, (point, peak) in zip(medians, deviations, peaks, strict=True):
+            body = float(median) * math.exp(mean + (_SCATTERED if point.is_scattered else 0.0))
+            whole = body + self.device.context_bytes
+            spread = math.hypot(math.hypot(float(deviation), waste_std) * body, self.device.context_std_bytes)
+            found = (whole, spread / whole if whole else 0.0, peak.phase)
+            known = worst.get(id(point))
+            if known is None or whole + 2 * spread > known[0] * (1 + 2 * known[1]):
+                worst[id(point)] = found
+        for point in points:
+            failed, ran = (known.get(point.group) for known in (self._least_failed, self._most_run))
+            if failed and point.peaks and point.peaks[0].total_bytes >= max(_NEAR * failed, ran or 0.0):
+                whole, spread, phase = worst[id(point)]
+                worst[id(point)] = (max(whole, 1.01 * (self.device.capacity_bytes or 0.0)), spread, phase)
+        return [
+            MemoryPrediction(*worst[id(point)], tuple((peak.phase, peak.total_bytes) for peak in point.peaks))
+            if point.peaks
+            else None
+            for point in points
+        ]
+
+    def _fitted(self) -> Regression:
+        if self._regression is None:
+            capacity = self.device.capacity_bytes or 0.0
+            least = max(capacity - self.device.context_bytes, 1.0) / math.exp(self._waste()[0])
+            errors = [Sample(row, least * 1.02, _MEMORY_NOISE, is_least=True) for row in self._errors]
+            factors = [_MEMORY_FACTORS[part] for part in MEMORY_PARTS]
+            self._regression = Regression(factors, [*self._samples, *errors], is_robust=False)
+        return self._regression
+
+    def _waste(self) -> tuple[float, float]:
+        """Return mean and spread of the log of allocator bytes over tensor bytes."""
+        prior, own = 1 / max(self.device.log_std, 1e-6) ** 2, 1 / _WASTE_NOISE**2
+        weight = prior + own * len(self._wastes)
+        return (self.device.waste * prior + own * sum(self._wastes)) / weight, math.sqrt(1 / weight)

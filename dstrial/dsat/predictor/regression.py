@@ -1,0 +1,185 @@
+"""Bayesian linear regression on relative errors, in closed form. Pure.
+
+A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0, and off by effects e of what the
+parts do not know: ``y = (p . f) (1 + e + noise)``. Divided by a first estimate of p . f this is linear in f and e, so that one
+solve gives the posterior; the estimate is first y itself, then that of the solve before.
+docs/dsat-model.md has the equations.
+
+Source: Rasmussen and Williams 2006, chapter 2 (kernel form); O'Hagan and Forster 2004, chapter 11 (unknown scale of variances).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Floats = NDArray[np.float64]
+
+Effects = tuple[tuple[Hashable, float], ...]
+"""(name, standard deviation) of each effect of a row, negative for one that has it the other way round; rows with an effect of
+one name share it."""
+
+_PRIOR_ROWS = 8.0  # rows that the assumed spreads count for, against the residuals of measured rows
+_LEAST_SCALE, _MOST_SCALE = 0.7, 4.0  # of all spreads
+_LEAST_FACTOR = 0.05  # of its prior mean; a factor that would be below it is held there
+_LARGE = 0.03  # standard deviation of an effect
+_LEAST_SPREAD = 0.003  # relative, of any prediction
+_OUTLIER = 3.0  # standard deviations from what all other rows predict
+_OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
+_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A quantity before any correction."""
+
+    parts: tuple[float, ...]
+    effects: Effects
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured quantity."""
+
+    row: Row
+    value: float
+    noise: float  # relative
+    is_least: bool = False  # the quantity is larger than the value
+
+
+class Regression:
+    """Posterior of factors and effects.
+
+    ``priors`` are mean and relative deviation of each factor.
+
+    With ``is_scaled`` all prior means are first multiplied by the median ratio of measured to expected; with ``is_robust``
+    a sample far from what all others predict counts little, and spreads may also prove smaller than is assumed.
+    """
+
+    def __init__(
+        self,
+        priors: Sequence[tuple[float, float]],
+        samples: Sequence[Sample] = (),
+        *,
+        is_scaled: bool = False,
+        is_robust: bool = True,
+    ) -> None:
+        self.factors: _Floats = np.array([mean for mean, _ in priors])
+        self._deviations: _Floats = self.factors * np.array([deviation for _, deviation in priors])
+        self._is_scaled, self._is_robust = is_scaled, is_robust
+        self.scale = 1.0
+        self._fit: _Fit | None = None
+        self._prior, self._predicted = self.factors, self._deviations
+        exact = [one for one in samples if not one.is_least]
+        if exact:
+            self._learn(exact)
+        # A lower bound below the prediction says nothing; one above it is taken for the value.
+        told = [one for one in samples if one.is_least and self.predict([one.row])[0][0] < one.value]
+        if told:
+            self._learn([*exact, *told])
+
+    def predict(self, rows: Sequence[Row]) -> tuple[_Floats, _Floats]:
+        """Return median and relative standard deviation of each row."""
+        if not rows:
+            return np.zeros(0), np.zeros(0)
+        parts = _parts(rows)
+        medians = parts @ self.factors
+        shares = parts * self._predicted / medians[:, None]
+        variances: _Floats = np.sum(shares**2, axis=1) + np.array(
+            [sum([std * std for _, std in row.effects]) for row in rows]
+        )
+        if self._fit is not None:
+            fit = self._fit
+            effects = _effects(rows, fit.names) @ fit.effects.T
+            across = shares @ fit.shares.T + effects
+            medians = medians * np.exp(effects @ fit.weights)
+            variances = variances - np.sum((across @ fit.inverse) * across, axis=1)
+        variances = self.scale**2 * np.maximum(variances, _LEAST_SPREAD**2)
+        if self._fit is not None and self.scale < 1:
+            # Small residuals say nothing of large effects that no sample has.
+            unknown = [
+                sum([std * std for name, std in row.effects if std > _LARGE and name not in self._fit.names])
+                for row in rows
+            ]
+            variances = variances + (1 - self.scale**2) * np.array(unknown)
+        return medians, np.sqrt(variances)
+
+    def _learn(self, samples: Sequence[Sample]) -> None:
+        rows = [one.row for one in samples]
+        values: _Floats = np.array([one.value for one in samples])
+        parts, noise = _parts(rows), np.array([one.noise for one in samples]) ** 2
+        if self._is_scaled:
+            ratio = float(np.median(values / (parts @ self._prior)))
+            self._prior, self._deviations = self._prior * ratio, self._deviations * ratio
+        names = {
+            name: idx for idx, name in enumerate(dict.fromkeys(n for row in rows for n, _ in row.effects))
+        }
+        effects = _effects(rows, names)
+        sums = values
+        for _ in range(_ROUNDS):
+            # Errors are relative to the sums of the parts, which the round before has told.
+            fit = self._solve(names, parts / sums[:, None], values / sums, effects, noise)
+            sums = parts @ self.factors
+        # The residual of a row from a fit to all others is its weight over the inverse's diagonal (leave one out).
+        far = np.abs(fit.weights) > _OUTLIER * self.scale * np.sqrt(np.diag(fit.inverse))
+        if self._is_robust and np.any(far):
+            noise = np.where(far, np.maximum(noise, _OUTLIER_NOISE**2), noise)
+            fit = self._solve(names, parts / sums[:, None], values / sums, effects, noise)
+        self._fit = fit
+
+    def _solve(
+        self,
+        names: Mapping[Hashable, int],
+        scaled: _Floats,
+        measured: _Floats,
+        effects: _Floats,
+        noise: _Floats,
+    ) -> _Fit:
+        """Return the posterior; hold factors that would be negative at their least."""
+        mean, deviations = self._prior.copy(), self._deviations.copy()
+        while True:
+            shares = scaled * deviations
+            inverse: _Floats = np.asarray(
+                np.linalg.inv(shares @ shares.T + effects @ effects.T + np.diag(noise)), dtype=np.float64
+            )
+            off = measured - scaled @ mean
+            weights = inverse @ off
+            factors = mean + deviations * (shares.T @ weights)
+            below = (factors < _LEAST_FACTOR * self._prior) & (deviations > 0)
+            if not np.any(below):
+                break
+            mean[below], deviations[below] = _LEAST_FACTOR * self._prior[below], 0.0
+        # Spreads grow with the residuals: the posterior mean of their common scale.
+        ratio = (_PRIOR_ROWS + float(off @ weights)) / (_PRIOR_ROWS + len(off))
+        least = _LEAST_SCALE if self._is_robust else 1.0
+        self.scale = float(np.clip(math.sqrt(ratio), least, _MOST_SCALE))
+        self.factors = factors
+        self._predicted = np.where(deviations == 0.0, _LEAST_FACTOR * self._prior, deviations)
+        return _Fit(names, effects, shares, inverse, weights)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fit:
+    names: Mapping[Hashable, int]
+    effects: _Floats
+    shares: _Floats
+    inverse: _Floats
+    weights: _Floats
+
+
+def _parts(rows: Sequence[Row]) -> _Floats:
+    return np.maximum(np.array([row.parts for row in rows], dtype=np.float64), 1e-12)
+
+
+def _effects(rows: Sequence[Row], names: Mapping[Hashable, int]) -> _Floats:
+    found = np.zeros((len(rows), max(len(names), 1)))
+    for at, row in enumerate(rows):
+        for name, deviation in row.effects:
+            idx = names.get(name)
+            if idx is not None:
+                found[at, idx] = deviation
+    return found
