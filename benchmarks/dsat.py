@@ -2,7 +2,8 @@
 
 Usage::
 
-    python benchmarks/dsat.py [--seeds 30] [--methods ...] [--workloads 0 1 ...] [--json FILE]
+    python benchmarks/dsat.py [--seeds 30] [--first-seed 0] [--methods ...] [--workloads 0 1 ...] [--formulas other]
+        [--thorough] [--json FILE]
     python benchmarks/dsat.py --grid benchmarks/dsat_recorded/grid.json
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dsat_grid import RecordedGrid
-from dsat_surfaces import WORKLOADS, Grid, Surface
+from dsat_surfaces import FORMULAS, WORKLOADS, Grid, Surface
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, relative_gain
@@ -56,17 +57,21 @@ def problems(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[int
         yield "recorded grid", ((seed, grid_problem(args.grid, seed)) for seed in range(args.seeds))
         return
     for number in args.workloads:
-        yield WORKLOADS[number].name, surface_problems(number, args.seeds)
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        yield WORKLOADS[number].name, surface_problems(number, seeds, args.formulas)
 
 
-def surface_problems(number: int, num_seeds: int) -> Iterator[tuple[int, Problem]]:
+def surface_problems(
+    number: int, seeds: Sequence[int], formulas: str = "usual"
+) -> Iterator[tuple[int, Problem]]:
     workload = WORKLOADS[number]
     space = workload.space()
     grid = Grid(workload, space)
     inputs = read_inputs(DRY_RUNS / f"{number}-fixed.json")
-    for seed in range(num_seeds):
-        best = Surface(workload, seed).optimum(grid).throughput
-        yield seed, Problem(space, Surface(workload, seed), workload.machine.num_ranks, inputs, best)
+    for seed in seeds:
+        best = Surface(workload, seed, FORMULAS[formulas]).optimum(grid).throughput
+        ground = Surface(workload, seed, FORMULAS[formulas])
+        yield seed, Problem(space, ground, workload.machine.num_ranks, inputs, best)
 
 
 def grid_problem(path: Path, seed: int) -> Problem:
@@ -80,10 +85,12 @@ def read_inputs(path: Path) -> PredictInputs:
     return PredictInputs.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def play(problem: Problem, name: str, seed: int) -> list[tuple[Candidate, Outcome, float]]:
+def play(
+    problem: Problem, name: str, seed: int, *, thorough: bool = False
+) -> list[tuple[Candidate, Outcome, float]]:
     """Return each trial of a search: its configuration, its outcome, its seconds on all slots."""
     space = problem.space
-    options = MethodOptions(metric="throughput", max_trials=MAX_TRIALS, seed=seed)
+    options = MethodOptions("throughput", MAX_TRIALS, seed=seed, thorough=thorough)
     method = search_method(name, space, options, Filters(space), problem.inputs)
     trials: list[tuple[Candidate, Outcome, float]] = []
     waiting, is_living = [], False
@@ -104,11 +111,11 @@ def play(problem: Problem, name: str, seed: int) -> list[tuple[Candidate, Outcom
 
 def best_of(trials: Sequence[tuple[Candidate, Outcome, float]]) -> Candidate | None:
     """Return what dsat would return: the user's own configuration unless another is better by more than a tie."""
-    scored = [
-        (outcome.metrics["throughput"], candidate)
-        for candidate, outcome, _ in trials
-        if isinstance(outcome, Measured)
-    ]
+    values: dict[Candidate, list[float]] = {}
+    for candidate, outcome, _ in trials:
+        if isinstance(outcome, Measured):
+            values.setdefault(candidate, []).append(outcome.metrics["throughput"])
+    scored = [(statistics.mean(many), candidate) for candidate, many in values.items()]
     if not scored:
         return None
     value, best = max(scored, key=lambda pair: pair[0])
@@ -160,6 +167,9 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--formulas", choices=tuple(FORMULAS), default="usual")
+    parser.add_argument("--thorough", action="store_true")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--workloads", type=int, nargs="*", default=list(range(len(WORKLOADS))))
     parser.add_argument("--grid", type=Path, help="a recorded grid, in place of the surfaces")
@@ -170,7 +180,7 @@ def main(words: Sequence[str] | None = None) -> None:
         found = []
         for seed, problem in seeds:
             for method in args.methods:
-                played = line(problem, play(problem, method, seed))
+                played = line(problem, play(problem, method, seed, thorough=args.thorough))
                 found.append({"case": name, "method": method, "seed": seed, **played})
         print(f"### {name}\n\n{table(found)}\n", flush=True)
         every += found

@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import dsat_other_costs
+import dsat_surface_costs
 import numpy as np
 import numpy.typing as npt
 from dsat_surface_costs import (
@@ -24,8 +26,6 @@ from dsat_surface_costs import (
     Times,
     activation_bytes_per_record,
     flops_per_record,
-    memory,
-    times,
 )
 from dsat_workloads import WORKLOADS, Workload
 
@@ -35,15 +35,30 @@ from dstrial.dsat.space.space import Space
 
 __all__ = ["WORKLOADS", "Grid", "Optimum", "Surface", "Workload"]
 
-GROUP_TIME_SPREAD = 0.04
-KNOB_TIME_SPREAD = 0.003
-STRUCTURE_TIME_SPREAD = 0.003
-GROUP_MEMORY_SPREAD = 0.03
-STRUCTURE_MEMORY_SPREAD = 0.008
-MEASUREMENT_SPREAD = 0.005
-OUTLIER_SHARE = 0.02
 OUTLIER_FACTOR = 1.03
 NUM_MEASURED_STEPS = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Formulas:
+    """Formulas, and standard deviations of what no formula says, as shares."""
+
+    costs: Any  # a module with ``memory`` and ``times``
+    group_time: float = 0.04
+    knob_time: float = 0.003
+    structure_time: float = 0.003
+    group_memory: float = 0.03
+    structure_memory: float = 0.008
+    noise: float = 0.005
+    outliers: float = 0.02  # share of measurements that are slower by ``OUTLIER_FACTOR``
+
+
+FORMULAS = {
+    "usual": Formulas(dsat_surface_costs),
+    "other": Formulas(dsat_other_costs),
+    "uneven": Formulas(dsat_other_costs, 0.08, 0.004, 0.004, 0.05, 0.01, 0.006, 0.04),
+}
+"""``uneven``: stages and kinds of offloading differ more than formulas say."""
 
 _ZERO = "zero_optimization."
 _PATHS = {
@@ -109,8 +124,11 @@ class Optimum:
 class Surface:
     """One workload with one seed's hidden errors; the bare formulas if the seed is None."""
 
-    def __init__(self, workload: Workload, seed: int | None = None) -> None:
+    def __init__(
+        self, workload: Workload, seed: int | None = None, formulas: Formulas = FORMULAS["usual"]
+    ) -> None:
         self.workload = workload
+        self._formulas = formulas
         self._seed = seed
         self.hidden = Hidden() if seed is None else _drawn(seed)
         self._num_measured: dict[Candidate, int] = {}
@@ -138,7 +156,7 @@ class Surface:
             {
                 "throughput": batch.train_batch_size / step_s,
                 "latency": step_s * 1e6,
-                "half_width": 1.96 * MEASUREMENT_SPREAD,
+                "half_width": 1.96 * self._formulas.noise,
                 "num_steps": NUM_MEASURED_STEPS,
                 "forward": float(times_.forward[0]) * noise * 1e6,
                 "backward": float(times_.backward[0]) * noise * 1e6,
@@ -192,13 +210,14 @@ class Surface:
         return _knobs([_row(self.workload, candidate) for candidate in candidates])
 
     def _evaluate(self, knobs: Knobs) -> tuple[Memory, Times]:
-        memory_ = memory(self.workload, knobs, self.hidden)
+        formulas = self._formulas
+        memory_: Memory = formulas.costs.memory(self.workload, knobs, self.hidden)
         if self._seed is None:
-            return memory_, times(self.workload, knobs, self.hidden, memory_.peak)
+            return memory_, formulas.costs.times(self.workload, knobs, self.hidden, memory_.peak)
         group, structure = self._codes(knobs)
         bytes_factor = np.exp(
-            GROUP_MEMORY_SPREAD * _normal(group, self._seed, 1)
-            + STRUCTURE_MEMORY_SPREAD * _normal(structure, self._seed, 2)
+            formulas.group_memory * _normal(group, self._seed, 1)
+            + formulas.structure_memory * _normal(structure, self._seed, 2)
         )
         context = self.hidden.context_bytes
         memory_ = Memory(
@@ -206,13 +225,13 @@ class Surface:
             *((getattr(memory_, phase) - context) * bytes_factor + context for phase in ("backward", "step")),
             memory_.host,
         )
-        times_ = times(self.workload, knobs, self.hidden, memory_.peak)
-        error = GROUP_TIME_SPREAD * _normal(group, self._seed, 3)
-        error += STRUCTURE_TIME_SPREAD * _normal(structure, self._seed, 4)
+        times_: Times = formulas.costs.times(self.workload, knobs, self.hidden, memory_.peak)
+        error = formulas.group_time * _normal(group, self._seed, 3)
+        error += formulas.structure_time * _normal(structure, self._seed, 4)
         for number, name in enumerate(_LIVE):
             values, where = np.unique(knobs.stage + 4 * getattr(knobs, name), return_inverse=True)
             effect = _normal(_mixed([values, np.full(values.shape, float(number))]), self._seed, 7)
-            error += KNOB_TIME_SPREAD * effect[where.reshape(-1)]
+            error += formulas.knob_time * effect[where.reshape(-1)]
         factor = np.exp(error)
         return memory_, Times(times_.forward * factor, times_.backward * factor, times_.step * factor)
 
@@ -231,8 +250,8 @@ class Surface:
             return 1.0
         _, structure = self._codes(knobs)
         code = _mixed([structure.astype(np.float64), knobs.micro, np.array([float(repeat)])])
-        is_outlier = float(_uniform(code, self._seed, 6)[0]) < OUTLIER_SHARE
-        noise = float(np.exp(MEASUREMENT_SPREAD * _normal(code, self._seed, 5))[0])
+        is_outlier = float(_uniform(code, self._seed, 6)[0]) < self._formulas.outliers
+        noise = float(np.exp(self._formulas.noise * _normal(code, self._seed, 5))[0])
         return noise * (OUTLIER_FACTOR if is_outlier else 1.0)
 
     def _allocated(self, peak: float) -> float:
