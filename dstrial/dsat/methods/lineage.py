@@ -202,6 +202,7 @@ class LineageMethod(abc.ABC):
             self.info = ModelInfo.from_measured(outcome)
             notes: list[Action] = []
             if self.info is not None:
+                self.filters.note_params(self.info.num_params)
                 lines = log_lines(
                     self.info, self.space.stages, self.space.replicas, self.space.bytes_per_value
                 )

@@ -48,6 +48,10 @@ _NEW, _FAR = 2.0, 2.0
 _PROGRESS = 1.005  # better than the best so far by less is no progress
 _SURE_TO_FIT = 0.98  # probability, while nothing has run
 _MOST_REFUSED = 2
+_MAY_REPEAT = (
+    FailureKind.COMMUNICATION,
+    FailureKind.DEVICE_OOM,
+)  # smaller buckets may fit, although they differ in nothing else
 _LONGEST_STEPS, _LEAST_S, _BUILD_S = 70, 6.0, 30.0
 _NEXT_SIZES = 2
 _USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown
@@ -253,7 +257,7 @@ class PredictSearch:
         tried = {
             self._identity(one.candidate)
             for one in self.observations.values()
-            if not isinstance(one.outcome, Failure) or one.outcome.kind is not FailureKind.COMMUNICATION
+            if not isinstance(one.outcome, Failure) or one.outcome.kind not in _MAY_REPEAT
         }
         found = self._acquisition.candidates(
             self._positions(), self.predictor.fantasize(is_open), measured, None if best is None else best[1]

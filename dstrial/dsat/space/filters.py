@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -47,6 +48,12 @@ class Filters:
         self._space = space
         self.disabled = disabled
         self._identities: dict[Candidate, str] = {}
+        self._num_params: float | None = None
+
+    def note_params(self, num_params: float) -> None:
+        """Take the model's number of parameters, above which sizes do not differ."""
+        self._num_params = num_params
+        self._identities.clear()
 
     def check(self, candidate: Candidate, observations: Sequence[Observation]) -> Rejection | None:
         """Return why a candidate is not measured; None if it is to be."""
@@ -80,8 +87,22 @@ class Filters:
 
     def _identity(self, candidate: Candidate) -> str:
         if candidate not in self._identities:
-            self._identities[candidate] = self._space.identity(candidate)
+            self._identities[candidate] = self._space.identity(self._clamped(candidate))
         return self._identities[candidate]
+
+    def _clamped(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with one same value for all sizes above the model's."""
+        if self._num_params is None:
+            return candidate
+        effective = self._space.checked(candidate).effective
+        most = 2 * math.ceil(self._num_params / 2)  # DeepSpeed takes even sizes only
+        large = {
+            knob.path: most
+            for knob in self._space.knobs(candidate.stage)
+            if knob.counts_params and (value_at(effective, knob.path) or 0) > most
+        }
+        settings = tuple(sorted({**dict(candidate.settings), **large}.items()))
+        return dataclasses.replace(candidate, settings=settings)
 
 
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:

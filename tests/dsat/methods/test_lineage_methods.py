@@ -16,6 +16,7 @@ from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, Note, Skip
 from dstrial.dsat.methods.lineage import LineageMethod
 from dstrial.dsat.methods.random_structures import AshaSearch, RandomConfigSearch
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import SearchError
 
@@ -220,3 +221,18 @@ def _finish(method: LineageMethod) -> None:
         actions = method.on_result(done.trial_id, surface(done.candidate))
         waiting += [action for action in actions if hasattr(action, "trial_id")]
         json.dumps(method.snapshot())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sizes_above_the_number_of_parameters_are_one_candidate(name: str) -> None:
+    def small(candidate: Candidate) -> Outcome:
+        found = surface(candidate)
+        return found if isinstance(found, Failure) else Measured({**found.metrics, "num_params": 1e5})
+
+    searched = space(stages=(1,))
+
+    played = play(name, searched, outcome_of=small, max_trials=30)
+
+    groups = ConfigGroups(searched)
+    keys = [groups.identity(one.candidate, 1e5) for one in played.measured]
+    assert len(keys) == len(set(keys)) > 1
