@@ -41,7 +41,7 @@ class _Effort:
 
 
 _USUAL = _Effort(least_worth=0.0012, patience=2.0, most_contenders=0, most_repeats=1)
-_THOROUGH = _Effort(least_worth=0.0005, patience=4.0, most_contenders=3, most_repeats=3)
+_THOROUGH = _Effort(least_worth=0.0008, patience=3.0, most_contenders=3, most_repeats=2)
 _NEW, _FAR = 2.0, 2.0
 """Worth of a measurement, times what it gains itself, where none of its group has run with a micro batch within a factor of
 ``_FAR``: it tells about many others."""
