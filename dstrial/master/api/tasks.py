@@ -1,4 +1,4 @@
-"""Tasks: what runs now, and one task with its allocations."""
+"""Tasks: list active ones, show one with its allocations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dstrial.master.store.nodes import node_of
 _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
 
 
-def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
+def _ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
     ports = [
         message(
             bindings.v1ProxyPortConfig,
@@ -50,7 +50,7 @@ def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
 
 def _summary(
     services: Services,
-    row: tasks.LivingAllocation,
+    row: tasks.ActiveAllocation,
     names: Mapping[int, str],
     devices: Mapping[int, dict[str, Any]],
 ) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def _summary(
     )
 
 
-def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
-    """Return work on files as Determined's checkpoint task; it has no process here."""
+def _collection_json(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
+    """Return a background file job as a checkpoint-GC task; it has no process."""
     task_id = f"checkpoint-gc-{row.id}"
     return message(
         bindings.v1AllocationSummary,
@@ -101,13 +101,13 @@ def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[
 
 
 async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
-    living, collections = await services.read(
-        lambda connection: (tasks.living(connection), background_jobs.collections(connection))
+    active, collections = await services.read(
+        lambda connection: (tasks.active(connection), background_jobs.collections(connection))
     )
     names = {node.id: node.name for node in services.backend.nodes()}
     devices = devices_of(services)
-    found = [_summary(services, row, names, devices) for row in living] + [
-        _collection(services, row) for row in collections
+    found = [_summary(services, row, names, devices) for row in active] + [
+        _collection_json(services, row) for row in collections
     ]
     return {one["allocationId"]: one for one in found}
 
@@ -139,7 +139,7 @@ def allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return a task's config: as submitted of a generic one, complete of others; JSON."""
+    """Return a task's config as JSON: a generic task's as submitted, else merged."""
     return masked_json(row.original_config or row.config, names)
 
 

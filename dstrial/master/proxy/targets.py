@@ -47,7 +47,7 @@ _LOOPBACK = "0100007F"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """A port of 127.0.0.1 on which a living task answers."""
+    """A port of 127.0.0.1 on which an active task listens."""
 
     task_id: str
     port: int
@@ -97,7 +97,7 @@ def _find(connection: Connection, name: str) -> Service:
     """
     asked = _SERVICE.fullmatch(name)
     task_id = "" if asked is None else asked["task"]
-    row = tasks.living_of(connection, task_id)
+    row = tasks.active_of(connection, task_id)
     if asked is None or row is None:
         raise RequestError(
             404,
@@ -113,7 +113,7 @@ def _find(connection: Connection, name: str) -> Service:
             port = int(one["proxy_port"])
             rivals = tuple(
                 other.supervisor_pid
-                for other in tasks.living(connection)
+                for other in tasks.active(connection)
                 if other.id != row.id
                 and other.supervisor_pid is not None
                 and port in [int(theirs["proxy_port"]) for theirs in _offered(other)]
@@ -127,7 +127,7 @@ def _find(connection: Connection, name: str) -> Service:
     )
 
 
-def _offered(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
+def _offered(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
     return (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
 
 

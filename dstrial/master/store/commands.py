@@ -161,10 +161,6 @@ def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
     )
 
 
-def living(connection: sqlite3.Connection) -> list[CommandInfo]:
-    return fetch_all(CommandInfo, connection, f"{_SELECT} WHERE a.id IS NOT NULL ORDER BY a.start_us, a.id")
-
-
 def queued(connection: sqlite3.Connection) -> list[CommandInfo]:
     """Return the commands that run or wait for slots, the most urgent first."""
     return fetch_all(

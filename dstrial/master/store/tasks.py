@@ -23,7 +23,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LivingAllocation(Allocation):
+class ActiveAllocation(Allocation):
     priority: int
     config: str
     name: str
@@ -39,7 +39,7 @@ def allocations_of(connection: sqlite3.Connection, task_id: str) -> list[Allocat
     )
 
 
-_LIVING = (
+_ACTIVE = (
     "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
     "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
     "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
@@ -47,12 +47,12 @@ _LIVING = (
 )
 
 
-def living(connection: sqlite3.Connection) -> list[LivingAllocation]:
-    return fetch_all(LivingAllocation, connection, f"{_LIVING} ORDER BY a.start_us, a.id")
+def active(connection: sqlite3.Connection) -> list[ActiveAllocation]:
+    return fetch_all(ActiveAllocation, connection, f"{_ACTIVE} ORDER BY a.start_us, a.id")
 
 
-def living_of(connection: sqlite3.Connection, task_id: str) -> LivingAllocation | None:
-    return fetch_one(LivingAllocation, connection, f"{_LIVING} AND a.task_id = ?", (task_id,))
+def active_of(connection: sqlite3.Connection, task_id: str) -> ActiveAllocation | None:
+    return fetch_one(ActiveAllocation, connection, f"{_ACTIVE} AND a.task_id = ?", (task_id,))
 
 
 def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: str | None) -> bool:
@@ -74,11 +74,11 @@ def is_over(
         (value, before_us),
     ).fetchone()[0]
     column = "trial_id" if trial_id is not None else "task_id"
-    live = connection.execute(
+    num_active = connection.execute(
         f"SELECT COUNT(*) FROM allocations WHERE {column} = ? AND state != 'TERMINATED'",  # noqa: S608 - a constant
         (value,),
     ).fetchone()[0]
-    return not open_tasks and not live
+    return not open_tasks and not num_active
 
 
 def update(tx: Transaction, task_id: str, **columns: Any) -> None:

@@ -86,7 +86,7 @@ def usage(
     return found
 
 
-def _holder(row: tasks.LivingAllocation) -> Json:
+def _holder(row: tasks.ActiveAllocation) -> Json:
     return {
         "allocation": row.id,
         "task": row.task_id,
@@ -167,8 +167,8 @@ def _queued(entry: Entry, num_ahead: int, there: Room, engine_text: str) -> Json
 
 def _read_cluster(services: Services, connection: Connection) -> Json:
     nodes = services.backend.nodes()
-    living = tasks.living(connection)
-    by_slot = {slot_id: row.id for row in living for slot_id in row.slots}
+    active = tasks.active(connection)
+    by_slot = {slot_id: row.id for row in active for slot_id in row.slots}
     off = jobs.disabled_slots(connection, tuple(slot.id for node in nodes for slot in node.slots))
     there = room(nodes, off, frozenset(by_slot))
     engine = shown_engine(services.state_dir)
@@ -178,7 +178,7 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
         "usable": there.usable,
         "free": there.free,
         "nodes": [_node(node, off, by_slot) for node in nodes],
-        "holders": {row.id: _holder(row) for row in living},
+        "holders": {row.id: _holder(row) for row in active},
         "queue": [
             _queued(entry, num_ahead, there, engine_jobs(services, connection, entry).strip(" []"))
             for num_ahead, entry in enumerate(entries(connection))
