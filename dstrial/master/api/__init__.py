@@ -1,1 +1,1 @@
-"""The protocol's routes: one module per resource, each with a list ``routes``."""
+"""Routes of the REST API: one module per resource, each with a list ``routes``."""

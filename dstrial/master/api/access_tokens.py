@@ -1,7 +1,7 @@
-"""Access tokens: made, listed, described, edited and revoked; ``det token``.
+"""Access tokens: create, list, describe, edit and revoke (``det token``).
 
-Source: Determined 0.38.1 ``master/internal/api_auth.go`` and ``master/internal/token``. It keeps them for its Enterprise
-Edition, and lets administrators alone make them; here users may make, see and change their own.
+Source: Determined 0.38.1 ``master/internal/api_auth.go`` and ``master/internal/token``. In Determined this is an Enterprise
+feature, and only administrators create tokens; here users may also create, see and change their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SORT_KEYS: dict[str, Callable[[AccessToken], Any]] = {
 
 
 def duration_us(text: str) -> int | None:
-    """Read a duration of Go's ``time.ParseDuration``, ``1h30m``; None if it is none."""
+    """Parse a Go duration such as ``1h30m``; return None if the text is invalid."""
     parts = _PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         return None
@@ -65,7 +65,7 @@ def _json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
-    """Return when a new token ends, which is never after its maker's token."""
+    """Return the new token's expiry, no later than that of the requesting token."""
     identity = request.identity
     assert identity is not None
     if identity.is_of_task:
@@ -138,7 +138,7 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
     sort_by = request.query_choice("sortBy", bindings.v1GetAccessTokensRequestSortBy)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     found.sort(key=_SORT_KEYS.get(sort_by or "", lambda one: one.id), reverse=is_descending)
-    # All of them, where the client does not ask for a page: the command does not ask for the next one.
+    # Without a limit, return every token: `det token list` never requests a second page.
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit") or -1)
     return message(
         bindings.v1GetAccessTokensResponse,

@@ -1,4 +1,4 @@
-"""The machines in the protocol: agents with slots, and one resource pool."""
+"""Agents (nodes) with their slots, and the single resource pool."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _MAX_NAMED = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Use:
-    """Devices and allocations of one moment."""
+class _Usage:
+    """Snapshot of devices, disabled slots and allocations."""
 
-    off: Mapping[int, bool]
+    disabled: Mapping[int, bool]
     devices: Mapping[int, dict[str, Any]]  # slot -> v1Device
     allocations: tuple[Allocation, ...]
-    # Node -> of each allocation there the slots, and their v1Container.
-    held: Mapping[int, list[tuple[list[int], dict[str, Any]]]]
+    # Node -> (slots, v1Container) of each allocation on the node.
+    containers: Mapping[int, list[tuple[list[int], dict[str, Any]]]]
     num_queued: int
 
 
-def _use(connection: Connection, devices: Mapping[int, dict[str, Any]]) -> _Use:
+def _read_usage(connection: Connection, devices: Mapping[int, dict[str, Any]]) -> _Usage:
     rows = tuple(allocations.not_ended(connection))
-    held: dict[int, list[tuple[list[int], dict[str, Any]]]] = {}
+    containers: dict[int, list[tuple[list[int], dict[str, Any]]]] = {}
     for row in rows:
         by_node: dict[int, list[int]] = {}
         for slot_id in row.slots:
             by_node.setdefault(node_of(slot_id), []).append(slot_id)
         # An allocation without slots runs on the master's own node.
         for node_id, slots in (by_node or {OWN_NODE: []}).items():
-            held.setdefault(node_id, []).append((slots, _container(devices, row, slots)))
-    off = jobs.disabled_slots(connection, devices.keys())
-    return _Use(off, devices, rows, held, jobs.count_without_slots(connection))
+            containers.setdefault(node_id, []).append((slots, _container(devices, row, slots)))
+    disabled = jobs.disabled_slots(connection, devices.keys())
+    return _Usage(disabled, devices, rows, containers, jobs.count_without_slots(connection))
 
 
 def devices_of(services: Services) -> dict[int, dict[str, Any]]:
@@ -80,16 +80,16 @@ def _container(
     )
 
 
-def _slots(use: _Use, node: Node) -> dict[str, dict[str, Any]]:
-    """Return index -> v1Slot."""
-    containers = {slot_id: one for slots, one in use.held.get(node.id, []) for slot_id in slots}
+def _slots(usage: _Usage, node: Node) -> dict[str, dict[str, Any]]:
+    """Return a node's slots as slot index -> v1Slot."""
+    containers = {slot_id: one for slots, one in usage.containers.get(node.id, []) for slot_id in slots}
     return {
         str(index_of(slot.id)): message(
             bindings.v1Slot,
             id=str(index_of(slot.id)),
-            device=device_json(use.devices, slot.id),
-            enabled=slot.id not in use.off,
-            draining=use.off.get(slot.id, False),
+            device=device_json(usage.devices, slot.id),
+            enabled=slot.id not in usage.disabled,
+            draining=usage.disabled.get(slot.id, False),
             container=containers.get(slot.id),
         )
         for slot in node.slots
@@ -97,7 +97,7 @@ def _slots(use: _Use, node: Node) -> dict[str, dict[str, Any]]:
 
 
 def _stats(slots: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Count v1Slot by a field of its device."""
+    """Count v1Slots (total, disabled, draining, by state) per value of a device field."""
     counts: dict[str, dict[str, Any]] = {}
     for slot in slots:
         empty = {"total": 0, "disabled": 0, "draining": 0, "states": {}}
@@ -112,9 +112,9 @@ def _stats(slots: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def _agent(
-    services: Services, use: _Use, node: Node, *, has_slots: bool = True, has_containers: bool = True
+    services: Services, usage: _Usage, node: Node, *, has_slots: bool = True, has_containers: bool = True
 ) -> dict[str, Any]:
-    key, slots = agent_key(node.id), _slots(use, node)
+    key, slots = agent_key(node.id), _slots(usage, node)
     return message(
         bindings.v1Agent,
         id=node.name,
@@ -122,11 +122,13 @@ def _agent(
         registeredTime=format_us(services.start_us if node.id == OWN_NODE else node.since_us),
         addresses=[node.address],
         resourcePools=[services.settings.pool_name],
-        # One that is down takes nothing, like one that a person has switched off.
-        enabled=key not in use.off and node.why_down is None,
-        draining=use.off.get(key, False),
+        # A node that is down accepts no work, as if a user had disabled it.
+        enabled=key not in usage.disabled and node.why_down is None,
+        draining=usage.disabled.get(key, False),
         slots=slots if has_slots else None,
-        containers={one["id"]: one for _, one in use.held.get(node.id, [])} if has_containers else None,
+        containers={one["id"]: one for _, one in usage.containers.get(node.id, [])}
+        if has_containers
+        else None,
         slotStats=message(
             bindings.v1SlotStats,
             brandStats=_stats(slots.values(), "brand"),
@@ -135,11 +137,11 @@ def _agent(
     )
 
 
-async def _now(request: ApiRequest) -> _Use:
-    return await request.services.read(_use, devices_of(request.services))
+async def _current_usage(request: ApiRequest) -> _Usage:
+    return await request.services.read(_read_usage, devices_of(request.services))
 
 
-def _asked_node(request: ApiRequest) -> Node:
+def _node_in_path(request: ApiRequest) -> Node:
     asked = request.path_params["agent_id"]
     found = request.services.backend.nodes()
     for node in found:
@@ -153,9 +155,9 @@ def _asked_node(request: ApiRequest) -> Node:
     raise RequestError(404, f"agent {asked!r} does not exist; expected one of {names}. See `det agent list`.")
 
 
-def _asked_slot(request: ApiRequest) -> tuple[Node, int]:
-    """Return the path's slot, which clients write as ``3`` and as ``003``."""
-    node = _asked_node(request)
+def _slot_in_path(request: ApiRequest) -> tuple[Node, int]:
+    """Return the slot named in the path; clients send both ``3`` and ``003``."""
+    node = _node_in_path(request)
     text = request.path_params["slot_id"]
     offered = [slot.id for slot in node.slots]
     if text.isascii() and text.isdecimal() and len(text) < 10:
@@ -168,11 +170,11 @@ def _asked_slot(request: ApiRequest) -> tuple[Node, int]:
 
 
 async def list_agents(request: ApiRequest) -> dict[str, Any]:
-    use = await _now(request)
+    usage = await _current_usage(request)
     agents = [
         _agent(
             request.services,
-            use,
+            usage,
             node,
             has_slots=not request.query_flag("excludeSlots"),
             has_containers=not request.query_flag("excludeContainers"),
@@ -185,7 +187,7 @@ async def list_agents(request: ApiRequest) -> dict[str, Any]:
 
 def _switch_agent(*, is_on: bool) -> Handler:
     async def switch(request: ApiRequest) -> dict[str, Any]:
-        node = _asked_node(request)
+        node = _node_in_path(request)
         key = agent_key(node.id)
         drain = request.body().flag("drain") or False
         reason = "the agent was disabled" if node.id == OWN_NODE else f"agent {node.name} was disabled"
@@ -193,14 +195,14 @@ def _switch_agent(*, is_on: bool) -> Handler:
             await request.services.write(lambda tx: jobs.enable_slot(tx, key))
         else:
             await request.services.write(lambda tx: jobs.disable_slot(tx, key, drain=drain, reason=reason))
-        return {"agent": _agent(request.services, await _now(request), node)}
+        return {"agent": _agent(request.services, await _current_usage(request), node)}
 
     return switch
 
 
 def _switch_slot(*, is_on: bool) -> Handler:
     async def switch(request: ApiRequest) -> dict[str, Any]:
-        node, slot_id = _asked_slot(request)
+        node, slot_id = _slot_in_path(request)
         drain = request.body().flag("drain") or False
         where = "" if node.id == OWN_NODE else f" of {node.name}"
         reason = f"slot {index_of(slot_id)}{where} was disabled"
@@ -210,14 +212,14 @@ def _switch_slot(*, is_on: bool) -> Handler:
             await request.services.write(
                 lambda tx: jobs.disable_slot(tx, slot_id, drain=drain, reason=reason)
             )
-        return {"slot": _slots(await _now(request), node)[str(index_of(slot_id))]}
+        return {"slot": _slots(await _current_usage(request), node)[str(index_of(slot_id))]}
 
     return switch
 
 
 async def list_pools(request: ApiRequest) -> dict[str, Any]:
     services = request.services
-    use = await _now(request)
+    usage = await _current_usage(request)
     places = services.backend.nodes()
     kinds = {_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED") for slot in services.slots}
     pool = message(
@@ -229,12 +231,12 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
         type="RESOURCE_POOL_TYPE_STATIC",
         numAgents=len(places),
         slotsAvailable=len(services.slots),
-        slotsUsed=sum(len(row.slots) for row in use.allocations),
+        slotsUsed=sum(len(row.slots) for row in usage.allocations),
         slotType=kinds.pop() if len(kinds) == 1 else "TYPE_UNSPECIFIED",
         slotsPerAgent=max((len(place.slots) for place in places), default=0),
         auxContainerCapacity=_MAX_AUX_CONTAINERS,
         auxContainerCapacityPerAgent=_MAX_AUX_CONTAINERS,
-        auxContainersRunning=sum(not row.slots for row in use.allocations),
+        auxContainersRunning=sum(not row.slots for row in usage.allocations),
         defaultComputePool=True,
         defaultAuxPool=True,
         preemptible=False,
@@ -246,7 +248,7 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
                 bindings.v1ResourcePoolPrioritySchedulerDetail, preemption=False, defaultPriority=42
             ),
         ),
-        stats=queue_stats(use.num_queued, len({row.experiment_id for row in use.allocations})),
+        stats=queue_stats(usage.num_queued, len({row.experiment_id for row in usage.allocations})),
         resourceManagerMetadata={},
         clusterName="",
         minAgents=0,

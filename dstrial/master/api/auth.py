@@ -1,4 +1,4 @@
-"""Log in and out, and who is logged in."""
+"""Login, logout, and the current user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrial.master.store.database import Connection, Transaction
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
 
-_NOBODY = users.stored_hash("0")  # compared for an unknown user, so that the answer takes as long
+_NOBODY = users.stored_hash("0")  # compared for an unknown user, so that both responses take equally long
 
 
 async def log_in(request: ApiRequest) -> Response:
@@ -43,7 +43,7 @@ async def log_in(request: ApiRequest) -> Response:
     user_id = row.id
 
     def give_token(tx: Transaction) -> str:
-        # The password may have been changed since it was compared.
+        # The password may have changed since the comparison above.
         now = users.find_by_id(tx.connection, user_id)
         if now.password_hash != stored or not now.active:
             raise RequestError(401, "invalid credentials")
@@ -60,7 +60,7 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 
 async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
-    """Give the owner any user's token: the owner could as well read the database."""
+    """Return a token of any user; the owner can read the database anyway."""
     username = request.body().required_text("username")
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:
@@ -93,9 +93,9 @@ async def make_link(request: ApiRequest) -> dict[str, Any]:
 
 
 async def spend_link(request: ApiRequest) -> Response:
-    """Take a login link's code for a token and the page's cookie."""
+    """Exchange a login link's code for a session token, set as the page's cookie."""
     origin = request.headers.get("origin", "").lower()
-    # Another page that knew a code must not choose who its visitor is.
+    # Login CSRF: another site that knows a code must not log its visitor in as a user of its choice.
     if origin != f"http://{request.headers['host'].lower()}":
         raise RequestError(
             403,
@@ -119,7 +119,7 @@ async def spend_link(request: ApiRequest) -> Response:
 
 
 async def log_out(request: ApiRequest) -> Response:
-    """End the session of a request; an access token, which scripts use, stays."""
+    """End the request's session; an access token of a script stays valid."""
     identity = request.identity
     assert identity is not None
     await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))
@@ -133,7 +133,7 @@ async def show_me(request: ApiRequest) -> dict[str, Any]:
 
 
 routes = [
-    # Read before it is known who sends it.
+    # Read before authentication.
     route("POST", "/auth/login", log_in, access=PUBLIC, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "//owner/login", log_owner_in, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "//owner/link", make_link, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),

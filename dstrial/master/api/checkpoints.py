@@ -1,4 +1,4 @@
-"""Checkpoints: reported, listed, looked at, downloaded, deleted."""
+"""Checkpoints: report, list, show, download, delete."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
-    """Refuse to register what was saved while the trial's storage is away.
+    """Raise 409 if the trial's checkpoint storage is unavailable.
 
-    409, not 503: clients retry a 503 again and again, while the trial holds its slots.
+    Not 503: clients would retry indefinitely while the trial holds its slots.
     """
 
     def read(connection: Connection) -> dict[str, Any] | None:
@@ -130,7 +130,7 @@ async def show_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """Store which files are left of each."""
+    """Store which files of each given checkpoint still exist."""
     changes: list[tuple[str, dict[str, int]]] = []
     for item in request.body().items_of("checkpoints") or []:
         if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
@@ -155,7 +155,7 @@ async def delete_checkpoints(request: ApiRequest) -> dict[str, Any]:
 
 
 async def remove_files(request: ApiRequest) -> dict[str, Any]:
-    """Delete matching files; without patterns, look at what is there again."""
+    """Delete matching files; without patterns, only rescan each checkpoint's files."""
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
@@ -194,7 +194,7 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
     metadata = given.mapping("metadata") or {}
 
     def perform(tx: Transaction) -> None:
-        # A client changes what it was shown, and sends all of it back.
+        # The client modifies the metadata it received and sends back the whole mapping.
         before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid).metadata)
         checkpoint_rows.set_metadata(tx, uuid, unmasked(metadata, [before], "the checkpoint's metadata"))
 
@@ -207,7 +207,7 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_metrics(request: ApiRequest) -> dict[str, Any]:
-    """Answer with reports of trials that use the checkpoint."""
+    """Return the metric reports of trials that use this checkpoint."""
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
@@ -222,7 +222,7 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 async def download(request: ApiRequest) -> StreamingResponse:
-    """Stream the files of a checkpoint in the form that ``Accept`` asks for."""
+    """Stream a checkpoint as the archive format (tar or zip) that ``Accept`` requests."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
     storage = json.loads(row.experiment_config)["checkpoint_storage"]
@@ -241,7 +241,7 @@ async def download(request: ApiRequest) -> StreamingResponse:
 
 
 async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
-    """Yield an archive of files; break off if one cannot be read any more."""
+    """Yield an archive of files; abort the stream if a file becomes unreadable."""
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
@@ -254,7 +254,7 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
 
     thread = threading.Thread(target=write, name="dstrial-archive", daemon=True)
     thread.start()
-    # The event loop waits for the pipe: storage that does not answer must hold none of the threads that others need.
+    # The event loop waits on the pipe, so a hanging storage does not block a thread of the shared pool.
     reader = asyncio.StreamReader(_CHUNK_BYTES)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
@@ -262,13 +262,13 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
     with contextlib.closing(transport):
         while chunk := await reader.read(_CHUNK_BYTES):
             yield chunk
-    thread.join()  # which has closed its end of the pipe, and ends
+    thread.join()  # has closed its end of the pipe and is about to exit
     if problems:
         raise problems[0]
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """Return the regular files of a tree; rglob() fails if it is deep."""
+    """Return the regular files of a tree; rglob() fails on deep trees."""
     found, directories = [], [directory]
     while directories:
         with os.scandir(directories.pop()) as entries:
@@ -283,7 +283,7 @@ def _files_below(directory: Path) -> list[Path]:
 def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
     paths = _files_below(directory)
     if kind == "zip":
-        # ZIP knows times from 1980 to 2107, and names of characters only; tar keeps both as they are.
+        # ZIP supports timestamps from 1980 to 2107 and text names only; tar has neither limit.
         with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
             for path in paths:
                 name = os.fsencode(path.relative_to(directory).as_posix()).decode(errors="backslashreplace")
@@ -300,7 +300,7 @@ def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
 
 
 async def preview_gc(request: ApiRequest) -> dict[str, Any]:
-    """Answer with the checkpoints that another policy would delete."""
+    """Return the checkpoints that the given retention policy would delete."""
     experiment_id = request.path_params["experiment_id"]
     policy = checkpoint_gc.Policy(
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
@@ -360,9 +360,9 @@ async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:
 async def _page(
     request: ApiRequest, *, experiment_id: int | None = None, trial_id: int | None = None
 ) -> dict[str, Any]:
-    """Return a page of checkpoints, by an attribute or by a validation metric.
+    """Return a page of checkpoints, sorted by an attribute or a validation metric.
 
-    Without an order, the searcher metric is ordered best first. What has no value comes last.
+    Without an explicit order, the searcher metric is sorted best first. Checkpoints without a value come last.
     """
     sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
     metric = request.query("sortByMetric")

@@ -1,6 +1,6 @@
-"""``det command`` and ``det tensorboard``, and what they share with generic tasks.
+"""``det command``, ``det tensorboard``, and code shared with generic tasks.
 
-A command is a process of this machine with a log, an exit code, and slots if it asks for some.
+A command is a process on this machine with a log, an exit code and, if requested, slots.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SORTS: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
 async def checked(
     request: ApiRequest, given: Mapping[str, Any], kind: CommandKind, template_name: str | None, *others: Any
 ) -> CommandConfig:
-    """Check the config of a command with its template and this master's own defaults.
+    """Validate a command's config, merged over its template and the master's defaults.
 
-    A secret's mask in ``given`` is replaced from the template or ``others``, of which it may be a copy.
+    ``given`` may be copied from the template or from ``others``; masked secrets in it are restored from there.
 
     Raises:
-        RequestError: 404, there is no such template.
-        ConfigError: with all problems of the config, or why the engine would never start it.
+        RequestError: 404, the template does not exist.
+        ConfigError: lists all problems of the config, or why the engine could never start the command.
     """
     services = request.services
     template: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return a command's workspace, by default the first; refuse an archived one."""
+    """Return a command's workspace id (default: the first); reject archived ones."""
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:
         raise RequestError(
@@ -142,13 +142,13 @@ def routes_of(
     to_json: Callable[[ApiRequest, commands.CommandInfo], dict[str, Any]],
     sorts: type[enum.Enum],
 ) -> list[Route]:
-    """Return the routes to start, list, show, kill and order commands of a kind."""
+    """Return the routes to start, list, show, kill and prioritise one kind of command."""
 
     async def one_of(request: ApiRequest) -> commands.CommandInfo:
         return await request.services.read(commands.require, request.path_params["task_id"], (kind,))
 
     async def list_all(request: ApiRequest) -> dict[str, Any]:
-        """List those that have not ended, or have within a day."""
+        """List commands that are active or ended within the last day."""
         rows, pagination = await _page(request, kind, sorts)
         return {f"{noun}s": [to_json(request, row) for row in rows], "pagination": pagination}
 
@@ -194,10 +194,10 @@ def _tensorboard_json(request: ApiRequest, row: commands.CommandInfo) -> dict[st
     )
 
 
-async def _launched(
+async def _launch_command(
     request: ApiRequest, kind: CommandKind, experiment_ids: list[int], trial_ids: list[int]
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
-    """Store a command, queued for slots; return its row and its shown config."""
+    """Store and enqueue a command; return its row and its config without secrets."""
     body, services = request.body(), request.services
     spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]
@@ -218,7 +218,7 @@ async def _launched(
 
 
 async def launch_command(request: ApiRequest) -> dict[str, Any]:
-    row, more = await _launched(request, "COMMAND", [], [])
+    row, more = await _launch_command(request, "COMMAND", [], [])
     return message(bindings.v1LaunchCommandResponse, command=_command_json(request, row), **more)
 
 
@@ -235,22 +235,22 @@ async def launch_tensorboard(request: ApiRequest) -> dict[str, Any]:
         raise body.wrong("filters", "experimentIds or trialIds")
     experiment_ids, trial_ids = _ids(body, "experimentIds"), _ids(body, "trialIds")
     await services.read(tensorboards.sources, services.cluster_id, experiment_ids, trial_ids)
-    row, more = await _launched(request, "TENSORBOARD", experiment_ids, trial_ids)
+    row, more = await _launch_command(request, "TENSORBOARD", experiment_ids, trial_ids)
     return message(bindings.v1LaunchTensorboardResponse, tensorboard=_tensorboard_json(request, row), **more)
 
 
-# There are no notebooks and shells: their lists are empty, and ``http.unsupported`` refuses the rest.
+# Notebooks and shells are unsupported: their lists are empty, ``http.unsupported`` rejects other requests.
 
 
 async def list_notebooks(request: ApiRequest) -> dict[str, Any]:
-    return {"notebooks": [], "pagination": _none(request)}
+    return {"notebooks": [], "pagination": _empty_list(request)}
 
 
 async def list_shells(request: ApiRequest) -> dict[str, Any]:
-    return {"shells": [], "pagination": _none(request)}
+    return {"shells": [], "pagination": _empty_list(request)}
 
 
-def _none(request: ApiRequest) -> dict[str, int]:
+def _empty_list(request: ApiRequest) -> dict[str, int]:
     return page_of(0, request.query_int("offset"), request.query_int("limit")).to_json()
 
 

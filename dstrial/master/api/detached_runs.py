@@ -1,4 +1,4 @@
-"""Detached runs: scripts with ``core_v2`` that run outside of the master's trials.
+"""Detached (unmanaged) runs: ``core_v2`` scripts that the master did not start.
 
 Source: Determined 0.38.1, ``determined/experimental/core_v2`` and ``determined/core/_log_shipper.py``.
 """
@@ -84,7 +84,7 @@ async def start_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_trial(request: ApiRequest) -> dict[str, Any]:
-    """Take a heartbeat of a detached run, or how it has ended."""
+    """Record a detached run's heartbeat or terminal state."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     stored = None if state is None else state.removeprefix("STATE_")
@@ -93,9 +93,9 @@ async def patch_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def add_logs(request: ApiRequest) -> dict[str, Any]:
-    """Store lines that a detached run has printed.
+    """Store log lines of a detached run.
 
-    Each line is dated when it comes: the client dates all of them with the start of the script.
+    Timestamps are times of arrival, as the client sends the script's start time for every line.
     """
     records = request.json() or []
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):

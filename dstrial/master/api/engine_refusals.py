@@ -1,4 +1,4 @@
-"""Refuses what an engine rejects, before anything is stored."""
+"""Rejects configs that the engine (Slurm, Ray) could never run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from dstrial.config.diagnostics import Diagnostics
     from dstrial.master.services import Services
 
-SLOTS_KEY = "resources.slots_per_trial"  # Where a back end's refusals say how many slots are asked for
+SLOTS_KEY = "resources.slots_per_trial"  # the key under which back ends report an unsatisfiable slot count
 
 
 async def refuse_unsatisfiable(
     services: Services, request: ResourceRequest | None, findings: Diagnostics, *, slots_key: str = SLOTS_KEY
 ) -> None:
-    """Refuse a config whose jobs the engine rejects.
+    """Raise ``ConfigError`` if the engine could never run the requested job.
 
-    ``request`` is None without slots; ``slots_key`` is where the config says how many slots it asks for.
+    ``request`` is None without slots; ``slots_key`` is the config key of the slot count.
 
     Raises:
-        ConfigError: with what the engine says.
+        ConfigError: with the engine's reasons.
     """
     if services.engine is None or request is None:
         return
-    # In a thread of its own kind: it may take seconds, and the others are for what takes none.
+    # Not in the services' thread pool: this may take seconds, and the pool is for short calls.
     for one in await asyncio.to_thread(services.backend.unsatisfiable_reasons, request):
         findings.problem(slots_key if one.key == SLOTS_KEY else one.key, one.got, one.expected, one.fix)
     findings.raise_if_any()

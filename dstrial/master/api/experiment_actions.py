@@ -1,4 +1,4 @@
-"""Actions on experiments, one or many, for example pause, kill, move, delete."""
+"""Actions on one or many experiments: pause, kill, move, delete and others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dstrial.search import PreviewedTrials, preview
 
 Perform: TypeAlias = "Callable[[Transaction, int], Any]"
 Prepare: TypeAlias = "Callable[[ApiRequest], Perform]"
-"""Reads what an action needs from the body of a request, and returns the action."""
+"""Parses an action's arguments from the request body and returns the bound action."""
 
 _MAX_DAYS = 32767
-"""In place of a project's id: experiments of any. Source: Determined 0.38.1, e2e_tests/tests/experiment, bulk actions."""
+"""Longest log retention, days (a smallint in Determined's database)."""
 
 
 def plain(perform: Perform) -> Prepare:
@@ -88,7 +88,7 @@ _PLAIN: dict[str, Perform] = {
     "unarchive": experiments.unarchive,
 }
 _ONE = "/experiments/{experiment_id:int}"
-_MANY = "/projects/-1/experiments"  # of any project, as Determined's clients write it
+_MANY = "/projects/-1/experiments"  # -1: experiments of any project; Determined 0.38.1, e2e_tests/tests/experiment, bulk actions
 
 
 async def preview_search(request: ApiRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Experiments: submit, list, look at, change, and what is done with them."""
+"""Experiments: submit, list, show, change, continue."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def checked(
     document: Document | None = None,
     active: Mapping[str, Any] | None = None,
 ) -> Submission:
-    """Check a config, YAML, with its model definition; slow, so call it in a thread.
+    """Validate a YAML config with its model definition; slow, so call it in a thread.
 
-    ``template`` gives what the config leaves out; ``storage`` is the workspace's; ``document`` is the same YAML already read,
-    and its value is changed; ``active`` is the complete config that it comes from, with the master's defaults.
+    ``template`` supplies missing keys; ``storage`` is the workspace's checkpoint storage; ``document`` is the same YAML, already
+    parsed, and is modified in place; ``active`` is the complete config of the experiment that the config is derived from.
 
     Raises:
         ConfigError: with every problem.
@@ -86,7 +86,7 @@ def checked(
                 has_files=bool(tgz),
             )
         except ConfigError as error:
-            raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
+            raise ConfigError([_strip_temporary_path(problem, name) for problem in error.problems]) from error
     pool = submission.config["resources"]["resource_pool"]
     if pool and pool != services.settings.pool_name:
         raise RequestError(
@@ -112,8 +112,8 @@ def _defaults(
     )
 
 
-def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
-    """Return a problem without the temporary directory of the model definition."""
+def _strip_temporary_path(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
+    """Strip the temporary directory of the model definition from a problem's text."""
     texts = (problem.where, problem.got, problem.expected, problem.fix)
     return ConfigProblem(
         *(text.replace(f"{context_dir}/", "").replace(context_dir, "the model definition") for text in texts)
@@ -122,15 +122,15 @@ def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
 
 async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
     row, trial_ids, external_id = await services.read(_with_trials, experiment_id)
-    found = (await _all_shown(services, [row]))[0]
-    # Of one experiment only, as Determined 0.38.1 does: a list of searches would carry thousands of them.
+    found = (await _to_json(services, [row]))[0]
+    # Only for a single experiment, as in Determined 0.38.1: a list of searches would contain thousands of trial ids.
     return {**found, "trialIds": trial_ids, "externalTrialId": external_id}
 
 
 def _with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
-    """Return an experiment, its trials' ids, and the external id of an only trial."""
+    """Return an experiment, its trial ids and, if it has one trial, its external id."""
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
@@ -139,8 +139,8 @@ def _with_trials(
     return row, ids, trial_rows.require(connection, ids[0]).external_id if len(ids) == 1 else None
 
 
-async def _all_shown(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
-    """Return experiments as ``v1Experiment``; large ones beside other requests."""
+async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
+    """Convert experiments to ``v1Experiment``; large ones in a thread."""
 
     def show() -> list[dict[str, Any]]:
         return [experiment_json(services, row) for row in rows]
@@ -151,13 +151,13 @@ async def _all_shown(services: Services, rows: Sequence[listings.ListedExperimen
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked submission."""
+    """A validated submission and the data needed to store it."""
 
     submission: Submission
     tgz: bytes  # model definition
     project: projects.ProjectInfo
     findings: Diagnostics  # of the config; none yet
-    may_wait: bool  # for slots that there are not now
+    may_wait: bool  # if more slots are requested than exist now
     shown_config: dict[str, Any]  # without secrets
 
 
@@ -171,7 +171,7 @@ def prepare(
     template_name: str | None = None,
     is_detached: bool = False,
 ) -> Prepared:
-    """Check a submitted config (YAML) in one snapshot; slow: call it in a thread.
+    """Validate a submitted YAML config in one snapshot; slow, so call it in a thread.
 
     Raises:
         ConfigError: with every problem.
@@ -188,8 +188,8 @@ def prepare(
             if not config:
                 config, template = parent.original_config, template or json.loads(parent.template or "null")
             tgz = tgz or experiment_rows.model_definition(connection, parent_id)
-        config = _with_secrets(services, config, template, parent)
-        document, given = _readable(services, config, template)
+        config = _unmask_secrets(services, config, template, parent)
+        document, given = _parse_with_template(services, config, template)
         resumed = None if is_detached else resume.of_submission(connection, given)
         project = containers.project_of_config(connection, project_id, given)
         storage = _storage_of(connection, project.workspace_id)
@@ -213,7 +213,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     wanted = request_of_config(submission.config, services.backend.nodes(), may_wait=prepared.may_wait)
     await refuse_unsatisfiable(services, wanted, prepared.findings)
     if body.flag("validateOnly"):
-        experiment = await services.check(lambda: _unsaved(request, prepared))
+        experiment = await services.check(lambda: _preview_json(request, prepared))
     else:
         experiment_id = await services.write(
             lambda tx: experiments.create(
@@ -236,7 +236,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
-    """Store an experiment of detached runs, or find that of ``external_id``."""
+    """Create an experiment of detached runs, or return the one with ``external_id``."""
     services = request.services
     config, project_id = body.text("config") or "", body.integer("projectId")
     prepared = await services.check(lambda: prepare(services, config, (), project_id, is_detached=True))
@@ -262,23 +262,23 @@ def _files(body: Fields) -> list[Any]:
     return files
 
 
-def _readable(
+def _parse_with_template(
     services: Services, config: str, template: Mapping[str, Any] | None
 ) -> tuple[Document, dict[str, Any]]:
-    """Return a config, and its values over its template; ``{}`` if it is no mapping."""
+    """Parse a config; return it and its values merged over the template's."""
     document = read_yaml_text(config, LABEL, services.settings.limits)
     if not isinstance(document.value, dict):
         return document, {}
     return document, document.value if template is None else merge_template(template, document.value)
 
 
-def _with_secrets(
+def _unmask_secrets(
     services: Services,
     config: str,
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Return a config with its sources' secrets in place of masks, or refuse it."""
+    """Replace masked secrets of a config by those of the template or parent."""
     if MASK not in config:
         return config
     limits = services.settings.limits
@@ -295,7 +295,7 @@ def _storage_of(connection: Connection, workspace_id: int) -> dict[str, Any] | N
     return storage
 
 
-def _unsaved(request: ApiRequest, prepared: Prepared) -> dict[str, Any]:
+def _preview_json(request: ApiRequest, prepared: Prepared) -> dict[str, Any]:
     config, project, submission = prepared.shown_config, prepared.project, prepared.submission
     return message(
         bindings.v1Experiment,
@@ -326,7 +326,7 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     at_most = request.query_int("experimentIdFilter.lte")
     wanted = listings.ExperimentFilter(
         archived=request.query_flag("archived"),
-        # Who asks for one project knows whether that is archived.
+        # A request for a single project includes that project even if it is archived.
         with_parents=project_id is None,
         name=request.query("name"),
         description=request.query("description"),
@@ -360,7 +360,7 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
 
     page, rows = await request.services.read(read)
     return {
-        "experiments": await _all_shown(request.services, rows),
+        "experiments": await _to_json(request.services, rows),
         "pagination": page.to_json(),
     }
 
@@ -378,13 +378,13 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _resumed_by(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which the only trial resumes; None if it starts anew."""
+def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
+    """Return the run that a single trial resumes from; None for a fresh start."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
 
-def _refuse_other_place(connection: Connection, project_id: int, changes: Mapping[str, Any]) -> None:
+def _reject_project_change(connection: Connection, project_id: int, changes: Mapping[str, Any]) -> None:
     row = projects.require(connection, project_id)
     for key, there in (("workspace", row.workspace_name), ("project", row.name)):
         if changes.get(key) not in (None, "", there):
@@ -398,17 +398,17 @@ def _refuse_other_place(connection: Connection, project_id: int, changes: Mappin
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Check how an experiment continues; say whether its config changes."""
+    """Validate a continuation; return its submission and whether the config changes."""
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
         changes = read_override(override, services.settings.limits)
         if row.unmanaged:
             return None, bool(changes)
-        _refuse_other_place(connection, row.project_id, changes)
+        _reject_project_change(connection, row.project_id, changes)
         active = json.loads(row.config)
-        config = _with_secrets(services, continued_config(active, changes), None, row)
+        config = _unmask_secrets(services, continued_config(active, changes), None, row)
         tgz = experiment_rows.model_definition(connection, experiment_id)
-        resumed = _resumed_by(connection, experiment_id)
+        resumed = _resumed_run(connection, experiment_id)
     return checked(services, config, tgz, resumed, active=active), bool(changes)
 
 

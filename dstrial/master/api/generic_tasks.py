@@ -1,4 +1,4 @@
-"""Generic tasks (``det task``): processes that pause, fork, and make others."""
+"""Generic tasks (``det task``): processes that can be paused and forked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     known = [] if forked is None else [json.loads(forked.config)]
     given = await _given(request, body, forked_from)
     spec = await checked(request, given, "GENERIC", None, *known)
-    # Where what is sent back has the mask of a secret, the copy keeps what is behind it.
+    # The client sends secrets back masked; the fork keeps the original values.
     original = unmasked(given, [*known, spec.config], "the config")
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
     projects.refuse_shut(project, "take another task")
@@ -75,7 +75,7 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return a task's files: those sent, its parent's, or those of the task it copies."""
+    """Return the files sent, or those of the parent or of the forked task (tar.gz)."""
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     if body.flag("inheritContext"):
@@ -91,7 +91,7 @@ async def _context(
 
 
 async def _kept_context(services: Services, task_id: str) -> bytes:
-    """Return the files of another task, which are deleted with its log."""
+    """Return another task's files, or raise if they were deleted with its log."""
     tgz = await services.read(commands.kept_context, task_id)
     if tgz is None:
         days = services.settings.log_retention_days
@@ -112,7 +112,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:
-    """Kill a task with its descendants, or with ``killFromRoot`` its tree.
+    """Kill a task and its descendants, or its whole tree with ``killFromRoot``.
 
     Source: Determined 0.38.1, KillGenericTask: "cannot cancel task … as it is in state", for COMPLETED and CANCELED.
     """
@@ -135,7 +135,7 @@ async def kill(request: ApiRequest) -> dict[str, Any]:
 
 
 async def pause(request: ApiRequest) -> dict[str, Any]:
-    """End a task's process; another begins when it is unpaused."""
+    """Stop a task's process; unpausing starts a new one."""
     task_id = request.path_params["task_id"]
     await request.services.write(lambda tx: life.pause(tx, task_id))
     return {}

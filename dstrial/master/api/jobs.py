@@ -1,4 +1,4 @@
-"""The queue: experiments and commands with slots or waiting for them, in order."""
+"""The job queue: experiments and commands, running or pending, in order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.experiments import Experiment
 
 _MAX_PRIORITY = 99
-_MOST_JOBS = 3
+_MAX_SHOWN_JOBS = 3
 
 
 Entry: TypeAlias = "jobs.QueuedExperiment | commands.CommandInfo"
-"""What stands in the queue: an experiment, or a command."""
+"""A queue entry."""
 
 
 def _state(entry: Entry) -> str:
@@ -38,15 +38,15 @@ def entries(connection: Connection) -> list[Entry]:
 
 
 def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
-    """Describe the engine's jobs for an entry; empty without an engine."""
+    """Describe the entry's Slurm or Ray jobs; empty without an engine."""
     if services.engine is None:
         return ""
     keys: list[int] | list[str] = (
         [entry.task_id] if isinstance(entry, commands.CommandInfo) else trials.open_ids(connection, entry.id)
     )
     texts = [text for key in keys if (text := services.backend.job_text(key))]
-    # What waits first: that is what one asks the queue for.
-    shown = sorted(texts, key=lambda text: ": running" in text)[:_MOST_JOBS]
+    # Pending jobs first: users list the queue to see those.
+    shown = sorted(texts, key=lambda text: ": running" in text)[:_MAX_SHOWN_JOBS]
     if len(texts) > len(shown):
         shown.append(f"{len(texts) - len(shown)} more jobs")
     return f" [{'; '.join(shown)}]" if shown else ""
@@ -79,9 +79,9 @@ def _command_json(
 def job_json(
     row: jobs.QueuedExperiment, num_ahead: int, pool_name: str, jobs_text: str = ""
 ) -> dict[str, Any]:
-    """Return an experiment of the queue as a job.
+    """Return a queued experiment as a ``v1Job``.
 
-    ``jobs_text`` goes behind the name: no other field that ``det job list`` prints has room for it.
+    ``jobs_text`` is appended to the name, the only free-text column of ``det job list``.
     """
     num_slots = row.num_slots or 0
     return message(

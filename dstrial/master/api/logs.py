@@ -1,4 +1,4 @@
-"""Logs of trials and tasks: streams that follow, and their retention."""
+"""Logs of trials and tasks: streaming, following and retention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dstrial.master.store.reports import logs
 
 _CHUNK = 2000
 _FOLLOW_WAIT_S = 30.0
-# The client of a detached run sends its last lines after it has said that it has ended.
+# The client of a detached run sends its last log lines after its terminal state.
 _LATE_S = 3.0
 
 
@@ -85,7 +85,7 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Whether nothing more can come: every task and allocation has ended."""
+    """Return whether the log is final: every task and allocation has ended."""
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 

@@ -1,4 +1,4 @@
-"""The master itself: what it is, how it is set up, and its log."""
+"""Information, configuration, health and log of the master."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _PYTHON_LEVELS = {
     "ERROR": logging.ERROR,
     "CRITICAL": logging.CRITICAL,
 }
-"""Level of the protocol, without its prefix -> level of Python's logging."""
+"""Determined log level without its prefix -> Python logging level."""
 
 
 async def show_info(request: ApiRequest) -> dict[str, Any]:
-    """Say who answers here; the first request of every ``det`` command."""
+    """Return version and cluster id; the first request of every ``det`` command."""
     services = request.services
     return {
         "version": VERSION,
@@ -90,7 +90,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
-    """Change the level and colour of the log until the master ends."""
+    """Change the log's level and colour until the master exits."""
     body = request.body()
     mask = body.get("fieldMask")
     paths = (
@@ -170,7 +170,7 @@ def _positions(lines: Iterator[bytes]) -> Iterator[int]:
 
 
 class _LogReader:
-    """Reads the lines of a growing file, from a number and a position in bytes on."""
+    """Reads lines of a growing file from a line number and a byte offset on."""
 
     def __init__(self, path: Path, first: int, position: int) -> None:
         self._path = path
@@ -193,7 +193,7 @@ class _LogReader:
         return entries
 
     def _entry(self, text: str) -> dict[str, Any]:
-        """Read one line; without a time of its own it belongs to the line before it."""
+        """Parse one line; a line without a timestamp continues the entry before it."""
         match = _LINE.fullmatch(text)
         if match is not None:
             self._time = datetime.datetime.fromisoformat(match[1]).astimezone(datetime.timezone.utc)

@@ -1,4 +1,4 @@
-"""Metrics: reports of trials, and the streams that read them back."""
+"""Metrics: trials report them, streams read them back."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
-    """Return a row as a ``v1MetricsReport``; the group names the key of its values."""
+    """Convert a row to ``v1MetricsReport``; the group decides the key of the values."""
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:
         keys.append("avg_metrics")

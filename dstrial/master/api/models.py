@@ -1,4 +1,4 @@
-"""The model registry: models, their versions, and who may change them."""
+"""The model registry: models, versions and permissions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _workspace(connection: Connection, body: Fields) -> int | None:
-    """Return the workspace that a body gives by name or number; None without one."""
+    """Return the id of the workspace named in the body, if any."""
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
         return None
@@ -172,7 +172,7 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 
 async def delete_model(request: ApiRequest) -> dict[str, Any]:
-    """Delete a model with its versions; their checkpoints stay."""
+    """Delete a model and its versions but not their checkpoints."""
     name, user = request.path_params["model"], request.user
 
     def write(tx: Transaction) -> None:

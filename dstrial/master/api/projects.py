@@ -1,4 +1,4 @@
-"""Projects: list, make, change, annotate, archive and delete them."""
+"""Projects: list, create, change, annotate, archive and delete."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ async def create_project(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostProjectResponse, project=await _shown(request, project_id))
 
 
-def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
-    """Return the project of the path, which the user may change.
+def _editable_project(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
+    """Return the project in the path; raise 403 if the user may not change it.
 
-    Immutable (400) comes before 403 to a PATCH, as in Determined 0.38.1.
+    For PATCH, the default project raises 400 (immutable) before 403, as in Determined 0.38.1.
     """
     row = projects.require(connection, request.path_params["project_id"])
     if request.route.method == "PATCH":
@@ -110,12 +110,12 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.Pro
 
 async def patch_project(request: ApiRequest) -> dict[str, Any]:
     body = request.body()
-    await request.services.read(_own, request, "be changed")
+    await request.services.read(_editable_project, request, "be changed")
     fields = {name: body.text(name) for name in ("name", "key", "description")}
     changes = {name: value for name, value in fields.items() if value is not None}
 
     def write(tx: Transaction) -> None:
-        row = _own(tx.connection, request, "be changed")
+        row = _editable_project(tx.connection, request, "be changed")
         projects.refuse_shut(row, "be changed")
         if "name" in changes:
             projects.check_name(tx.connection, row.workspace_id, changes["name"], row.id)
@@ -132,7 +132,7 @@ async def patch_project(request: ApiRequest) -> dict[str, Any]:
 def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         def write(tx: Transaction) -> None:
-            row = _own(tx.connection, request, "be archived")
+            row = _editable_project(tx.connection, request, "be archived")
             workspaces.refuse_archived(
                 workspaces.require(tx.connection, row.workspace_id), "have its projects changed"
             )
@@ -146,7 +146,7 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 async def delete_project(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> bool:
-        return containers.delete_project(tx, _own(tx.connection, request, "be deleted").id)
+        return containers.delete_project(tx, _editable_project(tx.connection, request, "be deleted").id)
 
     return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
 

@@ -1,6 +1,6 @@
-"""Reports of usage: allocations in rows, and summed by day or month.
+"""Usage reports: raw allocations, and sums per day or month.
 
-Source: Determined 0.38.1 for the columns, the kinds of rows, and what is summed (slots times seconds).
+Source: Determined 0.38.1 for the columns, the kinds of rows and the unit of the sums (slot-seconds).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _UTC = datetime.timezone.utc
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of the raw report; ``seconds`` counts only the time asked for."""
+    """A row of the raw report; ``seconds`` is clipped to the requested time range."""
 
     experiment_id: int | None
     kind: str

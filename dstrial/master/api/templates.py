@@ -1,4 +1,4 @@
-"""Templates: list, make, change and delete them."""
+"""Templates: list, create, change and delete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials: their workloads, reports, preemption signals and ends."""
+"""Trials: list, show, workloads, progress reports, preemption, kill."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
 
     def read(connection: Connection) -> tuple[Page, list[dict[str, Any]]]:
         trial_rows.require(connection, trial_id)
-        # Only what orders them: a trial may have reported millions of times, and a page shows a hundred.
+        # Fetch only sort keys: a trial may have millions of reports, and a page shows a hundred.
         found: list[tuple[int, int, int | checkpoint_rows.Checkpoint]] = [
             (steps, 1 if group == "validation" else 0, report_id)
             for report_id, steps, group in metrics.report_keys(connection, trial_id)
@@ -117,7 +117,7 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
 
 def _report_workload(connection: Connection, report_id: int, *, has_batches: bool) -> dict[str, Any]:
     row = metrics.get_report(connection, report_id)
-    assert row is not None  # Its id is of the same snapshot.
+    assert row is not None  # the id was read in the same snapshot
     kind = "validation" if row.group_name == "validation" else "training"
     return {
         kind: metrics_workload(row.metrics, row.steps, row.end_us, row.per_batch if has_batches else None)
@@ -177,7 +177,7 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
 
 
 async def start_run(request: ApiRequest) -> dict[str, Any]:
-    """Note that a rank will report; return the number of its checkpoint storage."""
+    """Mark the trial's code as ready; return the id of its checkpoint storage."""
     body = request.body()
     run_id = body.required_integer("runId")
     request.require_trial(run_id)
@@ -208,7 +208,7 @@ async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_source(request: ApiRequest) -> dict[str, Any]:
-    """Note that a trial uses a checkpoint or a model's version."""
+    """Record that a trial uses a checkpoint or a model version."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
     trial_id, uuid = source.required_integer("trialId"), source.required_text("checkpointUuid")
@@ -227,7 +227,7 @@ async def report_source(request: ApiRequest) -> dict[str, Any]:
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """Answer once the allocation is to stop, or after the timeout."""
+    """Long-poll until the allocation should stop, or until the timeout."""
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeout_seconds")
     if timeout_s is None:

@@ -1,4 +1,4 @@
-"""Users: list, make, change, and their passwords."""
+"""Users: list, create, change, set passwords."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """Change a user: everything for administrators, else display name and password."""
+    """Change a user; only administrators may change more than display name, password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     _require_admin(request, user_id, given)
@@ -131,7 +131,7 @@ async def patch(request: ApiRequest) -> dict[str, Any]:
 
 
 def _password(body: Fields) -> str | None:
-    """Return the client's hash of a password that is to be set; None without one."""
+    """Return the hashed new password from the body, if any; reject a blank one."""
     password = body.text("password")
     if password is None:
         return None
@@ -162,7 +162,7 @@ def _refuse_foreign(user: Fields) -> None:
 def _end_tokens(
     tx: Transaction, request: ApiRequest, user_id: int, *, has_password: bool, active: bool | None
 ) -> None:
-    """End a user's tokens with the password, but not the token that asks for it."""
+    """Revoke a user's tokens after a password change or a deactivation."""
     if has_password or active is False:
         own = request.identity.token_hash if request.identity is not None else None
         tokens.end_user_tokens(tx, user_id, except_hash=None if active is False else own)

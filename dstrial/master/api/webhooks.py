@@ -1,4 +1,4 @@
-"""Webhooks: made, listed, changed, deleted and tried; and the alerts of trials.
+"""Webhooks: create, list, change, delete and test; alerts of trials.
 
 Source: Determined 0.38.1 ``master/internal/webhooks/api_webhook.go`` and ``authz_basic_impl.go``.
 """
@@ -33,7 +33,7 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook; its address, often a secret, only with ``shows_url``."""
+    """Return a webhook as JSON; its URL, often a secret, is masked by default."""
     triggers = [
         message(
             bindings.v1Trigger,
@@ -61,13 +61,13 @@ def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
 
 
 def masked_url(url: str) -> str:
-    """Return an address without its secrets, ``https://hooks.slack.com/********``."""
+    """Return a URL without secrets, for example ``https://hooks.slack.com/********``."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{MASK}"
 
 
 def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
-    """Return the workspaces whose own webhooks a user sees; None for every workspace."""
+    """Return the workspaces whose webhooks a user may see; None means all."""
     if user.admin:
         return None
     return workspaces.owned_by(connection, user.id)
@@ -81,7 +81,7 @@ def _may_edit(connection: Connection, user: User, workspace_id: int | None) -> b
 
 def _require_may_edit(connection: Connection, user: User, workspace_id: int | None) -> None:
     if not _may_edit(connection, user, workspace_id):
-        # Not 403: Determined 0.38.1 answers a code whose exception is no ForbiddenException.
+        # Not 403: Determined 0.38.1 returns a code that its client does not map to ForbiddenException.
         raise RequestError(
             400,
             f"user {user.username!r} is neither an administrator nor the owner of the webhook's workspace; expected one of "
@@ -154,7 +154,7 @@ async def _changed(request: ApiRequest, change: Callable[[Transaction, int], Non
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """Change a webhook's address; nothing else of a webhook changes."""
+    """Change a webhook's URL, its only mutable field."""
     body = request.body()
     url = (body.fields("webhook") or body).required_text("url")
     return await _changed(request, lambda tx, webhook_id: webhooks.change_url(tx, webhook_id, url))
@@ -165,7 +165,7 @@ async def delete(request: ApiRequest) -> dict[str, Any]:
 
 
 async def try_out(request: ApiRequest) -> dict[str, Any]:
-    """Send an event once, and say whether it was taken."""
+    """Send a test event once; raise if the receiver does not accept it."""
     services, webhook_id = request.services, request.path_params["webhook_id"]
 
     def read(connection: Connection) -> Webhook:
@@ -181,7 +181,7 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
         pool=services.settings.pool_name,
         base_url=services.settings.base_url,
     )
-    # Not in the threads that read the database: a receiver that hangs must not hold up other requests.
+    # Not in the pool of database readers: a hanging receiver must not block other requests.
     outcome = await asyncio.get_running_loop().run_in_executor(
         None, services.webhook_sender.post, webhook.url, body
     )
@@ -199,7 +199,7 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_alert(request: ApiRequest) -> dict[str, Any]:
-    """Store an alert of a trial's code, ``core_context.alert``."""
+    """Store an alert sent by a trial with ``core_context.alert``."""
     body = request.body()
     experiment_id, trial_id = body.required_integer("experimentId", 1), body.integer("trialId") or None
     data = body.fields("data") or Fields({})
@@ -223,7 +223,7 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
                 f"trial {trial_id} is one of experiment {trial.experiment_id}; expected one of {experiment_id}. Send both "
                 "as they belong together.",
             )
-        told = events.notify_alert(
+        num_notified = events.notify_alert(
             tx,
             experiment_id,
             trial_id,
@@ -231,9 +231,9 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
             description=description,
             level=level if level in LEVELS else "",
         )
-        if told == 0 and trial is not None:
+        if num_notified == 0 and trial is not None:
             text = (
-                f"the alert {title[:80]!r} is told to nobody: integrations.webhooks of the config names no webhook with a "
+                f"the alert {title[:80]!r} reaches no webhook: integrations.webhooks of the config names none with a "
                 "custom trigger in this workspace"
             )
             add_master_line(tx, trial.task_id, trial_id, text, level="WARNING")

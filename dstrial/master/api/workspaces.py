@@ -1,4 +1,4 @@
-"""Workspaces: list, make, change, archive and delete them."""
+"""Workspaces: list, create, change, archive and delete."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> d
 
 
 def named(request: ApiRequest) -> Callable[[Held], bool]:
-    """Return whether a workspace or a project is among those that a query asks for.
+    """Return a predicate: does a workspace or project match the query's filters?
 
-    ``name`` is the whole name whatever its case: clients take the first of what they get. A project of an archived workspace
-    counts as archived.
+    ``name`` must match entirely, ignoring case, as clients use the first result. A project in an archived workspace counts as
+    archived.
     """
     exact, name = request.query("nameCaseSensitive"), request.query("name")
     user_ids, usernames = request.query_ints("userIds"), request.queries("users")
@@ -90,7 +90,7 @@ async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspacesRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
     rows = await request.services.read(workspaces.list_workspaces)
-    # No workspace is ever pinned.
+    # Pinning is unsupported, so no workspace is pinned.
     found = [] if request.query_flag("pinned") else [row for row in rows if is_wanted(row)]
     found = ordered(found, _ORDER, sort_by, order)
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
@@ -140,10 +140,10 @@ async def create_workspace(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
-    """Return the workspace of the path, which the user may change.
+def _editable_workspace(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
+    """Return the workspace in the path; raise 403 if the user may not change it.
 
-    Immutable (400) comes before 403 to a PATCH, as in Determined 0.38.1.
+    For PATCH, the default workspace raises 400 (immutable) before 403, as in Determined 0.38.1.
     """
     row = workspaces.require(connection, request.path_params["workspace_id"])
     if request.route.method == "PATCH":
@@ -155,7 +155,7 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.W
 
 async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
     body, workspace_id = request.body(), request.path_params["workspace_id"]
-    await request.services.read(_own, request, "be changed")
+    await request.services.read(_editable_workspace, request, "be changed")
     _check_offered(body, request.services.settings.pool_name)
     name = body.text("name")
     fields: dict[str, Any] = {}
@@ -165,7 +165,7 @@ async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
         fields["agent_user_group"] = body.mapping("agentUserGroup")
 
     def write(tx: Transaction) -> None:
-        row = _own(tx.connection, request, "be changed")
+        row = _editable_workspace(tx.connection, request, "be changed")
         workspaces.refuse_archived(row, "be changed")
         if name is not None:
             workspaces.check_name(tx.connection, name, workspace_id)
@@ -181,7 +181,7 @@ async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
 def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         def write(tx: Transaction) -> None:
-            row = _own(tx.connection, request, "be archived")
+            row = _editable_workspace(tx.connection, request, "be archived")
             workspaces.change(tx, row.id, is_archived=is_archived)
 
         await request.services.write(write)
@@ -192,7 +192,7 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> bool:
-        return containers.delete_workspace(tx, _own(tx.connection, request, "be deleted").id)
+        return containers.delete_workspace(tx, _editable_workspace(tx.connection, request, "be deleted").id)
 
     return message(bindings.v1DeleteWorkspaceResponse, completed=await request.services.write(write))
 

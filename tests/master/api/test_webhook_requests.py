@@ -305,7 +305,7 @@ def test_an_alert_of_a_trial_is_told_to_the_webhooks_that_its_config_names(
     nothing_waits(fresh_master)
     (line,) = fresh_master.rows("SELECT log, level FROM logs WHERE trial_id = 1")
     assert line["level"] == "WARNING"
-    assert "told to nobody" in line["log"]
+    assert "reaches no webhook" in line["log"]
 
     configure(fresh_master, {"webhook_name": ["hook"]})
     assert alert(fresh_master, "trial-1") == 200

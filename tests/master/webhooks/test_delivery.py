@@ -101,7 +101,7 @@ def test_the_end_a_log_and_an_alert_of_an_experiment_are_told(
     assert len(receiver.received) == 3
     # Another experiment does not name it, and says so where it alerts.
     other = run(master, ALERTING)
-    assert "told to nobody" in log_of(master, other)
+    assert "reaches no webhook" in log_of(master, other)
     assert len(receiver.received) == 3
 
 
