@@ -1,1 +1,1 @@
-"""The master's front door: who may connect, send how much, and for how long."""
+"""HTTP layer of the master: connections, authentication, request limits, errors."""

@@ -1,4 +1,4 @@
-"""Host and origin of a request, its token, and what an allocation may touch."""
+"""Host and Origin checks, tokens, and the permissions of an allocation's token."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HOST = re.compile(_LOOPBACK)
 _ORIGIN = re.compile(r"https?://" + _LOOPBACK)
 _MAX_TOKEN = 512
 
-COOKIE = "auth"  # Name of the cookie that holds a user's token, as Determined's web page has it
+COOKIE = "auth"  # Name of the cookie that holds a user's token, as in Determined's web interface
 
 GRANT_COOKIE = "dstrial-service"
-"""Name of the cookie that opens the services of one task, at the task's own address only."""
+"""Name of the cookie that grants access to one task's services; set only on the task's own host name."""
 
 ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"  # Header of requests from inside a trial
 
@@ -32,7 +32,7 @@ UNAUTHENTICATED = "the token of the request is missing or not valid (any more); 
 
 
 def check_host_and_origin(headers: Headers) -> None:
-    """Refuse (403) a Host or Origin that is not of this machine (DNS rebinding)."""
+    """Raise 403 unless Host and Origin name this machine (DNS rebinding protection)."""
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].lower()):
         raise RequestError(
@@ -49,7 +49,7 @@ def check_host_and_origin(headers: Headers) -> None:
 
 
 def token_of(headers: Headers) -> tuple[str | None, bool]:
-    """Return a request's token, in Determined's order, and whether a cookie holds it."""
+    """Return a request's token and whether it came from a cookie."""
     for name in ("x-user-token", "authorization", ALLOCATION_HEADER):
         token = _bearer(headers.get(name))
         if token is not None:
@@ -58,10 +58,10 @@ def token_of(headers: Headers) -> tuple[str | None, bool]:
 
 
 async def identify(services: Services, headers: Headers, method: str, task_id: str | None = None) -> Identity:
-    """Return whose token a request carries.
+    """Return the identity that a request's token belongs to.
 
-    A cookie, which browsers send by themselves, changes nothing unless the master's own page sends it. At the address of
-    the services of task ``task_id`` the grant for these stands for the cookie.
+    CSRF protection: a request with a cookie may change state only if its Origin is the master's page. On the host name of task
+    ``task_id`` the task's service grant replaces the cookie.
     """
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
@@ -91,7 +91,7 @@ async def is_known(services: Services, headers: Headers, method: str) -> bool:
 
 
 def require_owner(user: User, owner_id: int, what: str) -> None:
-    """Refuse (403) users who are neither the owner of ``what`` nor administrators."""
+    """Raise 403 unless the user owns ``what`` or is an administrator."""
     if not user.admin and user.id != owner_id:
         raise RequestError(
             403, f"{what} is another user's; expected your own, or an administrator. Ask with `det -u admin`."
@@ -105,7 +105,7 @@ def may_use_checkpoint(
     *,
     is_change: bool = False,
 ) -> bool:
-    """Whether an allocation may read (or change) a checkpoint; yes for an unknown one."""
+    """Return whether an allocation may read or change a checkpoint; True if unknown."""
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:
         return True

@@ -1,7 +1,7 @@
-"""A client's connection: uvicorn's, with a deadline until authentication.
+"""uvicorn's connection class with a deadline for unauthenticated clients.
 
-uvicorn bounds a request's head, but gives it and its body no deadline. The base class is not documented by uvicorn: this
-module alone uses it, ``pyproject.toml`` bounds the release, and ``tests/master/http/test_connection.py`` checks the names.
+uvicorn limits the size of a request's head but has no read timeout. The base class is not part of uvicorn's documented API:
+only this module uses it, ``pyproject.toml`` pins the release, and ``tests/master/http/test_connection.py`` checks the names.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 1000
-MAX_HEAD_BYTES = 64 * 1024  # of a request's head; of what lies between two pieces of its body, too
+MAX_HEAD_BYTES = 64 * 1024  # of a request's head, and of the framing between two chunks of its body
 
-_DEADLINE_S = 30.0  # after the connection's start or its last answer
+_DEADLINE_S = 30.0  # from the start of the connection or its last response
 
 
 class Connection(H11Protocol):
-    """A connection that is aborted at its deadline unless it is authenticated.
+    """Connection that is aborted at its deadline unless the client authenticates.
 
-    Authentication lifts the deadline until the answer is sent. If all of uvicorn's ``limit_concurrency`` are open, a new
-    connection takes the place of the one nearest to its deadline.
+    Authentication removes the deadline until the response is sent. At uvicorn's ``limit_concurrency``, a new connection evicts
+    the one nearest to its deadline.
     """
 
     is_at_owner_socket = False
@@ -41,7 +41,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency - 1:
-            self._replace_another()
+            self._evict_oldest()
         super().connection_made(transport)
         self._set_deadline()
 
@@ -54,23 +54,23 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._cancel_deadline()  # the proxy authenticates at once
+        self._cancel_deadline()  # the proxy authenticates immediately
         super().handle_websocket_upgrade(event)
 
     def authenticate(self) -> None:
-        """Let the current request and its answer take as long as they like."""
+        """Remove the deadline for the current request and its response."""
         self._cancel_deadline()
         self._is_authenticated = True
 
     def _set_deadline(self) -> None:
         self._cancel_deadline()
-        # An answer that an authenticated client reads slowly may lie in the transport's buffer, which close() sends.
+        # close() first flushes the transport's buffer, which a slow authenticated client may not have read yet.
         end = self._close if self._is_authenticated else self.transport.abort
         self._is_authenticated = False
         self._deadline = self.loop.call_later(_DEADLINE_S, end)
 
     def _close(self) -> None:
-        if self.transport.is_closing():  # for so long, and the client does not read
+        if self.transport.is_closing():  # closing since the last deadline, and the client still does not read
             self.transport.abort()
         else:
             self.transport.close()
@@ -80,7 +80,7 @@ class Connection(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _replace_another(self) -> None:
+    def _evict_oldest(self) -> None:
         waiting = [
             (one._deadline.when(), one)
             for one in self.connections
@@ -90,11 +90,11 @@ class Connection(H11Protocol):
             _, oldest = min(waiting, key=lambda pair: pair[0])
             oldest._cancel_deadline()
             oldest.transport.abort()
-            self.connections.discard(oldest)  # now, as connection_lost() comes later than the next request
+            self.connections.discard(oldest)  # now, because connection_lost() runs after the next request
 
 
 class OwnerConnection(Connection):
-    """A connection to the UNIX socket that only the state directory's owner reaches."""
+    """Connection to the UNIX socket that only the state directory's owner can open."""
 
     is_at_owner_socket = True
 

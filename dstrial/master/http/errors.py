@@ -1,4 +1,4 @@
-"""Answers to failed requests: one JSON shape, a status, and never a traceback."""
+"""Error responses: a status and one JSON shape, never a traceback."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundErr
 
 _RETRY_AFTER_S = 1
 
-_SQL_ERROR = 1  # SQLite's code of a wrong statement, which sending the request again would not mend
+_SQL_ERROR = 1  # SQLITE_ERROR: a wrong statement, so a retry cannot succeed
 
 _STATUSES: dict[type[StoreError], int] = {NotFoundError: 404, ConflictError: 409, InvalidError: 400}
 
-# HTTP status -> gRPC code and name, as Determined's gateway pairs them.
+# HTTP status -> gRPC code and name, as in Determined's gateway.
 _CODES = {
     400: (3, "InvalidArgument"),
     401: (16, "Unauthenticated"),
@@ -45,10 +45,10 @@ class Problem:
 
 
 def status_and_text(error: BaseException) -> Problem:
-    """Return the answer to an exception.
+    """Return the HTTP status and message for an exception.
 
-    A master that cannot write now answers 503, which in-trial sessions retry; what the request itself causes is a 4xx;
-    everything else is our defect, 500, and its cause stays in the master's log.
+    Transient write failures are 503, which sessions in trials retry. Errors of the request are 4xx. All other exceptions are
+    bugs: 500, with the cause in the master's log only.
     """
     if file_limit.is_shortage(error):
         return problem(503, file_limit.shortage() or str(error))
@@ -58,7 +58,7 @@ def status_and_text(error: BaseException) -> Problem:
         return problem(_STATUSES[type(error)], text_of(error))
     if isinstance(error, DatabaseDamagedError):
         return problem(503, str(error))
-    if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_passing(error)):
+    if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_transient(error)):
         return problem(
             503, f"the master cannot answer now ({error}); expected it to. Send the request again."
         )
@@ -74,8 +74,8 @@ def status_and_text(error: BaseException) -> Problem:
     )
 
 
-def _is_passing(error: OperationalError) -> bool:
-    """Whether a disk or a lock is at fault; yes before Python 3.11, which cannot tell."""
+def _is_transient(error: OperationalError) -> bool:
+    """Return whether a SQLite error is transient; always True before Python 3.11."""
     return getattr(error, "sqlite_errorcode", None) != _SQL_ERROR
 
 
@@ -85,7 +85,7 @@ def problem(status: int, text: str) -> Problem:
 
 
 def error_response(refusal: Problem) -> Response:
-    """Return the answer that Determined's client reads: ``{"error": {"code", …}}``."""
+    """Return an error response as Determined's client expects it: ``{"error": {…}}``."""
     body = {"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}}
     headers = {}
     if refusal.status in (429, 503):

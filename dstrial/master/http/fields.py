@@ -1,4 +1,4 @@
-"""JSON objects that clients send: both spellings of a key, typed values, errors."""
+"""Typed access to request JSON, with keys in camelCase or snake_case."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MAX_INTEGER = 2**63 - 1
 _MAX_GOT = 80
 
 
-class _Short(reprlib.Repr):
-    """A ``repr`` that stops early: of large values it is slow, of deep ones too deep."""
+class _TruncatedRepr(reprlib.Repr):
+    """Truncated ``repr`` for large or deeply nested values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Short(reprlib.Repr):
         return repr(x[:_MAX_GOT])
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        # That of the base class sorts all keys first.
+        # The base class sorts all keys first, which is slow.
         if level <= 0:
             return "{…}"
         pairs = [
@@ -39,19 +39,19 @@ class _Short(reprlib.Repr):
         return "{" + ", ".join([*pairs, *(["…"] if len(x) > self.maxdict else [])]) + "}"
 
 
-_SHORT = _Short()
+_TRUNCATED_REPR = _TruncatedRepr()
 
 
 def camel(name: str) -> str:
-    """Return the protocol's spelling of a key, ``stepsCompleted`` for example."""
+    """Convert a key to camelCase, for example ``stepsCompleted``."""
     return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
 
 
 class Fields(dict[str, Any]):
-    """One message that a client sent, its keys in camelCase whichever spelling came.
+    """A JSON object of a request, with its keys normalised to camelCase.
 
-    Mappings of the user's own (hyperparameters, metrics) keep their keys. A key that is absent or null reads as None
-    everywhere. Every method raises ``RequestError`` 400 for a value of another type; ``where`` begins its message.
+    User data in it (hyperparameters, metrics) keeps its keys. Methods return None for an absent or null key, and raise
+    ``RequestError`` 400 for a value of the wrong type; ``where`` is the start of that message.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "the request's body") -> None:
@@ -72,7 +72,7 @@ class Fields(dict[str, Any]):
         return value
 
     def integer(self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER) -> int | None:
-        """Return a whole number; the protocol sends those of 64 bits as strings."""
+        """Return an integer; the protocol sends 64-bit integers as strings."""
         value = self.get(name)
         if value is None:
             return None
@@ -160,8 +160,8 @@ class Fields(dict[str, Any]):
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message: shortened; ``missing`` for None."""
+    """Format a value for an error message: truncated, ``missing`` for None."""
     if value is None:
         return "missing"
-    text = _SHORT.repr(value)
+    text = _TRUNCATED_REPR.repr(value)
     return text if len(text) <= _MAX_GOT else text[:_MAX_GOT] + "…"

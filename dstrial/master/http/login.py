@@ -1,4 +1,4 @@
-"""One-time codes for the browser: login links, and grants of task services."""
+"""One-time codes for browsers: login links, and grants for task services."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_GRANTS = 1000
 
 
 class LoginLinks:
-    """Unused codes of login links, as digests in memory."""
+    """In-memory store of unused login-link codes, as digests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,13 +28,13 @@ class LoginLinks:
         return code
 
     def spend(self, code: str) -> int | None:
-        """Use a code up and return its user's id; None if it is unknown, used or too old."""
+        """Consume a code and return its user's id; None if unknown, used or expired."""
         found = self._codes.pop(_digest_of(code), None)
         return None if found is None or self._clock() > found[1] else found[0]
 
 
 class ServiceGrants:
-    """Codes that open the services of one task; the least recently used are dropped."""
+    """LRU store of codes that grant access to the services of one task."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
@@ -55,7 +55,7 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Exchange a one-time code for a cookie's code; None if it is not valid."""
+        """Exchange a one-time code for the cookie's code; None if the code is invalid."""
         token = self.token_of(code, task_id)
         if token is None:
             return None

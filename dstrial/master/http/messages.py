@@ -1,8 +1,8 @@
-"""Answers: in the shapes of Determined's classes, in pages, safe for terminals.
+"""Response bodies: Determined's message classes, pagination, terminal safety.
 
-Clients print names, descriptions and messages as they come (``det experiment list``). What is the user's data (configs,
-metrics, metadata) goes as ``orjson.Fragment`` and stays byte for byte what was stored; clients print it as JSON or YAML,
-which escape by themselves.
+Clients print names, descriptions and messages verbatim (``det experiment list``), so control characters are made visible here.
+User data (configs, metrics, metadata) is sent as ``orjson.Fragment``, byte for byte as stored; clients print it as JSON or YAML,
+which escape control characters.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import orjson
 from dstrial.errors import RequestError
 from dstrial.visible_text import visible
 
-DEFAULT_LIMIT = 100  # rows of a page unless the client says, as in Determined 0.38.1
+DEFAULT_LIMIT = 100  # default page size, as in Determined 0.38.1
 
-# As JSON has them: control characters escaped, the others as UTF-8. Finds too much (an escaped backslash before b, data),
-# never too little; most answers have none and are written once.
+# Pattern of control characters in JSON. It has false positives (an escaped backslash before b, user data) but no false
+# negatives; most responses do not match and are serialised only once.
 _SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa6-\xa9]")
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return a message with every field of its class; those not given are null."""
+    """Return a message with all fields of its class; fields not given are null."""
     required, optional = _names_of(bindings_class)
     unknown = fields.keys() - required - optional.keys()
     missing = required - fields.keys()
@@ -66,9 +66,9 @@ class Page:
 
 
 def page_of(total: int, offset: int | None, limit: int | None) -> Page:
-    """Return which of ``total`` rows to send.
+    """Return the range of rows for a page of ``total`` rows.
 
-    A negative offset counts from the end; limit 0 or None is 100, -1 all, -2 none (Determined 0.38.1
+    A negative offset counts from the end. Limit 0 or None means 100, -1 all, -2 none (Determined 0.38.1
     ``master/internal/api/paginate.go``).
     """
     offset = offset or 0
@@ -83,7 +83,7 @@ def page_of(total: int, offset: int | None, limit: int | None) -> Page:
 
 
 def to_json(answer: Any) -> bytes:
-    """Return an answer as JSON; keys of mappings may be numbers."""
+    """Serialise a response; mapping keys may be numbers."""
     body = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(_shown(answer), option=orjson.OPT_NON_STR_KEYS) if _SUSPECT.search(body) else body
 

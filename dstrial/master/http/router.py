@@ -1,7 +1,7 @@
-"""Routes requests to handlers: access, size limits, one error shape for all.
+"""Routes requests to handlers, with access checks, limits and error responses.
 
-The rules of access are here and nowhere else; a handler that takes ids from a body asks the request for them
-(``require_trial`` and its like).
+All access rules are in this module. A handler that reads ids from a body checks them with ``require_trial`` and the similar
+methods.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ logger = logging.getLogger(__name__)
 
 API_PREFIX = "/api/v1"
 
-MAX_BODY_BYTES = 16 * 2**20  # Largest request body, bytes; a route may allow more
+MAX_BODY_BYTES = 16 * 2**20  # default limit of a request body; a route may allow more
 
-_MAX_DEPTH = 100  # Deepest nesting of a body's lists and objects; answers would not be written beyond 254
+_MAX_DEPTH = 100  # maximum nesting of a body; orjson cannot serialise more than 254 levels
 
-_MAX_VALUES = 500_000  # Most values in a body; a batch of metrics or logs has some thousands
+_MAX_VALUES = 500_000  # maximum number of values in a body; a batch of metrics or logs has some thousands
 
 _MAX_ID = 2**31 - 1
 
 
 class Access(enum.Enum):
-    """Who may call a route."""
+    """Access level of a route."""
 
-    PUBLIC = enum.auto()  # Everybody on this machine
-    USER = enum.auto()  # A user's token; that of an allocation is refused
-    ADMIN = enum.auto()  # The token of an administrator
+    PUBLIC = enum.auto()  # no token
+    USER = enum.auto()  # a user's token, not an allocation's
+    ADMIN = enum.auto()  # an administrator's token
     TRIAL = enum.auto()
-    """A user's token, or that of an allocation for its own trial, task, allocation, for reading its experiment, and for
-    checkpoints of its experiment or the one it started from. Told by the names of the path's parameters."""
+    """A user's token, or an allocation's for its own trial, task and allocation, for reading its experiment, and for checkpoints
+    of its experiment or the one it started from. The resource is recognised by the names of the path parameters."""
 
-    OWNER = enum.auto()  # Whoever has come by the UNIX socket of the state directory, without a token
+    OWNER = enum.auto()  # no token, but the UNIX socket of the state directory
 
 
 PUBLIC, USER, ADMIN, TRIAL, OWNER = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL, Access.OWNER
@@ -69,10 +69,9 @@ Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """One request that the master answers.
+    """Method, path, handler and access level of an endpoint.
 
-    Path parameters stand in braces; ``{trial_id:int}`` takes whole numbers of 32 bits. Instead of a 401 a page answers by
-    ``unauthenticated``.
+    Path parameters stand in braces; ``{trial_id:int}`` accepts 32-bit integers. Pages use ``unauthenticated`` instead of a 401.
     """
 
     method: str
@@ -92,13 +91,13 @@ def route(
     max_body_bytes: int = MAX_BODY_BYTES,
     unauthenticated: Handler | None = None,
 ) -> Route:
-    """Return a route below ``/api/v1``, or below the root: ``//info``."""
+    """Return a route below ``/api/v1``; a path like ``//info`` is below the root."""
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
 
 
 class ApiRequest:
-    """One request, with the sender known and the path's parameters read."""
+    """An authenticated request with parsed path parameters."""
 
     __slots__ = (
         "_query",
@@ -132,22 +131,22 @@ class ApiRequest:
         self._receive = receive
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Return the result of some work; cancel it if the client leaves meanwhile."""
+        """Await ``work``; cancel it if the client disconnects first."""
 
         async def leave() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
 
-        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+        working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(leave())
         try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise _GoneError
+                raise _DisconnectedError
             return working.result()
         finally:
-            for task in (working, leaving):
+            for task in (working, disconnected):
                 task.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+            await asyncio.gather(working, disconnected, return_exceptions=True)
 
     @property
     def user(self) -> User:
@@ -160,7 +159,7 @@ class ApiRequest:
         return None if self.identity is None else self.identity.allocation
 
     def body(self) -> Fields:
-        """Return the body's JSON object, ``{}`` if it is empty, whatever its Content-Type."""
+        """Parse the body as a JSON object; an empty body is ``{}``."""
         value = self.json()
         if not isinstance(value, dict):
             raise RequestError(
@@ -187,7 +186,7 @@ class ApiRequest:
         return value
 
     def queries(self, name: str) -> list[str]:
-        """Return every value of a query parameter, named in camelCase, in order."""
+        """Return all values of a query parameter (name in camelCase), in order."""
         if self._query is None:
             self._query = {}
             text = self.scope.get("query_string", b"").decode("latin-1")
@@ -223,7 +222,7 @@ class ApiRequest:
         return value
 
     def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
-        """Return all values of a query parameter that names members of an enumeration."""
+        """Return all values of an enumeration parameter; raise 400 for an unknown one."""
         allowed = [str(member.value) for member in choices]
         values = self.queries(name)
         if any(value not in allowed for value in values):
@@ -241,11 +240,11 @@ class ApiRequest:
         )
 
     def require_trial(self, trial_id: int) -> None:
-        """Refuse (403) an allocation another trial than its own; so do the others below."""
+        """Raise 403 if an allocation's token requests another trial than its own."""
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:
-        """Refuse (403) an allocation another experiment, or a change of its own."""
+        """Raise 403 if an allocation's token does more than read its own experiment."""
         self._require("experiment", experiment_id, "experiment_id")
         if self.allocation is not None and self.route.method != "GET":
             raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")
@@ -257,18 +256,18 @@ class ApiRequest:
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
-        """Refuse (403) an allocation a checkpoint.
+        """Raise 403 if an allocation's token may not access the checkpoint.
 
-        An allocation reads its experiment's and what it started from, and changes its experiment's.
+        It may read and change its experiment's checkpoints, and read the checkpoint that it started from.
         """
         if self.allocation is not None and not await self.services.read(
             guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change
         ):
-            raise _not_own("checkpoint", checkpoint_uuid)
+            raise _forbidden("checkpoint", checkpoint_uuid)
 
     def _require(self, noun: str, asked: int | str, field: str) -> None:
         if self.allocation is not None and asked != getattr(self.allocation, field):
-            raise _not_own(noun, asked)
+            raise _forbidden(noun, asked)
 
     async def _require_own_path(self) -> None:
         checks: dict[str, Callable[[Any], None]] = {
@@ -285,7 +284,7 @@ class ApiRequest:
                 await self.require_checkpoint(value)
 
 
-def _not_own(noun: str, asked: int | str) -> RequestError:
+def _forbidden(noun: str, asked: int | str) -> RequestError:
     return RequestError(
         403,
         f"{noun} {asked} is not that of this token's allocation; expected its own. Use a user's token for others.",
@@ -293,11 +292,11 @@ def _not_own(noun: str, asked: int | str) -> RequestError:
 
 
 def _check_num_values(content: bytes) -> None:
-    """Refuse a body of too many values: those of 16 MiB may take a GiB."""
+    """Raise 400 for too many values: parsed, a body of 16 MiB may take 1 GiB."""
     if _num_separators(content) <= _MAX_VALUES:
         return
-    # Perhaps they stand in strings, as in a batch of logs. Backslashes and escaped quotes first, so that the other quotes
-    # are those at the ends of strings.
+    # The commas may be inside strings, as in a batch of logs. Remove escaped backslashes and quotes first, so that the remaining
+    # quotes delimit strings.
     parts = content.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 2 * _MAX_VALUES + 1)
     if len(parts) > 2 * _MAX_VALUES or sum(_num_separators(part) for part in parts[::2]) > _MAX_VALUES:
         raise RequestError(
@@ -332,7 +331,7 @@ class _Node:
 
 
 class Api:
-    """The ASGI application: finds the route, lets the right ones in, and answers."""
+    """The ASGI application: matches the route, checks access, calls the handler."""
 
     def __init__(self, services: Services, routes: Sequence[Route]) -> None:
         self.routes = tuple(routes)
@@ -359,15 +358,15 @@ class Api:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        # The boundary of a request: what went wrong is told to the log, and to the client only if it is to blame.
+        # Request boundary: every exception is logged; the client sees the cause only of its own errors.
         try:
             response = await self._answer(scope, receive)
-        except _GoneError:
+        except _DisconnectedError:
             return
         except Exception as error:
             problem = status_and_text(error)
             if problem.status >= 500 and problem.status != 501:
-                # Only a defect has a cause that the answer does not name.
+                # Only for bugs does the response omit the cause.
                 words = (scope["method"], scope["path"], problem.status, problem.text)
                 logger.error("%s %s is answered %d: %s", *words, exc_info=problem.status == 500)
             response = error_response(problem)
@@ -405,7 +404,7 @@ class Api:
         return response
 
     def _find(self, scope: Scope) -> tuple[Route, list[tuple[tuple[str, str], str]]]:
-        # The raw path, so that an encoded slash stays part of its segment.
+        # The raw path keeps an encoded slash within its segment.
         raw = scope.get("raw_path") or scope["path"].encode()
         path = raw.split(b"?", 1)[0].decode("latin-1")
         node: _Node | None = self._root
@@ -421,7 +420,7 @@ class Api:
                 break
         method = scope["method"]
         if node is None or method not in node.routes:
-            raise _unanswered(method, path, sorted(node.routes) if node is not None else [])
+            raise _no_route_error(method, path, sorted(node.routes) if node is not None else [])
         found, parameters = node.routes[method]
         if unsupported.is_word(method, path) and path != found.path:
             raise unsupported.refusal(method, path)
@@ -446,7 +445,7 @@ async def _check_access(request: ApiRequest) -> None:
         )
 
 
-def _unanswered(method: str, path: str, methods: list[str]) -> RequestError:
+def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
     error = unsupported.refusal(method, path)
     if not methods or error.status != 404:
         return error
@@ -470,7 +469,7 @@ def _response(answer: Answer) -> Response:
     return Response(to_json(answer), media_type="application/json")
 
 
-class _GoneError(Exception):
+class _DisconnectedError(Exception):
     pass
 
 
@@ -484,7 +483,7 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     while is_more:
         event: Message = await receive()
         if event["type"] == "http.disconnect":
-            raise _GoneError
+            raise _DisconnectedError
         chunk = event.get("body", b"")
         size += len(chunk)
         if size > limit:

@@ -1,4 +1,4 @@
-"""Experiments, trials and checkpoints as the protocol has them, from their rows."""
+"""Converts database rows of experiments, trials and checkpoints to API messages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def stored(text: str | None) -> Any:
 
 
 def as_data(value: Any) -> Any:
-    """Return the user's own data to be sent unchanged, control characters included."""
+    """Wrap user data so that it is sent unchanged, control characters included."""
     return orjson.Fragment(orjson.dumps(value))
 
 
 def shown_config(text: str | None, names: SecretNames) -> Any:
-    """Return a stored config, or a part, as JSON with its secrets masked."""
+    """Parse a stored config, or a part of one, and mask its secrets."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
 
 
@@ -46,7 +46,7 @@ def shown_state(row: ListedExperiment | ListedTrial) -> str:
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Return stored states for the protocol's; those of active experiments are ACTIVE."""
+    """Map API states to stored states; QUEUED, RUNNING and the like become ACTIVE."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -155,7 +155,7 @@ def checkpoint_workload(
 def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | None:
     if row.checkpoint_steps is None:
         return None
-    # Columns of the same row of checkpoints, none of which is null there.
+    # These columns come from one row of checkpoints, where they are NOT NULL.
     assert row.best_checkpoint_uuid is not None
     assert row.checkpoint_state is not None
     assert row.checkpoint_us is not None
@@ -173,7 +173,7 @@ def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | N
 
 
 def sizes_as_texts(resources: str) -> dict[str, str]:
-    """Return stored resources with sizes as texts, the protocol's form of 64 bits."""
+    """Return stored resources with sizes as strings, the API's 64-bit integers."""
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 

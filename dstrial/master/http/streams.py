@@ -1,4 +1,4 @@
-"""Answers that are streams: one JSON object per line until the end."""
+"""Streaming responses: newline-delimited JSON and server-sent events."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
 
 def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
-    """Return a stream of ``{"result": item}`` lines; lines of a list go together.
+    """Return a stream of ``{"result": item}`` lines; a list is sent as one chunk.
 
-    A ``DstrialError`` after the beginning becomes the protocol's error line.
+    A ``DstrialError`` after the first line is sent as an error line of the protocol.
     """
     return NdjsonResponse(items)
 
 
 class NdjsonResponse(Response):
-    """Sends the lines of :func:`ndjson` until its client leaves or its token ends."""
+    """Sends the lines of :func:`ndjson` until disconnect or revocation of the token."""
 
     media_type = "application/json"
     is_still_known: Callable[[], Awaitable[bool]] | None = None
@@ -52,13 +52,13 @@ class NdjsonResponse(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_until_gone(receive))
-        tasks = {sending, leaving}
+        disconnected = asyncio.ensure_future(_until_gone(receive))
+        tasks = {sending, disconnected}
         if self.is_still_known is not None:
             tasks.add(asyncio.ensure_future(_until_unknown(self.is_still_known)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            is_unknown = not sending.done() and not leaving.done()
+            is_unknown = not sending.done() and not disconnected.done()
         finally:
             for task in tasks:
                 if not task.done():
@@ -94,7 +94,7 @@ class NdjsonResponse(Response):
 
 
 class EventStream(NdjsonResponse):
-    """Sends server-sent events: one JSON object each, None for a heartbeat."""
+    """Sends server-sent events: one JSON object per event; None sends a heartbeat."""
 
     media_type = "text/event-stream"
 
@@ -113,7 +113,7 @@ class EventStream(NdjsonResponse):
 
 
 async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
-    """Return once the sender has logged out, is switched off, or its token is revoked."""
+    """Wait until the sender logs out, is deactivated, or its token is revoked."""
     while await is_still_known():
         await asyncio.sleep(_ASK_AGAIN_S)
 

@@ -1,4 +1,4 @@
-"""Clear errors for what Determined's client asks and this master does not do."""
+"""Error responses for requests of Determined's client that are not implemented."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ NOUNS = {
     "users": "roles, web settings and bulk changes of users",
     "workspaces": "namespaces, quotas, pins and roles of workspaces",
 }
-"""First segment of a path below ``/api/v1`` or the root -> what of it is not offered."""
+"""First path segment below ``/api/v1`` or the root -> the features of it that are not implemented."""
 
 INSTEAD = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
     "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
 }
-"""First segment -> what to do on one machine, where that is another thing than to use a cluster."""
+"""First path segment -> the alternative on a single machine; the default alternative is a Determined cluster."""
 
 _ROOT_NOUNS = ("oauth2",)
 _REQUEST = re.compile(r'method="([A-Z]+)",\s*path=f?"([^"]+)"')
@@ -52,7 +52,7 @@ _PARAMETER = re.compile(r"\{\w+\}")
 
 
 def refusal(method: str, path: str) -> RequestError:
-    """Return the error of a request without a route: 501 if the client has it, or 404."""
+    """Return 501 for a request of Determined's client without a route here, else 404."""
     segments = [segment for segment in path.split("/") if segment]
     if segments[:2] == ["api", "v1"]:
         noun = segments[2] if len(segments) > 2 else ""
@@ -74,9 +74,9 @@ def refusal(method: str, path: str) -> RequestError:
 
 
 def is_word(method: str, path: str) -> bool:
-    """Whether a path is a whole request of the client, ``users/setting``.
+    """Return whether a path is a fixed endpoint of the client, ``users/setting``.
 
-    Such a path is none of a route with a parameter in that place.
+    Such a path must not match a route that has a parameter in that place.
     """
     return (method, path) in _words()
 
@@ -88,7 +88,7 @@ def _words() -> frozenset[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return method and path pattern of every request of the generated client."""
+    """Return method and path pattern of every request in the generated client."""
     return tuple(
         (method, re.compile("".join(_pattern_of(template)))) for method, template in client_templates()
     )
