@@ -150,7 +150,7 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     (tmp_path / "last").touch()
     wait_until(master, experiment_id, "COMPLETED")
 
-    assert "its checkpoint storage is back, and the trial goes on" in log_of(master, experiment_id)
+    assert "its checkpoint storage is back, the trial continues" in log_of(master, experiment_id)
     [trial] = trials(master, experiment_id)
     assert int(trial["restarts"]) == 0
     assert lost(master, experiment_id, storage) == []

@@ -1,4 +1,4 @@
-"""Transactions that follow from events.
+"""State transitions: each function runs in the transaction of an event.
 
-They start, signal and delete nothing: what is to be done outside is written into rows for the scheduler.
+They have no side effects outside the database; processes and files are left to the scheduler, through rows.
 """

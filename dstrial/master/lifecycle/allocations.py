@@ -1,4 +1,4 @@
-"""Allocations from assigned to ended, and what an end means for the trial."""
+"""Life of a trial's allocation, and what its exit means for the trial."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dstrial.search import ExitReason
 
 _MAX_LOSSES = 3
 
-# As StorageGoneError of dstrial.storage_guard begins.
+# Start of the message of dstrial.storage_guard.StorageGoneError.
 _STORAGE_GONE = re.compile(r"checkpoint storage .+ is gone: ")
 
-# Records and weights of a restart are the same: so is where its losses stop being finite.
-_ENDS_FOR_GOOD = "NonFiniteError"
+# Deterministic: a restart has the same records and weights, so its losses become non-finite again.
+_NOT_RETRIED_ERROR = "NonFiniteError"
 
 
 def assign(
@@ -40,10 +40,10 @@ def assign(
     directory: str,
     token_hashes: dict[str, str],
 ) -> allocation_rows.Allocation | None:
-    """Give a trial slots for a new run; None if it does not wait any more.
+    """Assign slots to a trial for a new run; None if the trial is no longer pending.
 
-    ``ports`` are by environment variable, ``token_hashes`` SHA-256 by kind ("allocation", "user"); ``directory`` is the parent of
-    the allocation's.
+    ``ports`` maps environment variable -> port, ``token_hashes`` kind ("allocation", "user") -> SHA-256; ``directory`` is the
+    parent of the allocation's directory.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
@@ -77,7 +77,7 @@ def assign(
 
 
 def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, int]:
-    """Return the checkpoint to start from and the batches that are completed then."""
+    """Return the checkpoint that a run starts from and its completed batches."""
     latest = checkpoint_rows.latest_completed(tx.connection, trial.id)
     if latest is not None:
         return str(latest.uuid), int(latest.steps)
@@ -85,7 +85,7 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Record an allocation's supervisor; None where other nodes have theirs."""
+    """Record an allocation's supervisor; None if it runs on other nodes."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(
@@ -99,7 +99,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
-    """Record that a trial's own code has called, and may be asked to stop from now on."""
+    """Record that the trial's code has contacted the master, so it can be preempted."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready:
         allocation_rows.update(tx, allocation_id, is_ready=True)
@@ -120,9 +120,10 @@ def allocation_exited(
     storage_trouble: str | None = None,
     begun: Sequence[str] = (),
 ) -> None:
-    """End an allocation and decide about its trial; no-op if it has ended.
+    """End an allocation, then restart or end its trial; no-op if already ended.
 
-    ``storage_trouble`` says why its storage cannot be used now. Of ``begun`` checkpoints those not reported are deleted.
+    ``storage_trouble`` says why the checkpoint storage is unavailable. Checkpoints in ``begun`` that were never reported are
+    deleted.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -158,7 +159,7 @@ def allocation_exited(
     if half_written:
         payload = {"uuids": half_written, "allocation_id": allocation_id}
         background_jobs.request(tx, "sweep", row.experiment_id, payload)
-    _judge(tx, row, trial, exit_, reason, traceback if is_failure else None, storage_trouble)
+    _decide_trial(tx, row, trial, exit_, reason, traceback if is_failure else None, storage_trouble)
 
 
 def _describe(row: allocation_rows.Allocation, exit_: AllocationExit) -> str:
@@ -172,7 +173,7 @@ def _describe(row: allocation_rows.Allocation, exit_: AllocationExit) -> str:
     return f"{text}: {exit_.explanation}" if exit_.explanation else text
 
 
-def _judge(
+def _decide_trial(
     tx: Transaction,
     row: allocation_rows.Allocation,
     trial: trial_rows.Trial,
@@ -188,11 +189,11 @@ def _judge(
     is_stop = state == "STOPPING_COMPLETED" and trial.early_exit is None and row.kill_us is None
     is_stop = is_stop and exit_.exit_code != 0
     has_end = is_stop and _has_last_checkpoint(tx, trial_id)
-    if is_stop and not has_end and _may_save_later(tx, row, exit_):
+    if is_stop and not has_end and _should_retry_stop(tx, row, exit_):
         experiment = experiment_rows.require(tx.connection, row.experiment_id)
         trial_rows.update(tx, trial_id, state=experiment.state)
         if not exit_.was_lost:
-            _failed(tx, row, trial, reason, traceback, storage_trouble)
+            _handle_failure(tx, row, trial, reason, traceback, storage_trouble)
     elif state in STOPPING:
         is_clean = exit_.exit_code == 0 or was_asked or exit_.was_lost or has_end
         endings.close_trial(
@@ -200,12 +201,12 @@ def _judge(
         )
     elif trial.early_exit is not None:
         endings.close_trial(tx, trial_id, "COMPLETED", ExitReason.INVALID_HP)
-    elif was_asked or (exit_.was_lost and _losses(tx, trial_id, row.run_id) < _MAX_LOSSES):
+    elif was_asked or (exit_.was_lost and _count_losses(tx, trial_id, row.run_id) < _MAX_LOSSES):
         return
     elif exit_.exit_code == 0:
         endings.close_trial(tx, trial_id, "COMPLETED")
     else:
-        _failed(tx, row, trial, reason, traceback, storage_trouble)
+        _handle_failure(tx, row, trial, reason, traceback, storage_trouble)
 
 
 def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
@@ -213,22 +214,22 @@ def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
     return checkpoint is not None and checkpoint.steps >= metric_rows.last_validation(tx.connection, trial_id)
 
 
-def _may_save_later(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
-    """Say whether a trial that failed during a searcher's stop is to run again.
+def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
+    """Return whether a trial that failed while the searcher stopped it runs again.
 
-    It goes on from its latest checkpoint, and its next validation there stops it again.
+    The trial resumes from its latest checkpoint, and its next validation there stops it again.
     """
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     if experiment.state not in ("ACTIVE", "PAUSED"):
         return False
     if row.preempt_acked and checkpoint_rows.latest_completed(tx.connection, row.trial_id) is None:
-        # The trial fails whenever it is asked to stop, and never saves.
+        # The trial crashes on every stop request and never saves, so a retry cannot succeed.
         return False
-    return not exit_.was_lost or _losses(tx, row.trial_id, row.run_id) < _MAX_LOSSES
+    return not exit_.was_lost or _count_losses(tx, row.trial_id, row.run_id) < _MAX_LOSSES
 
 
-def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Return how many runs in a row were lost without a report, this run included."""
+def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
+    """Count the latest consecutive runs that were lost without a report."""
     count = 0
     for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
         if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):
@@ -238,9 +239,9 @@ def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 
 
 def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
-    """Return a trial's message that its storage was gone, None without one.
+    """Return the ``StorageGoneError`` message of a traceback, if it ends with one.
 
-    A trial without progress, because only its node cannot see the storage, fails as any other after a few times.
+    None for a run without reports: if only this node cannot see the storage, the trial must use up its restarts.
     """
     last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
     return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None
@@ -250,7 +251,7 @@ def _kind_of_error(traceback: str) -> str:
     return traceback.rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
 
 
-def _failed(
+def _handle_failure(
     tx: Transaction,
     row: allocation_rows.Allocation,
     trial: trial_rows.Trial,
@@ -260,32 +261,32 @@ def _failed(
 ) -> None:
     why_gone = storage_trouble or _storage_gone(row, traceback)
     if why_gone is not None and not trial.retry_cancelled:
-        text = f"the trial has failed without its checkpoint storage, which counts as no restart: {why_gone}"
+        text = f"the trial failed without its checkpoint storage (not counted as a restart): {why_gone}"
         add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
         return
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     num_slots = len(row.slots)
-    # What the trial asks for is given to it again, so that only another number can be left out.
+    # The configured slot count is always retried; only another count can be marked as unusable.
     is_chosen = num_slots != experiment.slots_per_trial and not trial.retry_cancelled
     if is_chosen and num_slots in resizing.unusable_counts(tx.connection, trial.id):
-        text = f"the trial cannot go on with {num_slots} slots, which counts as no restart and is not tried again: {reason}"
+        text = f"the trial cannot go on with {num_slots} slots (not counted as a restart, not tried again): {reason}"
         add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
         return
     config: dict[str, Any] = json.loads(experiment.config)
     restarts, limit = trial.restarts + 1, int(config["max_restarts"])
     is_before_first_batch = row.num_reports == 0 and row.steps_at_start == 0
-    mark = fingerprint(traceback) if is_before_first_batch and traceback is not None else None
+    failure_digest = fingerprint(traceback) if is_before_first_batch and traceback is not None else None
     verdict = None
     if trial.retry_cancelled:
         verdict = "trial failed and matched logs to a don't retry policy"
     elif restarts > limit:
         verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
-    elif traceback is not None and _kind_of_error(traceback) == _ENDS_FOR_GOOD:
-        verdict = "it trains nothing any more, and would not after a restart"
-    elif mark is not None and mark == trial.last_failure:
+    elif traceback is not None and _kind_of_error(traceback) == _NOT_RETRIED_ERROR:
+        verdict = "its losses stay non-finite, and a restart would repeat that"
+    elif failure_digest is not None and failure_digest == trial.last_failure:
         verdict = "failed twice in the same way before its first batch, and is not tried again"
     num_restarts = trial.restarts if verdict is not None else restarts
-    trial_rows.update(tx, trial.id, restarts=num_restarts, last_failure=mark)
+    trial_rows.update(tx, trial.id, restarts=num_restarts, last_failure=failure_digest)
 
     def say(text: str, level: str = "ERROR") -> None:
         add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=row.id)
@@ -294,9 +295,9 @@ def _failed(
         count = f"({restarts} of {limit} restarts)"
         if trial.is_node_excluded:
             trial_rows.update(tx, trial.id, is_node_excluded=2)
-            say(f"trial failed and is started again where it may be {count}", "WARNING")
+            say(f"trial failed and restarts on another node {count}", "WARNING")
         else:
-            say(f"trial failed and is started again {count}", "WARNING")
+            say(f"trial failed and restarts {count}", "WARNING")
         return
     say(f"trial {trial.id} has failed: {verdict}")
     last = traceback.rpartition("\n")[2] if traceback else reason

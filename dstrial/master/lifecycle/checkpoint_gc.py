@@ -1,4 +1,4 @@
-"""Which checkpoints an experiment need not keep, and the deletion of their files."""
+"""Checkpoint garbage collection: retention policy and deletion of files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Candidate:
     uuid: str
     trial_id: int
     steps: int  # batches completed
-    metric: float | None  # the searcher's, of a validation at the same batch
+    metric: float | None  # searcher metric of the validation at the same batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """How many checkpoints to keep."""
+    """Retention policy: numbers of checkpoints to keep."""
 
     save_experiment_best: int
     save_trial_best: int
@@ -44,9 +44,9 @@ class Policy:
 def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: bool) -> list[str]:
     """Return the uuids of the checkpoints to delete.
 
-    One is kept if it is among the best of the experiment or of its trial, or among the newest of its trial; only those
-    with a validation at the same batch can be among the best; of equals the earlier is better. Source: Determined 0.38.1,
-    checkpoint garbage collection (ranks by the metric, then by the validation's number).
+    A checkpoint is kept if it is among the best of the experiment or trial, or the newest of the trial. Only checkpoints with a
+    validation at the same batch are ranked as best; ties go to the earlier one. Source: Determined 0.38.1, checkpoint garbage
+    collection (ranks by the metric, then by the validation's number).
     """
     sign = 1.0 if smaller_is_better else -1.0
     validated = [item for item in candidates if item.metric is not None and not math.isnan(item.metric)]
@@ -83,7 +83,7 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
 
 
 def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> Path:
-    """Return this machine's directory of an experiment's TensorBoard files.
+    """Return the local directory of an experiment's TensorBoard files.
 
     Source: Determined 0.38.1 determined/tensorboard/build.py.
     """
@@ -102,12 +102,12 @@ def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experi
 
 
 def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
-    """Delete a checkpoint's matching files; return the others, with sizes in bytes.
+    """Delete a checkpoint's matching files; return the remaining ones -> bytes.
 
-    Nothing outside the checkpoint's directory is touched: links are deleted, not followed. No patterns delete nothing.
+    Symbolic links are deleted, not followed. Without patterns nothing is deleted.
     """
     directory = checkpoint_directory(storage, uuid)
-    # A cluster's id, too, is a UUID that names a directory of the storage.
+    # The cluster id is also a UUID that names a directory in the storage.
     if directory.is_symlink() or (directory / "tensorboard" / "experiment").is_dir():
         raise MasterError(
             f"{directory} is a link, or has the TensorBoard files of a cluster; expected a checkpoint's directory. Nothing in it "
@@ -140,10 +140,10 @@ def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
 
 
 def remaining(directory: Path) -> dict[str, int]:
-    """Return a directory's files with bytes; directories have a final slash and 0."""
+    """Return path -> bytes below a directory; directories end with a slash, 0 bytes."""
     found: dict[str, int] = {}
     for entry in _entries(directory):
-        # A name that is not UTF-8 is in no answer (RFC 8259).
+        # JSON cannot contain names that are not UTF-8 (RFC 8259).
         name = os.fsencode(os.path.relpath(entry, directory)).decode(errors="backslashreplace")
         if entry.is_dir(follow_symlinks=False):
             found[f"{name}/"] = 0
@@ -153,7 +153,7 @@ def remaining(directory: Path) -> dict[str, int]:
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    """Return what is below a directory in order, parents before what is in them.
+    """Return all entries below a directory, parents before children.
 
     ``Path.rglob`` raises RecursionError at about 1000 levels (CPython before 3.13).
     """

@@ -1,7 +1,7 @@
-"""The life of a command: created, assigned, started, paused, killed, ended.
+"""Life of a command: create, assign, start, pause, kill, end.
 
-A pausable command is stopped and started again in a new allocation with the same files, also when the master goes down or
-a slot of it is disabled. Every other one ends with its only allocation.
+A pausable command can be stopped and restarted in a new allocation with the same files, also if the master shuts down or one of
+its slots is disabled. Any other command ends with its only allocation.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 
-STOP_TIMEOUT_S = 30  # How long a process has to end after SIGTERM, seconds; it is killed then
+STOP_TIMEOUT_S = 30  # Grace period between SIGTERM and SIGKILL
 
-_UNBEGUN = "the master was killed before the process began"
-_MAX_UNBEGUN = 3
+_LOST_EARLY = "the master was killed before the process began"
+_MAX_LOST = 3
 _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 
 
@@ -54,7 +54,7 @@ def assign(
     directory: str,
     token_hashes: dict[str, str],
 ) -> allocation_rows.Allocation | None:
-    """Give a command slots, as for a trial; None if it does not wait any more."""
+    """Assign slots to a command; None if the command is no longer pending."""
     row = commands.require(tx.connection, task_id)
     if row.state != "ACTIVE" or row.allocation_id is not None:
         return None
@@ -83,7 +83,7 @@ def _log_line(
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Record an allocation's supervisor; it is ready if it has no port to wait for."""
+    """Record an allocation's supervisor; mark it ready unless it offers a port."""
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
     if row.state != "TERMINATED":
@@ -109,7 +109,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
 def release(
     tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
 ) -> None:
-    """Stop an allocation's process: with SIGTERM, for ``is_kill`` at once."""
+    """Stop an allocation's process with SIGTERM, or SIGKILL if ``is_kill``."""
     now = now_us()
     if is_kill:
         if allocation.kill_us is not None:
@@ -130,7 +130,7 @@ def release(
 
 
 def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> None:
-    """Kill a command and its descendants, except those that have ended."""
+    """Kill a command and its descendants that are still active."""
     for one in commands.tree(tx.connection, task_id):
         row = commands.require(tx.connection, one)
         if row.state not in ENDED:
@@ -152,13 +152,13 @@ def pause(tx: Transaction, task_id: str) -> None:
 
 
 def unpause(tx: Transaction, task_id: str) -> None:
-    """Start a paused task again, with its paused descendants."""
+    """Resume a paused task and its paused descendants."""
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "unpause")
     if row.state not in ("PAUSED", "STOPPING_PAUSED"):
         raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
-        # A task that is still ending starts again once it has ended.
+        # A task that is still stopping restarts once its process has exited.
         if commands.require(tx.connection, one).state in ("PAUSED", "STOPPING_PAUSED"):
             commands.update(tx, one, state="ACTIVE", stop_reason=None)
         _publish(tx, one)
@@ -190,34 +190,34 @@ def _stop(
 
 
 def refuse(tx: Transaction, task_id: str, why: str) -> None:
-    """End a waiting command that can never start."""
+    """End a pending command that can never start."""
     row = commands.require(tx.connection, task_id)
     if row.allocation_id is None and row.state not in commands.ENDED:
         _close(tx, row, "ERROR", why)
 
 
 def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: str) -> None:
-    """Put a command without an allocation into a terminal state."""
+    """Set a command without an allocation to a terminal state."""
     now = now_us()
     is_end = state in ENDED
     commands.update(tx, row.task_id, state=state, exit_status=exit_status, end_us=now if is_end else None)
     if is_end:
         tasks.update(tx, row.task_id, end_us=now)
         if row.kind != "GENERIC":
-            # Generic tasks can be forked as long as logs are kept.
+            # The files of generic tasks stay as long as the logs, so that the tasks can be forked.
             commands.forget_context(tx, row.task_id)
     _publish(tx, row.task_id)
 
 
 def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
-    """End an allocation whose log is taken in, and decide about its command."""
+    """End an allocation whose log is complete, then restart or end its command."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
         return
     command = commands.require(tx.connection, row.task_id)
     was_asked = row.kill_us is not None or row.preempt_us is not None
-    is_unbegun = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
-    reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command.stop_reason)
+    is_unstarted = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
+    reason = _LOST_EARLY if is_unstarted else _describe(row, exit_, command.stop_reason)
     allocation_rows.update(
         tx,
         allocation_id,
@@ -229,19 +229,19 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     tokens.end_allocation_tokens(tx, allocation_id)
     tx.publish(f"allocation:{allocation_id}")
     starts_again = (
-        is_unbegun and allocation_rows.count_ended_as(tx.connection, row.task_id, _UNBEGUN) < _MAX_UNBEGUN
+        is_unstarted and allocation_rows.count_ended_as(tx.connection, row.task_id, _LOST_EARLY) < _MAX_LOST
     )
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
-    # The words of Determined 0.38.1, which scripts look for in logs.
+    # Messages of Determined 0.38.1, which scripts search for in logs.
     if exit_.exit_code == 0 and not was_asked:
-        told = "resources exited successfully with a zero exit code"
+        details = "resources exited successfully with a zero exit code"
     elif is_failure and not exit_.was_lost:
         code = exit_.exit_code
-        told = f"resources failed with non-zero exit code: container failed with non-zero exit code: {code} (exit code {code})"
-        told += f": {exit_.explanation}" if exit_.explanation else ""
+        details = f"resources failed with non-zero exit code: container failed with non-zero exit code: {code} (exit code {code})"
+        details += f": {exit_.explanation}" if exit_.explanation else ""
     else:
-        told = reason
-    text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {told}"
+        details = reason
+    text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {details}"
     _log_line(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
     state = command.state
     if state in _STOPPING_END:

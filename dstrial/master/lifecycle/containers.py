@@ -1,4 +1,4 @@
-"""Projects and workspaces: where a new experiment goes, and how they are deleted."""
+"""Projects and workspaces: the project of a new experiment, and deletion."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dstrial.master.store.errors import Hint, InvalidError
 def project_of_config(
     connection: Connection, project_id: int | None, config: Mapping[str, Any]
 ) -> projects.ProjectInfo:
-    """Return a new experiment's project: the request's, the config's or the default.
+    """Return a new experiment's project: from the request, the config or the default.
 
-    ``project_id`` of the default project (1), or less, leaves it to the config, which may not be checked yet.
+    If ``project_id`` is at most the default project's (1), the config decides; the config need not be validated yet.
 
-    Source: Determined 0.38.1, order of request and config.
+    Source: Determined 0.38.1, precedence of request and config.
     """
     names = [config.get("workspace") or None, config.get("project") or None]
     if project_id is not None and project_id > projects.DEFAULT_ID:
@@ -33,7 +33,7 @@ def project_of_config(
 
 
 def delete_project(tx: Transaction, project_id: int) -> bool:
-    """Begin to delete a project; return whether it was empty, and so is gone."""
+    """Start deleting a project; return True if it was empty and is already deleted."""
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
     held = experiment_rows.of_project(tx.connection, project_id)
@@ -50,7 +50,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
 
 
 def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
-    """Begin to delete a workspace; return whether it was empty, and so is gone."""
+    """Start deleting a workspace; return True if it was empty and is already deleted."""
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
     model = models.any_name_in(tx.connection, workspace_id)
@@ -68,24 +68,24 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project without experiments; mark it DELETE_FAILED if some remain."""
+    """Delete a project; mark it DELETE_FAILED if experiments remain."""
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)
         return
-    why = next((row.end_reason for row in left if row.end_reason), "it came while they were deleted")
+    why = next((row.end_reason for row in left if row.end_reason), "it was created during the deletion")
     projects.change(
         tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0].id} could not be deleted: {why}"
     )
 
 
 def finish_workspace(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace without projects; mark it DELETE_FAILED if some remain."""
+    """Delete a workspace; mark it DELETE_FAILED if projects or models remain."""
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"
     elif models.any_name_in(tx.connection, workspace_id) is not None:
-        why = "a model came while its projects were deleted"
+        why = "a model was created while its projects were deleted"
     else:
         workspaces.delete(tx, workspace_id)
         return

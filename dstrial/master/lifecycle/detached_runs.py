@@ -1,8 +1,8 @@
-"""Detached runs: trials that others start and end, and that report their state.
+"""Detached (unmanaged) runs: trials that the master neither starts nor stops.
 
-A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or finds those that it made before by ids
-of its own, and sends a heartbeat every minute. Nothing is scheduled, searched or collected for them. An experiment of detached
-runs is as its trials are: active while one is, and ended as the worst of them has.
+A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or reuses existing ones by external id, and
+sends a heartbeat every minute. The master does no scheduling, search or checkpoint collection for them. The experiment is active
+while any of its trials is, and ends in the worst state of its trials.
 
 Source: Determined 0.38.1, ``determined/experimental/core_v2/_unmanaged.py`` and ``determined/core/_heartbeat.py``.
 """
@@ -32,17 +32,17 @@ _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where a run of a detached trial begins."""
+    """Start of a detached trial's run."""
 
     run_id: int
-    checkpoint_uuid: str | None  # None to begin anew
+    checkpoint_uuid: str | None  # None for a fresh start
     steps: int  # batches completed
 
 
 def create(
     tx: Transaction, *, submission: Submission, owner_id: int, project_id: int, external_id: str | None
 ) -> int:
-    """Store an experiment of detached runs, or find it by its external id."""
+    """Create an experiment of detached runs, or return the one with the external id."""
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_deleting(known)
@@ -65,7 +65,7 @@ def create(
 def create_trial(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any] | None, external_id: str | None
 ) -> int:
-    """Store a detached trial, or find it by its external id and set its hparams."""
+    """Create a detached trial, or update the hparams of the one with the external id."""
     experiment = _require(tx, experiment_id)
     _refuse_deleting(experiment)
     known = (
@@ -79,7 +79,7 @@ def create_trial(
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
-    """Begin another run of a detached trial; refuse the last one's reports."""
+    """Start a new run of a detached trial; reports of earlier runs are then rejected."""
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
     _refuse_deleting(experiment)
@@ -88,31 +88,31 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
     latest = checkpoint_rows.latest_completed(tx.connection, trial_id) if resumes else None
     run_id = trial.run_id + 1
     trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED", heartbeat_us=now_us())
-    since = "anew" if latest is None else f"from checkpoint {latest.uuid}"
-    _log_line(tx, trial, f"detached run {run_id} of trial {trial_id} has begun {since}")
+    since = "without a checkpoint" if latest is None else f"from checkpoint {latest.uuid}"
+    _log_line(tx, trial, f"detached run {run_id} of trial {trial_id} starts {since}")
     if latest is None:
         return StartPoint(run_id, None, 0)
     return StartPoint(run_id, str(latest.uuid), int(latest.steps))
 
 
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Record a heartbeat; a trial that was given up is active again."""
+    """Record a heartbeat; reactivate a trial that had timed out."""
     if trial.heartbeat_us is None:
         return
     trial_rows.update(tx, trial.id, heartbeat_us=now_us())
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
     if experiment.state in DELETING:
         return
-    # CANCELED is a person's decision. Another end may come from an earlier run's script, which knows no better.
+    # A user sets CANCELED, so it is final. COMPLETED or ERROR may come from the script of an earlier run.
     if trial.is_lost or (is_current_run and trial.state in ("COMPLETED", "ERROR")):
         _reopen(tx, trial, is_archived=bool(experiment.archived))
-        _log_line(tx, trial, f"trial {trial.id} was heard of again")
+        _log_line(tx, trial, f"trial {trial.id} is active again: its script sent a heartbeat")
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
-    """Take a detached run's state: RUNNING, or an end; None for a heartbeat.
+    """Record a detached run's state: RUNNING, or terminal; None is a heartbeat.
 
-    A trial that a person has ended stays ended.
+    A terminal state stays, unless it was a heartbeat timeout.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
@@ -131,20 +131,20 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """End runs in ERROR without a heartbeat since ``before_us``; return how many.
+    """End runs without a heartbeat since ``before_us`` in ERROR; return their number.
 
-    Experiments that never got a trial end, too.
+    Experiments that never had a trial end too.
     """
     rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:
         assert row.heartbeat_us is not None
         minutes = (now_us() - row.heartbeat_us) / 60e6
-        why = f"nothing was heard of its script for {minutes:.1f} minutes"
-        _log_line(tx, row, f"trial {row.id} is given up: {why}", "ERROR")
+        why = f"no heartbeat of its script for {minutes:.1f} minutes"
+        _log_line(tx, row, f"trial {row.id} timed out: {why}", "ERROR")
         endings.close_trial(tx, row.id, "ERROR", why=why)
         trial_rows.update(tx, row.id, is_lost=True)
     for experiment_id in experiment_rows.detached_without_trial(tx.connection, before_us):
-        endings.finish_experiment(tx, experiment_id, "ERROR", "its script ended before it had a trial")
+        endings.finish_experiment(tx, experiment_id, "ERROR", "its script ended before it created a trial")
     return len(rows)
 
 
@@ -156,7 +156,7 @@ def has_silent_runs(connection: Connection, before_us: int) -> bool:
 
 
 def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
-    """Refuse (400) to ``verb`` an experiment whose processes are not the master's own."""
+    """Raise 400 for an action (``verb``) that detached runs do not support."""
     if row.unmanaged:
         raise InvalidError(
             f"experiment {row.id} has detached runs; "
@@ -183,7 +183,7 @@ def _refuse_deleting(row: experiment_rows.Experiment) -> None:
 
 
 def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
-    """Make an ended trial active again, and its experiment with it."""
+    """Set a terminal trial and its experiment back to ACTIVE."""
     trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
     tasks.update(tx, trial.task_id, end_us=None)
     experiment_rows.update(

@@ -1,6 +1,6 @@
-"""How trials and experiments stop and end, and the searcher's part in it.
+"""Stops and ends trials and experiments, and passes events to the searcher.
 
-One module, as each leads to the other: a searcher that hears of an end stops other trials, of whose ends it hears.
+The functions are mutually recursive: an ended trial is an event for the searcher, which may stop other trials.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 
 
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
-    """End a trial: with a checkpoint if it is ready, by force for KILLED and ERROR.
+    """Stop a trial: gracefully, with a checkpoint, or by kill for KILLED and ERROR.
 
-    No-op if it has ended or stops more severely already. ``stopping`` is a STOPPING_… state; ``why`` goes to the trial's log,
-    without a full stop.
+    No-op if the trial has ended or is already stopping with equal or higher severity. ``stopping`` is a STOPPING_… state; ``why``
+    is logged, without a full stop.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
@@ -44,7 +44,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
 
 
 def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
-    """Stop a trial's processes; at once if none listens yet or ``is_kill``."""
+    """Preempt a trial's processes; kill them if not ready yet or ``is_kill``."""
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is None:
         return
@@ -69,9 +69,10 @@ def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) 
 def close_trial(
     tx: Transaction, trial_id: int, state: str, reason: ExitReason | None = None, why: str | None = None
 ) -> None:
-    """Put a trial without processes into its terminal state, and tell the searcher.
+    """Set a trial without processes to a terminal state, and notify the searcher.
 
-    ``reason`` says why it ended early, where ``state`` does not. ``why`` is for the experiment, if this trial ends it in ERROR.
+    ``reason`` is the early-exit reason if ``state`` does not imply it. ``why`` becomes the experiment's end reason if this trial
+    ends the experiment in ERROR.
     """
     now = now_us()
     columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}
@@ -90,7 +91,7 @@ def close_trial(
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
-    """Stop an experiment's trials and, when they have ended, the experiment."""
+    """Stop an experiment's trials; the experiment ends after its last trial."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):
         return False
@@ -103,7 +104,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
 
 
 def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
-    """End an experiment in ERROR for no single trial's reason; its trials are killed."""
+    """End an experiment in ERROR for a cause outside its trials; kill the trials."""
     experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
@@ -112,7 +113,7 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
 
 
 def finish_if_over(tx: Transaction, experiment_id: int) -> None:
-    """End an experiment without open trials if it is stopping or has detached runs."""
+    """End an experiment without active trials if it is stopping or detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if trial_rows.open_ids(tx.connection, experiment_id):
         return
@@ -125,7 +126,7 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """End an experiment, and collect its checkpoints unless its runs are detached."""
+    """Set an experiment's terminal state; enqueue checkpoint GC unless detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
         return
@@ -142,15 +143,15 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
 
 
 def begin_search(tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
-    """Create the first trials."""
+    """Initialise the searcher and create its first trials."""
     row = experiment_rows.require(tx.connection, experiment_id)
     searcher = Searcher.new(config, int(config["reproducibility"]["experiment_seed"]))
-    _perform(tx, row, config, searcher, searcher.initial_trials())
+    _apply_actions(tx, row, config, searcher, searcher.initial_trials())
 
 
 def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
-    """Tell the searcher of a validation; end the experiment if it has no metric."""
-    _feed(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
+    """Pass a validation to the searcher; fail the experiment if the metric is missing."""
+    _send_to_searcher(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 
 def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReason | None) -> None:
@@ -161,11 +162,11 @@ def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReaso
             actions += searcher.trial_exited_early(trial.request_id, reason)
         return actions + searcher.trial_exited(trial.request_id)
 
-    _feed(tx, trial.experiment_id, event)
+    _send_to_searcher(tx, trial.experiment_id, event)
 
 
-def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
-    """Give the searcher an event, unless the experiment stops or is unmanaged."""
+def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
+    """Pass an event to the searcher; no-op if the experiment is stopping or detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return
@@ -176,7 +177,7 @@ def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[
     except SearchError as error:
         fail_experiment(tx, experiment_id, str(error))
         return
-    _perform(tx, row, config, searcher, actions)
+    _apply_actions(tx, row, config, searcher, actions)
 
 
 def update_progress(tx: Transaction, experiment_id: int) -> None:
@@ -194,7 +195,7 @@ def _store_progress(tx: Transaction, experiment_id: int, searcher: Searcher) -> 
     experiment_rows.update(tx, experiment_id, progress=searcher.progress(shares))
 
 
-def _perform(
+def _apply_actions(
     tx: Transaction,
     row: experiment_rows.Experiment,
     config: Mapping[str, Any],
@@ -222,7 +223,7 @@ def _perform(
 
 
 def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
-    """Return the checkpoint of another trial that trials of an experiment start from."""
+    """Return the checkpoint of another experiment that new trials start from, if any."""
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")
         return uuid

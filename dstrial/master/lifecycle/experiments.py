@@ -1,4 +1,4 @@
-"""Create, pause, activate, stop, archive, continue, change, delete experiments."""
+"""Create, pause, activate, stop, archive, continue, change and delete experiments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def create(
     parent_id: int | None = None,
     project_id: int = projects.DEFAULT_ID,
 ) -> int:
-    """Store an experiment with its first trials, PAUSED unless ``activate``.
+    """Store an experiment and its first trials; PAUSED unless ``activate``.
 
     ``tgz`` is the model definition, gzip tar.
     """
@@ -71,7 +71,7 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
 
 
 def pause(tx: Transaction, experiment_id: int) -> None:
-    """Pause an experiment: trials save a checkpoint and free their slots."""
+    """Pause an experiment: its trials save a checkpoint and release their slots."""
     state = _require_changeable(tx, experiment_id, "pause")
     if state == "PAUSED":
         return
@@ -110,13 +110,13 @@ def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
 
 
 def cancel(tx: Transaction, experiment_id: int) -> None:
-    """Cancel an experiment, unless it has ended: trials save a checkpoint and end."""
+    """Cancel an experiment: its trials save a checkpoint; no-op if it has ended."""
     experiment_rows.require(tx.connection, experiment_id)
     endings.stop_experiment(tx, experiment_id, "STOPPING_CANCELED", "the experiment was canceled")
 
 
 def kill(tx: Transaction, experiment_id: int) -> None:
-    """Kill an experiment's trials; no-op if it has ended."""
+    """Kill an experiment's trials; no-op if the experiment has ended."""
     experiment_rows.require(tx.connection, experiment_id)
     endings.stop_experiment(tx, experiment_id, "STOPPING_KILLED", "the experiment was killed")
 
@@ -137,7 +137,7 @@ def unarchive(tx: Transaction, experiment_id: int) -> None:
 
 
 def delete(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete an experiment, its checkpoints, metrics and logs (DELETING)."""
+    """Start deleting an experiment, its checkpoints, metrics and logs (DELETING)."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state == "DELETING":
         return
@@ -148,7 +148,7 @@ def delete(tx: Transaction, experiment_id: int) -> None:
 
 
 def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
-    """Refuse (400) to delete an open experiment, or one with registered checkpoints."""
+    """Raise 400 if an experiment is active or has registered checkpoints."""
     if row.state not in TERMINAL | DELETING:
         raise InvalidError(
             f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
@@ -188,10 +188,10 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
 
 
 def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:
-    """Let an ended experiment go on from its checkpoints.
+    """Resume an ended experiment from its checkpoints.
 
-    Trials that did not complete run again, with their restarts counted anew. With another config (single searcher only)
-    the trial runs again even if it had completed.
+    Trials that did not complete run again, with their restart counters reset. With a changed config (single searcher only) even
+    a completed trial runs again.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
@@ -208,7 +208,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
         _resample(tx, again[0].id, submission)
-    # Detached experiments are refused above, so there is a snapshot.
+    # Not None: detached experiments were rejected above.
     snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id).searcher_snapshot or "")
     reopened = {trial.request_id for trial in again}
     for name in ("closed", "failed", "cancelled", "stopped"):
@@ -252,7 +252,7 @@ def _check_continuable(row: experiment_rows.Experiment, submission: Submission |
 
 
 def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
-    """Give the trial of a single searcher the hyperparameters of a changed config."""
+    """Replace the hyperparameters of a single searcher's trial after a config change."""
     seed = int(submission.config["reproducibility"]["experiment_seed"])
     for action in Searcher.new(submission.config, seed).initial_trials():
         if isinstance(action, Create):
@@ -260,9 +260,9 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
-    """Change fields of an experiment, those of the checks below.
+    """Change the given fields of an experiment.
 
-    ``checkpoint_storage`` takes any of its ``save_…`` numbers, and collects checkpoints anew.
+    ``checkpoint_storage`` accepts its ``save_…`` keys, and a change of them runs checkpoint GC.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in DELETING:

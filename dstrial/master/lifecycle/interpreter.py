@@ -1,4 +1,4 @@
-"""Checks that the Python of an experiment can run its entrypoint."""
+"""Checks that an experiment's Python interpreter can run its entrypoint."""
 
 from __future__ import annotations
 

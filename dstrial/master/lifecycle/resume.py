@@ -1,7 +1,7 @@
-"""Finds a trial's checkpoint, and the numbers of slots on which it goes on.
+"""Finds a trial's checkpoint and the slot counts on which the trial can resume.
 
-Reads rows and manifests only. A trial with a checkpoint of dstrial's keeps its batch on any number of slots that divides it, so
-it goes on with fewer slots than ``slots_per_trial`` instead of waiting.
+Reads rows and manifests only. A checkpoint of dstrial can resume with the same global batch size on any slot count that divides
+it, so the trial runs on fewer slots than ``slots_per_trial`` instead of waiting.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dstrial.master.store.trials import Trial
 from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import RESUME_VARIABLE
 
-# The launchers that start as many ranks as there are slots; another command may start any number.
+# Launchers that start one rank per slot; another command may start any number.
 _LAUNCHERS = ("dstrial.launch", "determined.launch.")
-# The number by which a run directory's checkpoints know their run, whichever experiment trains it.
-_LOCAL_ID = 0
+# Trial id in the metadata of checkpoints in a local run directory.
+_LOCAL_TRIAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
-    """Return the saved run that a trial starts from next; None without one of ours."""
+    """Return the dstrial checkpoint's run that a trial resumes from, if any."""
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
         return _read(latest)
@@ -38,14 +38,14 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return another trial's saved run, of which only the weights are used."""
+    """Return another trial's saved run, from which only weights are loaded."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
 
 
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run from which an unchecked config's first trial starts."""
+    """Return the saved run that an unvalidated config's first trial starts from."""
     saved = _of_run_directory(config)
     if saved is not None:
         return saved
@@ -61,19 +61,19 @@ def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun
 
 
 def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run that ``dstrial run --resume`` names in the environment."""
+    """Return the run that ``dstrial run --resume`` set in the config's environment."""
     environment = config.get("environment")
     variables = environment.get("environment_variables") if isinstance(environment, Mapping) else None
     if isinstance(variables, Mapping):
         variables = variables.get("cpu")
     if not isinstance(variables, list):
         return None
-    # The three parts of NAME=value, without the middle one.
+    # partition() splits NAME=value into three parts; drop the middle one.
     path = dict(str(variable).partition("=")[::2] for variable in variables).get(RESUME_VARIABLE)
     if not path or not Path(path).is_absolute():
         return None
     try:
-        return read_saved_run(path).of_trial(_LOCAL_ID)
+        return read_saved_run(path).of_trial(_LOCAL_TRIAL_ID)
     except CheckpointError:
         return None
 
@@ -85,8 +85,8 @@ def _read(row: Checkpoint) -> SavedRun | None:
 def choices(
     connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
 ) -> tuple[int, ...]:
-    """Return the numbers of slots for a trial's checkpoint, the most first."""
-    saved = _own(connection, trial, config)
+    """Return the slot counts that the trial's checkpoint can resume on, descending."""
+    saved = _resizable_run(connection, trial, config)
     if saved is None:
         return ()
     section = dstrial_section(config)
@@ -101,8 +101,8 @@ def choices(
 def why_it_waits(
     connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> str | None:
-    """Say why a trial's checkpoint cannot use the available slots; None without one."""
-    saved = _own(connection, trial, config)
+    """Return why a trial's checkpoint cannot resume on the available slots, if so."""
+    saved = _resizable_run(connection, trial, config)
     if saved is None or num_available < 1:
         return None
     at_least = dstrial_section(config).get("min_slots")
@@ -114,7 +114,7 @@ def why_it_waits(
     return str(problems[0]) if problems else None
 
 
-def _own(connection: Connection, trial: Trial, config: Mapping[str, Any]) -> SavedRun | None:
+def _resizable_run(connection: Connection, trial: Trial, config: Mapping[str, Any]) -> SavedRun | None:
     if not follows_slots(config.get("entrypoint")):
         return None
     saved = of_trial(connection, trial) or _of_run_directory(config)
@@ -122,6 +122,6 @@ def _own(connection: Connection, trial: Trial, config: Mapping[str, Any]) -> Sav
 
 
 def follows_slots(entrypoint: Any) -> bool:
-    """Say whether an entrypoint starts as many ranks as its trial has slots."""
+    """Return whether an entrypoint starts one rank per slot."""
     words = " ".join(map(str, entrypoint)) if isinstance(entrypoint, list) else str(entrypoint or "")
     return trial_spec(entrypoint) is not None or any(launcher in words for launcher in _LAUNCHERS)

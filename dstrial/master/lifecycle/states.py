@@ -1,4 +1,4 @@
-"""States of experiments and trials, and what a client is shown of them."""
+"""States of experiments and trials, and their transitions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ END_OF = {
     "STOPPING_KILLED": "CANCELED",
     "STOPPING_ERROR": "ERROR",
 }
-"""The terminal state that each stopping state leads to."""
+"""Stopping state -> its terminal state."""
 
 _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 3, "STOPPING_KILLED": 4}
 
 
 def may_follow(state: str, stopping: str) -> bool:
-    """Say whether a stopping state may follow: not after an end or one as severe."""
+    """Return whether an open state may change to the (more severe) stopping state."""
     if state in TERMINAL or state in DELETING:
         return False
     return _SEVERITY[stopping] > _SEVERITY.get(state, 0)

@@ -1,6 +1,6 @@
-"""Whether checkpoint storages are there, and which trials wait for theirs.
+"""Availability of checkpoint storages, and the trials that wait for one.
 
-A storage is made at its first use and never again. What lies on another machine, or is no directory, is not looked at.
+A storage directory is created at its first use only. Storages that are not local directories are not checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import (
-    TimeoutError as FutureTimeoutError,  # Another class than the builtin before Python 3.11.
+    TimeoutError as FutureTimeoutError,  # not the builtin class before Python 3.11
 )
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,12 @@ from dstrial.storage_guard import STORAGE_MARKER, StorageGoneError, what_is_ther
 
 logger = logging.getLogger("dstrial.master.storages")
 
-LOOK_TIMEOUT_S = 5.0  # a network file system whose server is away blocks a process that asks it, for ever
-_MARKER_TEXT = (
-    "Checkpoints of dstrial are stored here. Without this file it takes the storage for not mounted.\n"
-)
+PROBE_TIMEOUT_S = 5.0  # of one probe: a network file system blocks forever if its server is unreachable
+_MARKER_TEXT = "Checkpoints of dstrial are stored here. If this file is missing, dstrial treats the storage as not mounted.\n"
 
 
 def root_of(storage: Mapping[str, Any]) -> Path | None:
-    """Return the directory of a storage; None if it is none of this machine."""
+    """Return the local directory of a storage; None if it has none."""
     try:
         root = storage_root(storage)
     except MasterError:
@@ -44,38 +42,38 @@ def root_of(storage: Mapping[str, Any]) -> Path | None:
 
 
 class Storages:
-    """Looks at storages. Thread-safe."""
+    """Probes checkpoint storages with a timeout. Thread-safe."""
 
     def __init__(
-        self, database: Database, *, umask: int | None = None, timeout_s: float = LOOK_TIMEOUT_S
+        self, database: Database, *, umask: int | None = None, timeout_s: float = PROBE_TIMEOUT_S
     ) -> None:
         self._database = database
         self._umask = umask
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._looks: dict[Path, tuple[float, Future[str | None]]] = {}
+        self._probes: dict[Path, tuple[float, Future[str | None]]] = {}
 
     def trouble(self, storage: Mapping[str, Any]) -> str | None:
-        """Say why a storage that was used cannot be used now; else None."""
+        """Return why a previously used storage is unavailable; None if it is available."""
         root = root_of(storage)
         if root is None or not self._is_known(root):
             return None
-        instead = self._look(root)
+        instead = self._probe(root)
         return None if instead is None else str(StorageGoneError(str(root), instead))
 
     def secure(self, storage: Mapping[str, Any]) -> Path | None:
-        """Return the directory of a storage, made with its marker at its first use.
+        """Return a storage's directory; create it with its marker at the first use.
 
-        None if it is no directory of this machine, or cannot be made here: its trials will say so.
+        None if the storage is not local or cannot be created; its trials will then report the error.
 
         Raises:
-            StorageGoneError: it was used before, and is not there.
+            StorageGoneError: the storage was used before and is unavailable.
         """
         root = root_of(storage)
         if root is None:
             return None
         if self._is_known(root):
-            instead = self._look(root)
+            instead = self._probe(root)
             if instead is not None:
                 raise StorageGoneError(str(root), instead)
             return root
@@ -84,7 +82,7 @@ class Storages:
         except FutureTimeoutError:
             raise StorageGoneError(str(root), self._no_answer()) from None
         except OSError as error:
-            logger.warning("checkpoint storage %s gets no marker: %s", root, error)
+            logger.warning("no marker file in checkpoint storage %s: %s", root, error)
             return None
         self._database.write(lambda tx: checkpoints.remember_storage(tx, str(root)))
         return root
@@ -108,75 +106,75 @@ class Storages:
             for path in made:
                 path.chmod((0o666 if path == marker else 0o777) & ~self._umask)
 
-    def _look(self, root: Path) -> str | None:
-        """Look in a thread that nobody has to wait for; one at a time for each storage."""
+    def _probe(self, root: Path) -> str | None:
+        """Probe in a daemon thread, with a timeout; at most one probe per storage."""
         with self._lock:
-            began_s, look = self._looks.get(root, (0.0, None))
-            if look is None or look.done():  # An answer that came too late says how it was then.
-                began_s, look = time.monotonic(), _in_thread(lambda: what_is_there_instead(str(root)))
-                self._looks[root] = began_s, look
+            began_s, probe = self._probes.get(root, (0.0, None))
+            if probe is None or probe.done():  # A result from before this call is stale.
+                began_s, probe = time.monotonic(), _in_thread(lambda: what_is_there_instead(str(root)))
+                self._probes[root] = began_s, probe
         try:
-            return look.result(max(0.0, began_s + self._timeout_s - time.monotonic()))
+            return probe.result(max(0.0, began_s + self._timeout_s - time.monotonic()))
         except FutureTimeoutError:
             return self._no_answer()
 
 
 class StorageWait:
-    """Holds trials back whose storage is away; for the scheduler's thread."""
+    """Holds back trials whose storage is unavailable; used by the scheduler thread."""
 
     def __init__(self, database: Database, storages: Storages) -> None:
         self._database = database
         self._storages = storages
-        self._held: dict[int, tuple[WaitingTrial, str]] = {}  # by trial, with the logged trouble
+        self._held: dict[int, tuple[WaitingTrial, str]] = {}  # trial id -> (trial, logged error)
 
     def trouble(self, experiment_id: int) -> str | None:
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
-        if experiment is None:  # deleted meanwhile
+        if experiment is None:  # deleted concurrently
             return None
         return self._storages.trouble(json.loads(experiment.config)["checkpoint_storage"])
 
     def look_again(self) -> None:
-        """Check the storages of the trials that wait for one; may take seconds."""
+        """Probe the storages of held-back trials again; may take seconds."""
         known: dict[int, str | None] = {}
         for row, _ in list(self._held.values()):
             self.holds_up(row, known)
 
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
-        """Leave out those that wait for their storage, and forget all others that did."""
+        """Return the trials not held back; forget held-back trials that left the queue."""
         self._held = {row.id: self._held[row.id] for row in rows if row.id in self._held}
         return [row for row in rows if row.id not in self._held]
 
     def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
-        """Say whether a trial that could start has to wait for its storage.
+        """Return whether a startable trial must wait for its storage; log changes.
 
-        ``known`` keeps the answers of one poll by experiment.
+        ``known`` caches the probe results of one poll by experiment.
         """
         known = {} if known is None else known
-        if row.experiment_id not in known:  # a slow storage answers once for all trials of an experiment
+        if row.experiment_id not in known:  # probe a slow storage once for all trials of an experiment
             known[row.experiment_id] = self.trouble(row.experiment_id)
         trouble = known[row.experiment_id]
         _, logged = self._held.get(row.id, (row, None))
         if trouble is None:
             if self._held.pop(row.id, None) is not None:
-                self._say(row, "its checkpoint storage is back, and the trial goes on", "INFO")
+                self._log_line(row, "its checkpoint storage is back, the trial continues", "INFO")
             return False
         if logged != trouble:
             self._held[row.id] = row, trouble
             logger.warning("trial %d waits: %s", row.id, trouble)
-            self._say(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
+            self._log_line(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
         return True
 
     def is_waiting(self, trial_id: int) -> bool:
-        """Say whether a trial was held back when it was looked at last."""
+        """Return whether a trial was held back at the last probe."""
         return trial_id in self._held
 
-    def _say(self, row: WaitingTrial, text: str, level: str) -> None:
+    def _log_line(self, row: WaitingTrial, text: str, level: str) -> None:
         self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a thread that does not keep the process alive."""
+    """Call a function in a daemon thread."""
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -1,10 +1,10 @@
-"""What a TensorBoard shows: the directories of trials' and experiments' events.
+"""Event-file directories that a TensorBoard task reads.
 
-Trials hand their files over every few seconds while they run, so a TensorBoard that reads the storage itself needs
-nobody who copies them, and shows trials that begin later as well.
+Running trials upload event files every few seconds, so TensorBoard reads the storage directly, without copies, and also shows
+trials that start later.
 
-Source: Determined 0.38.1 determined/tensorboard/build.py (where the files lie); at most 100 trials of an experiment, the
-best ones, are shown (`det tensorboard start --help`).
+Source: Determined 0.38.1 determined/tensorboard/build.py (paths), `det tensorboard start --help` (at most the 100 best trials
+of an experiment).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return name -> directory of all that is shown; directories need not exist yet."""
+    """Return run name -> event directory; directories need not exist yet."""
     if not experiment_ids and not trial_ids:
         raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
@@ -65,6 +65,6 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 
 
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
-    """Return an experiment's trials to show; None for all, later ones included."""
+    """Return the trials to show if there are too many; None for all, also later ones."""
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

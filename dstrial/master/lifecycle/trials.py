@@ -1,4 +1,4 @@
-"""What a trial reports, and what follows from it."""
+"""Handles reports of trials: metrics, checkpoints, progress, early exit, kill."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def report_metrics(
     metrics: dict[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Store a report; a "validation" goes to the searcher in the same transaction.
+    """Store a metric report; pass a validation to the searcher in the transaction.
 
-    ``steps`` are batches completed, None for a report that belongs to no batch (profiling). ``per_batch`` is only stored.
+    ``steps`` are batches completed; None for profiling reports. ``per_batch`` is stored without processing.
     """
     added = metric_rows.add_report(
         tx,
@@ -57,7 +57,7 @@ def report_metrics(
         if not trial.is_stopped_by_searcher:
             endings.validation_completed(tx, trial, metrics)
         elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
-            # The trial failed while it was stopping, and has come to that point again.
+            # The trial crashed during its stop, was restarted, and has reached that validation again.
             endings.stop_trial(tx, trial_id, "STOPPING_COMPLETED", endings.STOPPED_BY_SEARCHER)
 
 
@@ -73,7 +73,7 @@ def report_checkpoint(
     metadata: dict[str, Any],
     report_us: int,
 ) -> None:
-    """Store a checkpoint that a trial has written; idempotent."""
+    """Store a trial's reported checkpoint; idempotent."""
     checkpoint_rows.add_checkpoint(
         tx,
         uuid=uuid,
@@ -104,7 +104,7 @@ def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Note that a trial's hyperparameters are invalid; it has ten seconds to end."""
+    """Mark a trial's hyperparameters as invalid; it has ten seconds to exit."""
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
         raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
     trial = trial_rows.require(tx.connection, trial_id)
@@ -119,7 +119,7 @@ def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
 
 
 def kill_trial(tx: Transaction, trial_id: int) -> None:
-    """Kill one trial; its experiment goes on. No-op if it has ended."""
+    """Kill one trial but not its experiment; no-op if the trial has ended."""
     trial_rows.require(tx.connection, trial_id)
     endings.stop_trial(tx, trial_id, "STOPPING_KILLED", "the trial was killed")
 

@@ -156,7 +156,7 @@ def test_a_script_outlives_its_master_and_goes_on_from_its_checkpoint(
     assert wait_until(master, failed, "ERROR")["bestTrialSearcherMetric"] == 2
     assert "its script has reported an error" in log_of(master, failed)
     assert wait_until(master, lost, "ERROR")["bestTrialSearcherMetric"] == 1
-    assert "nothing was heard of its script" in log_of(master, lost)
+    assert "no heartbeat of its script" in log_of(master, lost)
     _comes_back(master, lost)
 
     again = begin("lives")
