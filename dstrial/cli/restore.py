@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     state.make()
     with state.lock():
         _warn_of_trials(state)
-        restored = backups.bring_back(state.database_path, copy)
+        restored = backups.restore_copy(state.database_path, copy)
         state.close_to_others()
     _print(state, copy, restored)
     return 0

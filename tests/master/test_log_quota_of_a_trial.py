@@ -79,7 +79,7 @@ def test_what_is_printed_while_the_master_is_away_takes_a_bounded_part_of_the_di
     printed = [line for line in lines if "line " in line and line.rpartition(" ")[2].isdecimal()]
     assert any("begun" in line for line in lines)
     assert any("ended" in line for line in lines)
-    assert any("while the master was away" in line for line in lines)
+    assert any("while the master was down" in line for line in lines)
     (at_the_end,) = [line for line in lines if "left out of this log" in line]
     count = next(
         int(word.replace(",", "")) for word in at_the_end.split() if word[0].isdecimal() and "," in word

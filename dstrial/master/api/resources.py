@@ -217,7 +217,7 @@ async def _aggregated(request: ApiRequest) -> list[dict[str, Any]]:
 
 
 def _entry(
-    found: Iterable[allocations.Use],
+    found: Iterable[allocations.AllocationUsage],
     day: datetime.date,
     window_us: tuple[int, int],
     is_monthly: bool,

@@ -156,7 +156,7 @@ def has_silent_runs(connection: Connection, before_us: int) -> bool:
 
 
 def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
-    """Raise 400 for an action (``verb``) that detached runs do not support."""
+    """Raise 400 if the runs are detached; ``verb`` is for the message."""
     if row.unmanaged:
         raise InvalidError(
             f"experiment {row.id} has detached runs; "

@@ -183,7 +183,7 @@ def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Sear
 def update_progress(tx: Transaction, experiment_id: int) -> None:
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.unmanaged:
-        experiment_rows.take_progress(tx, experiment_id)
+        experiment_rows.average_progress(tx, experiment_id)
     if row.searcher_snapshot is None or row.state in TERMINAL:
         return
     searcher = Searcher.restore(json.loads(row.config), json.loads(row.searcher_snapshot))

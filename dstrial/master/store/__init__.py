@@ -1,1 +1,1 @@
-"""One SQLite file with one writer, and the queries on it by resource."""
+"""The SQLite database with its single writer thread, and queries by resource."""

@@ -1,4 +1,4 @@
-"""Rows of allocations and of their use, also of experiments that are deleted."""
+"""Rows of allocations, and usage records that outlive deleted experiments."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Allocation:
     experiment_id: int
     run_id: int
     state: str
-    slots: tuple[int, ...]  # ids, in rank order
-    ports: dict[str, int]  # by environment variable
+    slots: tuple[int, ...]  # slot ids, in rank order
+    ports: dict[str, int]  # environment variable -> port
     resources_id: str
     directory: str
     supervisor_pid: int | None
@@ -64,7 +64,7 @@ def require(connection: sqlite3.Connection, allocation_id: str) -> Allocation:
 
 
 def live(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
-    """Return a trial's allocation that has not ended; there is at most one."""
+    """Return a trial's active allocation; a trial has at most one."""
     return fetch_one(
         Allocation,
         connection,
@@ -96,7 +96,7 @@ class _Supervisor(Protocol):
 
 
 def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
-    """Return the columns of a supervisor on the master's own machine; none for None."""
+    """Return the columns that identify a local supervisor; empty for None."""
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
@@ -119,7 +119,7 @@ def insert(
     steps_at_start: int = 0,
     checkpoint_uuid: str | None = None,
 ) -> str:
-    """Store an allocation and return its id; trial 0 stands for a command."""
+    """Store an allocation and return its id; ``trial_id`` is 0 for a command."""
     allocation_id = f"{task_id}.{run_id}"
     tx.execute(
         "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
@@ -145,7 +145,7 @@ def insert(
 
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
-    """Return a trial's allocations up to a run, the latest first."""
+    """Return a trial's allocations up to and including a run, newest first."""
     return fetch_all(
         Allocation,
         connection,
@@ -166,7 +166,7 @@ def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) ->
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
-    """Note that a run reports, which shows that the trial's code runs."""
+    """Count a report of a run, which proves that the trial's code has started."""
     tx.execute(
         "UPDATE allocations SET num_reports = num_reports + ?, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
         (int(has_trained), trial_id, run_id),
@@ -174,7 +174,7 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Store how far a log is taken in, bytes; False if it was not at ``before``."""
+    """Advance the read offset of a log (compare-and-swap); False if not at ``before``."""
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
         (after, num_lines, allocation_id, before),
@@ -208,35 +208,35 @@ _REPORTS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Use:
-    """One allocation in reports of usage."""
+class AllocationUsage:
+    """An allocation in a usage report."""
 
     allocation_id: str
-    kind: str  # of its task, for example TRIAL
+    kind: str  # task type, for example TRIAL
     user_id: int
     username: str
-    experiment_id: int  # may be deleted; 0 for a command
-    workspace_name: str  # at its start
-    labels: tuple[str, ...]  # of the experiment
+    experiment_id: int  # 0 for a command; the experiment may be deleted
+    workspace_name: str  # when the allocation started
+    labels: tuple[str, ...]  # the experiment's
     num_slots: int
     start_us: int
-    end_us: int | None  # None while it runs
-    trial_id: int | None  # None for deleted ones
+    end_us: int | None  # None while running
+    trial_id: int | None  # None if deleted
 
 
-def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[Use]:
-    """Return every allocation that overlaps a time range, by its start."""
+def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[AllocationUsage]:
+    """Return every allocation that overlaps a time range, sorted by start."""
     rows = connection.execute(
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BEFORE} WHERE x.start_us < :before AND x.end_us > :after ORDER BY start_us, allocation_id",
         {"before": before_us, "after": after_us},
     )
-    return [Use(**{**dict(row), "labels": tuple(json.loads(row["labels"]))}) for row in rows]
+    return [AllocationUsage(**{**dict(row), "labels": tuple(json.loads(row["labels"]))}) for row in rows]
 
 
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (slots, start, end) of allocations with slots in a time range."""
+    """Return (number of slots, start, end) of allocations in a time range."""
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
         "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "
@@ -247,10 +247,10 @@ def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
     return [(int(row["num_slots"]), int(row["start_us"]), row["end_us"]) for row in rows]
 
 
-def spans(connection: sqlite3.Connection, use: Use, now_us: int) -> list[tuple[str, int, int]]:
-    """Return (activity, start, end) of an allocation, in microseconds.
+def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> list[tuple[str, int, int]]:
+    """Return the (activity, start, end) intervals of an allocation, in microseconds.
 
-    Each report ends a span that began with the report before it; time after the last report is training.
+    Each report ends the interval that the previous report started; the time after the last report is training.
     """
     end_us = now_us if use.end_us is None else use.end_us
     if use.kind in NAMES:
@@ -267,7 +267,7 @@ def spans(connection: sqlite3.Connection, use: Use, now_us: int) -> list[tuple[s
 
 
 def remember_uses(tx: Transaction, experiment_id: int) -> None:
-    """Keep an experiment's use before its rows are deleted."""
+    """Copy an experiment's usage records before its rows are deleted."""
     tx.execute(
         "INSERT OR REPLACE INTO past_usage (allocation_id, kind, user_id, experiment_id, workspace_name, labels, "  # noqa: S608 - a constant
         "num_slots, "

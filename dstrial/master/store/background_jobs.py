@@ -1,4 +1,4 @@
-"""Long work that is done beside the scheduler: collecting and deleting files."""
+"""Queue of background jobs: checkpoint collection and deletion of files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 
-# Scripts wait for a collection to appear among the tasks and to disappear, and look twice a second
-# (Determined 0.38.1, e2e_tests/tests/experiment, wait_for_gc_to_finish); most take milliseconds here.
+# A finished job stays visible for this long: scripts poll twice a second for a GC task to appear and disappear
+# (Determined 0.38.1, e2e_tests/tests/experiment, wait_for_gc_to_finish), and most jobs take milliseconds here.
 _SHOWN_US = 2_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackgroundJob:
-    """A row of work; ``schema.sql`` says what the columns hold."""
+    """A row of background_jobs; ``schema.sql`` says what the columns hold."""
 
     id: int
     kind: str
@@ -31,9 +31,9 @@ class BackgroundJob:
 def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
     """Enqueue a job.
 
-    Its kind is "gc" (by the experiment's policy), "delete_checkpoints" (payload ``uuids``, ``globs``), "sweep" (half-written
+    ``kind`` is "gc" (by the experiment's policy), "delete_checkpoints" (payload ``uuids``, ``globs``), "sweep" (incomplete
     checkpoints of an allocation: ``uuids``, ``allocation_id``), "delete_experiment", "delete_tensorboard", "delete_project" or
-    "delete_workspace" (``id``; behind the jobs that delete their contents). The experiment is 0 for projects and workspaces.
+    "delete_workspace" (``id``; enqueued after the jobs for their contents). The experiment is 0 for projects and workspaces.
     """
     tx.execute(
         "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES (?, ?, ?, ?)",
@@ -43,7 +43,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest pending job whose id is not in ``but``."""
+    """Return the oldest pending job except those with ids in ``but``."""
     return fetch_one(
         BackgroundJob,
         connection,
@@ -54,14 +54,14 @@ def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> B
 
 
 def done(tx: Transaction, work_id: int) -> None:
-    """Mark a job as ended, and delete ended jobs that no client can see any more."""
+    """Mark a job as ended, and delete ended jobs that are no longer shown."""
     now = now_us()
     tx.execute("UPDATE work SET ended_us = ? WHERE id = ?", (now, work_id))
     tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
 
 
 def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
-    """Return work on experiments' files that waits, runs, or ended within 2 seconds."""
+    """Return file jobs of experiments that are pending, running or just ended."""
     return fetch_all(
         BackgroundJob,
         connection,

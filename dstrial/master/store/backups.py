@@ -1,4 +1,4 @@
-"""Makes copies of the database, and puts them back."""
+"""Backs up and restores the database."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from dstrial.file_writes import sync_path
 from dstrial.master import recovery_hints
 from dstrial.master.store import sqlite_file
 
-NUM_DAILY = 7  # daily copies that are kept
+NUM_DAILY = 7  # daily backups to keep
 DAY_S = 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    kept: Path | None  # directory of what was replaced; None if there was nothing
+    kept: Path | None  # directory of the replaced database; None if there was none
     num_experiments: int
     last_experiment: int
     next_experiment: int
 
 
 def last_experiment(path: Path) -> int | None:
-    """Return the highest id of an experiment in a database; None if it cannot be read."""
+    """Return the highest experiment id in a database; None if it is unreadable."""
     with contextlib.suppress(sqlite3.DatabaseError), sqlite_file.reading(path) as connection:
         return int(connection.execute("SELECT COALESCE(MAX(id), 0) FROM experiments").fetchone()[0])
     return None
 
 
 def make_copy(database: Path, target: Path) -> None:
-    """Copy a database, also while a master writes it, and check the copy.
+    """Copy a database, even one in use, and verify the copy.
 
     Raises:
-        DatabaseDamagedError: SQLite cannot copy it, or the copy does not pass its check.
-        MasterError: there is no database, or the target exists or cannot be written.
+        DatabaseDamagedError: SQLite cannot copy the database, or the copy fails verification.
+        MasterError: the database is missing, or the target exists or cannot be written.
     """
     if not database.is_file() or not database.stat().st_size:
         raise MasterError(
@@ -61,7 +61,7 @@ def make_copy(database: Path, target: Path) -> None:
                 problem = sqlite_file.check_whole(made)
                 if problem:
                     raise sqlite3.DatabaseError(problem)
-            os.link(temporary, target)  # Unlike a rename, it never replaces a file.
+            os.link(temporary, target)  # a link, unlike a rename, never replaces an existing file
             sync_path(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
@@ -78,17 +78,17 @@ def make_copy(database: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """Copy in one step: writes meanwhile do not make it begin again."""
+    """Copy in one step, so that concurrent writes do not restart the backup."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as made:
         source.backup(made)
-        made.execute("PRAGMA journal_mode = DELETE")  # One file, which may be carried anywhere.
+        made.execute("PRAGMA journal_mode = DELETE")  # a single file, without a WAL
         yield made
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a daily copy, and delete old ones; None if it is not due."""
+    """Make a daily backup and delete old ones; None if none is due."""
     daily = [copy for copy in sqlite_file.list_copies(database) if copy.is_daily]
-    # The absolute difference: a clock may have been set back.
+    # Absolute difference, in case the clock was set back.
     if any(abs(now_s - copy.time_s) < DAY_S for copy in daily):
         return None
     target = sqlite_file.new_path(database, now_s, "daily")
@@ -98,22 +98,22 @@ def make_daily_copy(database: Path, now_s: float) -> Path | None:
     return target
 
 
-def bring_back(database: Path, copy: Path) -> Restored:
-    """Replace a closed database by a copy; keep what is there beside it.
+def restore_copy(database: Path, copy: Path) -> Restored:
+    """Replace a closed database by a backup; keep the replaced files beside it.
 
     Raises:
-        DatabaseDamagedError: the copy is damaged; nothing is changed.
-        MasterError: it is of another release, or there is no room.
+        DatabaseDamagedError: the backup is damaged; nothing is changed.
+        MasterError: the backup has another schema version, or the disk is full.
     """
     new = database.with_name(f"{database.name}.new")
     try:
         try:
-            restored = _prepare(copy, new, _given_ids(database))
+            restored = _prepare(copy, new, _last_ids(database))
         except BaseException:
             new.unlink(missing_ok=True)
             raise
-        # From here until the last step there is no database, which a master refuses while master.db.new is there.
-        kept = _set_aside(database)
+        # A crash between here and replace() leaves no database; a master does not start while master.db.new exists.
+        kept = _move_aside(database)
         new.replace(database)
         sync_path(database.parent)
     except OSError as error:
@@ -128,11 +128,11 @@ def bring_back(database: Path, copy: Path) -> Restored:
     return dataclasses.replace(restored, kept=kept)
 
 
-_SKIPPED_IDS = 10_000  # after a copy's, where the replaced database cannot say which it has given
+_SKIPPED_IDS = 10_000  # gap after the backup's ids if the replaced database is unreadable
 
 
-def _prepare(copy: Path, new: Path, given: Mapping[str, int] | None) -> Restored:
-    """Make a checked database of a copy, in which no id of ``given`` is given again."""
+def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Restored:
+    """Copy and verify a backup, and advance its id sequences beyond ``last_ids``."""
     new.unlink(missing_ok=True)
     with sqlite_file.reading(copy) as source, _copied(source, new) as made:
         problem = sqlite_file.check_whole(made)
@@ -144,13 +144,13 @@ def _prepare(copy: Path, new: Path, given: Mapping[str, int] | None) -> Restored
                 f"{copy} is of schema version {version}; expected {sqlite_file.SCHEMA_VERSION}. Take a copy of dstrial's "
                 "database, with the release of dstrial that wrote it."
             )
-        _raise_ids(made, given)
+        _advance_ids(made, last_ids)
         count, last = made.execute("SELECT COUNT(*), COALESCE(MAX(id), 0) FROM experiments").fetchone()
         return Restored(None, int(count), int(last), _ids_of(made).get("experiments", 0) + 1)
 
 
-def _given_ids(database: Path) -> Mapping[str, int] | None:
-    """Return the ids that the replaced database has given; None if it cannot be read."""
+def _last_ids(database: Path) -> Mapping[str, int] | None:
+    """Return the last id per table of the replaced database; None if unreadable."""
     with contextlib.suppress(sqlite3.DatabaseError):
         if database.exists() and database.stat().st_size:
             with sqlite_file.reading(database) as connection:
@@ -162,21 +162,21 @@ def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
     return {str(row[0]): int(row[1]) for row in connection.execute("SELECT name, seq FROM sqlite_sequence")}
 
 
-def _raise_ids(made: sqlite3.Connection, given: Mapping[str, int] | None) -> None:
-    """Have no id given twice: files on disks and links of people name them."""
-    had = _ids_of(made)
-    if given is None:
-        given = {name: number + _SKIPPED_IDS for name, number in had.items()}
+def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -> None:
+    """Advance id sequences: files and links of users refer to ids, so none is reused."""
+    own_ids = _ids_of(made)
+    if last_ids is None:
+        last_ids = {name: number + _SKIPPED_IDS for name, number in own_ids.items()}
     tables = {str(row[0]) for row in made.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    for name, number in given.items():
-        if name in had:
+    for name, number in last_ids.items():
+        if name in own_ids:
             made.execute("UPDATE sqlite_sequence SET seq = MAX(seq, ?) WHERE name = ?", (number, name))
         elif name in tables:
             made.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, number))
 
 
-def _set_aside(database: Path) -> Path | None:
-    """Move a database and its log into a directory; None if there is nothing."""
+def _move_aside(database: Path) -> Path | None:
+    """Move a database and its WAL into a new directory; None if there is no database."""
     found = [
         path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
     ]

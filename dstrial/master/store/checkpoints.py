@@ -1,4 +1,4 @@
-"""Reported checkpoints; their files lie in the experiment's storage."""
+"""Rows of checkpoints; the files are in the experiment's checkpoint storage."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def add_checkpoint(
     metadata: Mapping[str, Any],
     report_us: int,
 ) -> None:
-    """Store a checkpoint, or update it from a repeated report.
+    """Insert a checkpoint, or update it from a repeated report.
 
-    The manifest's SHA-256 is taken from the first report that has one, and stays: the storage can be compared with it.
+    The manifest's SHA-256 is stored from the first report that has one and never changes, so that the storage can be verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -109,7 +109,7 @@ def add_checkpoint(
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
-    """Return metadata with the registered SHA-256, whatever a client has changed."""
+    """Return metadata with the registered SHA-256, ignoring a client's value for it."""
     rest = {key: value for key, value in metadata.items() if key != MANIFEST_DIGEST}
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
@@ -128,7 +128,7 @@ def _count(tx: Transaction, trial_id: int) -> None:
 
 
 def update_best(tx: Transaction, trial_id: int) -> None:
-    """Make the complete checkpoint at the trial's best validation its best checkpoint."""
+    """Set the trial's best checkpoint: the complete one at its best validation."""
     tx.execute(
         "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
         "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
@@ -150,7 +150,7 @@ def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointI
 
 
 def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
-    """Return a trial's complete checkpoint of most batches; the newest of several."""
+    """Return a trial's complete checkpoint with the most batches, newest on ties."""
     return fetch_one(
         Checkpoint,
         connection,
@@ -161,9 +161,9 @@ def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoin
 
 
 def in_use(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return the checkpoints that must not be deleted -> what they are used for.
+    """Return checkpoints that must not be deleted: uuid -> use.
 
-    Source: Determined 0.38.1 spares what trials start from and what is registered as a version of a model.
+    As in Determined 0.38.1, these are warm-start checkpoints of trials and registered model versions.
     """
     warm = connection.execute("SELECT warm_start_uuid FROM trials WHERE warm_start_uuid IS NOT NULL")
     found = {row["warm_start_uuid"]: "what a trial starts from" for row in warm}
@@ -177,7 +177,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint as being deleted; return its use instead if there is one."""
+    """Mark a checkpoint as being deleted, or return its use if it is in use."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.execute("UPDATE checkpoints SET deleting_us = ? WHERE uuid = ?", (now_us(), uuid))
@@ -185,12 +185,12 @@ def claim(tx: Transaction, uuid: str) -> str | None:
 
 
 def release_claims(tx: Transaction, uuid: str | None = None) -> None:
-    """Unmark a checkpoint that could not be deleted, or all of a killed master."""
+    """Unmark a checkpoint whose deletion failed, or all of them after a crash."""
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 
 def refuse_deleting(connection: sqlite3.Connection, row: Checkpoint) -> None:
-    """Refuse (400) a checkpoint that is incomplete or being deleted."""
+    """Raise 400 if a checkpoint is incomplete or being deleted."""
     state = row.state
     experiment = connection.execute(
         "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
@@ -219,9 +219,9 @@ def list_checkpoints(
 
 
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
-    """Store which files are left: none makes it DELETED, fewer PARTIALLY_DELETED.
+    """Store the remaining files: none sets DELETED, fewer set PARTIALLY_DELETED.
 
-    A deleted one keeps its list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
+    A deleted checkpoint keeps its file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row.resources)
@@ -240,14 +240,14 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
 
 
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
-    """Replace a checkpoint's metadata, except batches and the manifest's SHA-256."""
+    """Replace a checkpoint's metadata except ``steps_completed`` and the SHA-256."""
     digest = require_checkpoint(tx.connection, uuid).manifest_sha256
     text = json.dumps(_with_digest(metadata, digest))
     tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (text, uuid))
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
-    """Store that a trial uses a checkpoint; ``kind`` is ``TRIAL_SOURCE_INFO_TYPE_…``."""
+    """Record that a trial uses a checkpoint; ``kind`` is TRIAL_SOURCE_INFO_TYPE_…."""
     require_checkpoint(tx.connection, uuid)
     tx.execute(
         "INSERT OR IGNORE INTO trial_sources (checkpoint_uuid, trial_id, type) VALUES (?, ?, ?)",
@@ -286,7 +286,7 @@ def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> lis
 
 
 def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
-    """Return the id of a storage config; equal configs share one."""
+    """Return the id of a storage config, inserted if new; equal configs share an id."""
     text = json.dumps(config, sort_keys=True)
     tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
     return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])
@@ -325,11 +325,11 @@ def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:
 
 
 def is_known_storage(connection: sqlite3.Connection, path: str) -> bool:
-    """Say whether the storage at a path has been used, and so has a marker."""
+    """Return whether the storage at a path was used before, and so has a marker file."""
     key = f"storage:{path}"
     return connection.execute("SELECT 1 FROM cluster WHERE key = ?", (key,)).fetchone() is not None
 
 
 def remember_storage(tx: Transaction, path: str) -> None:
-    """Note that the storage at a path has a marker."""
+    """Record that the storage at a path has a marker file."""
     tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES (?, '')", (f"storage:{path}",))

@@ -1,4 +1,4 @@
-"""Rows of commands: processes that belong to no trial, and their files."""
+"""Rows of commands (processes without a trial) and their context files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, NotFoundError
 
-ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})  # States in which a command stays
+ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})  # terminal states
 
 _SHOWN_US = 24 * 3600 * 1_000_000
 _SELECT = (
@@ -66,19 +66,19 @@ class CommandInfo(Command):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewCommand:
-    """A command to be created."""
+    """A command to insert."""
 
     kind: CommandKind
     spec: CommandConfig
     owner_id: int
     workspace_id: int
-    tgz: bytes = b""  # files sent along, gzip tar
+    tgz: bytes = b""  # context files, tar.gz
     experiment_ids: Sequence[int] = ()  # shown by a TensorBoard
     trial_ids: Sequence[int] = ()
     is_pausable: bool = False
-    parent_id: str | None = None  # generic task that creates it
-    forked_from: str | None = None  # generic task that it is a copy of
-    original: Mapping[str, Any] | None = None  # config as submitted; None where nobody asks for it
+    parent_id: str | None = None  # task id of the parent generic task
+    forked_from: str | None = None  # task id of the forked generic task
+    original: Mapping[str, Any] | None = None  # config as submitted; None for kinds that never show it
 
 
 def insert(tx: Transaction, new: NewCommand) -> str:
@@ -109,7 +109,7 @@ def insert(tx: Transaction, new: NewCommand) -> str:
     )
     tx.execute("INSERT INTO tasks (id, type, start_us) VALUES (?, ?, ?)", (task_id, new.kind, now))
     if new.tgz or new.kind == "GENERIC":
-        # Of a generic task also for nothing: no row means that it is deleted, and the task cannot be forked.
+        # A generic task has a row even without files: a missing row means deleted files, so no fork is possible.
         tx.execute("INSERT INTO command_contexts (task_id, tgz) VALUES (?, ?)", (task_id, new.tgz))
     return task_id
 
@@ -129,19 +129,19 @@ def require(
 
 
 def context(connection: sqlite3.Connection, task_id: str) -> bytes:
-    """Return the files that a command was created with, gzip tar; empty for none."""
+    """Return a command's context files, tar.gz; empty for none."""
     row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
     return b"" if row is None else bytes(row["tgz"])
 
 
 def kept_context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
-    """Return a generic task's files, gzip tar; None once deleted."""
+    """Return a generic task's context files, tar.gz; None once deleted."""
     row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
     return None if row is None else bytes(row["tgz"])
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
-    """Return a kind's commands that ended within a day or not, oldest first."""
+    """Return a kind's commands, active or ended within a day, oldest first."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -151,7 +151,7 @@ def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list
 
 
 def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
-    """Return the newest commands, and all that have not ended."""
+    """Return the newest commands and all active ones."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -162,7 +162,7 @@ def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
 
 
 def queued(connection: sqlite3.Connection) -> list[CommandInfo]:
-    """Return the commands that run or wait for slots, the most urgent first."""
+    """Return running and pending commands, highest priority first."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -171,7 +171,7 @@ def queued(connection: sqlite3.Connection) -> list[CommandInfo]:
 
 
 def waiting(connection: sqlite3.Connection) -> list[CommandInfo]:
-    """Return the commands that wait for slots, the most urgent first."""
+    """Return pending commands, highest priority first."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -180,7 +180,7 @@ def waiting(connection: sqlite3.Connection) -> list[CommandInfo]:
 
 
 def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
-    """Return the ids of a task and of all its descendants."""
+    """Return the ids of a task and all its descendants."""
     rows = connection.execute(
         "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT c.task_id FROM commands c JOIN below b ON c.parent_id = b.id) "
         "SELECT id FROM below",
@@ -190,7 +190,7 @@ def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
 
 
 def root(connection: sqlite3.Connection, task_id: str) -> str:
-    """Return the first ancestor of a task."""
+    """Return the id of a task's topmost ancestor."""
     rows = connection.execute(
         "WITH RECURSIVE above(id, parent_id) AS (SELECT task_id, parent_id FROM commands WHERE task_id = ? "
         "UNION SELECT c.task_id, c.parent_id FROM commands c JOIN above a ON c.task_id = a.parent_id) "

@@ -1,8 +1,8 @@
-"""The SQLite file: one writer thread that commits in groups, and many readers.
+"""The SQLite database: one writer thread with group commit, and many readers.
 
-A write is a function of a :class:`Transaction`. Functions that wait at the same time are committed together,
-each behind a savepoint of its own, so that one that fails takes nothing with it and nothing of the others.
-What a function publishes is told to listeners only after its commit, which is on the disk by then.
+A write is a function of a :class:`Transaction`. Pending functions are committed as a group, each in its own savepoint, so
+that an exception in one rolls back only that function. Listeners are notified of published topics after the commit, when
+the data is on disk.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ logger = logging.getLogger(__name__)
 _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
 _MAX_IDLE_READERS = 8
-_JUST_NOW_S = 30.0  # For how long a failed write is told of; clients that were refused ask again within it
+_RECENT_S = 30.0  # status reports a failed write for this long; rejected clients retry within this time
 
-Connection: TypeAlias = (
-    sqlite3.Connection
-)  # What the functions of the store read from; nobody else asks it anything
+Connection: TypeAlias = sqlite3.Connection  # for the functions of the store only
 
 
 SqlError = sqlite3.Error
@@ -52,12 +50,12 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
     "tuple[int, ...]": lambda text: tuple(json.loads(text)),
     "dict[str, int]": json.loads,
 }
-"""What SQLite has no type for, by the annotation of a field; sequences and mappings are JSON in their column."""
+"""Field annotation -> converter of the column's value; sequences and mappings are stored as JSON."""
 
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """Return the names of a dataclass's fields, and the converters of some by index."""
+    """Return a dataclass's field names, and (field index, converter) pairs."""
     fields = dataclasses.fields(kind)
     converters = [(i, _CONVERTERS[field.type]) for i, field in enumerate(fields) if field.type in _CONVERTERS]
     return tuple(field.name for field in fields), tuple(converters)
@@ -67,16 +65,16 @@ Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
 
 
 def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
-    """Yield rows as dataclasses, whose fields are named like the columns."""
+    """Yield rows as instances of a dataclass with a field for each column."""
     cursor = connection.execute(sql, parameters)
-    cursor.row_factory = None  # Tuples are enough, and made in half the time.
+    cursor.row_factory = None  # tuples take half the time of rows
     columns = [column[0] for column in cursor.description]
     names, converters = _fields(kind)  # type: ignore[arg-type]  # a class is hashable
     if sorted(columns) != sorted(names):
         raise TypeError(
             f"columns are {columns}; expected those of {kind.__name__}, {list(names)}. Read these."
         )
-    # By name: a statement may name its columns in another order.
+    # By name: the statement's column order may differ from the field order.
     places = [columns.index(name) for name in names]
     for row in cursor:
         values = [row[place] for place in places]
@@ -95,7 +93,7 @@ def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Param
 
 
 class Transaction:
-    """One write in progress, with the topics to publish at its commit."""
+    """A write in progress, with the topics to publish after its commit."""
 
     __slots__ = ("_topics", "connection")
 
@@ -110,13 +108,13 @@ class Transaction:
         return self.connection.executemany(sql, rows)
 
     def update(self, table: str, value: int | str, columns: dict[str, Any], *, key: str = "id") -> None:
-        """Set columns of one row; names of tables and columns are never a user's."""
+        """Update columns of one row; ``table`` and column names must not be user input."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*columns.values(), value))  # noqa: S608 - as said
 
     @contextlib.contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Roll back what is written inside if it raises, and nothing else."""
+        """Roll back only the writes of the block if it raises."""
         self.execute("SAVEPOINT part")
         try:
             yield
@@ -127,7 +125,7 @@ class Transaction:
             self.execute("RELEASE part")
 
     def publish(self, *topics: str) -> None:
-        """Notify listeners of these topics after the commit."""
+        """Queue topics for notification of listeners after the commit."""
         self._topics.update(topics)
 
 
@@ -139,11 +137,11 @@ class Database:
 
     Args:
         path: the file; created with the schema if it does not exist.
-        on_commit: called in the writer thread with the published topics after every commit that has any.
+        on_commit: called in the writer thread with the published topics, if any, after a commit.
 
     Raises:
-        DatabaseDamagedError: the file is damaged or lost.
-        MasterError: another release wrote the file, or it cannot be written.
+        DatabaseDamagedError: the file is damaged or missing.
+        MasterError: the file has another schema version or cannot be written.
     """
 
     def __init__(self, path: Path, on_commit: Callable[[set[str]], None] | None = None) -> None:
@@ -155,7 +153,7 @@ class Database:
         self._lock = threading.Lock()
         self._is_closed = False
         self.damage = ""
-        self._failed_write = ("", 0.0)  # Why, and when.
+        self._failed_write = ("", 0.0)  # reason, monotonic time
         try:
             self._writer_connection = open_for_writer(path)
         except (sqlite3.DatabaseError, OSError) as error:
@@ -164,7 +162,7 @@ class Database:
         self._thread.start()
 
     def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
-        """Run ``function`` in the writer's thread; the future ends after the commit."""
+        """Run ``function`` in the writer thread; the future completes after the commit."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -173,15 +171,15 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run ``function`` and wait for the commit; never from the writer's thread."""
+        """Run ``function`` and wait for the commit; must not be called in a write."""
         return self.submit(function).result()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Give a read-only connection inside one snapshot.
+        """Yield a read-only connection with a consistent snapshot.
 
         Raises:
-            DatabaseDamagedError: a page that was needed is damaged.
+            DatabaseDamagedError: a page that was read is damaged.
         """
         try:
             connection = self._take_reader()
@@ -212,7 +210,7 @@ class Database:
 
     def _return_reader(self, connection: sqlite3.Connection) -> None:
         with self._lock:
-            if connection not in self._readers:  # The database has been closed.
+            if connection not in self._readers:  # the database was closed concurrently
                 return
             if len(self._idle) < _MAX_IDLE_READERS and not connection.in_transaction:
                 self._idle.append(connection)
@@ -221,7 +219,7 @@ class Database:
         connection.close()
 
     def close(self) -> None:
-        """Finish what was submitted, checkpoint the log into the file, and close."""
+        """Finish submitted writes, checkpoint the WAL, and close."""
         with self._lock:
             if self._is_closed:
                 return
@@ -231,7 +229,7 @@ class Database:
         self._close_readers()
 
     def _closed(self) -> MasterError:
-        return MasterError(f"{self.path} is closed; expected it open. Start the master again.")
+        return MasterError(f"{self.path} is closed; expected an open database. Start the master again.")
 
     def _close_readers(self) -> None:
         with self._lock:
@@ -241,7 +239,7 @@ class Database:
             self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for one of SQLite; note damage."""
+        """Convert an SQLite error to ours; record damage."""
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
         if not is_damage(error):
@@ -255,20 +253,20 @@ class Database:
             logger.critical("%s", self.describe_damage())
 
     def describe_damage(self) -> str:
-        """Return a message about damage found since the start; empty for none."""
+        """Return a message if damage was found since the start, else an empty one."""
         if not self.damage:
             return ""
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {recovery_hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message about damage or a recent failed write, or nothing."""
+        """Return a message if there is damage or a recent failed write, else an empty one."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
-        if self.damage or not why or ago_s > _JUST_NOW_S:
+        if self.damage or not why or ago_s > _RECENT_S:
             return self.describe_damage()
         return (
-            f"{self.path} could not be written {ago_s:.0f} s ago ({why}); expected room and a disk that answers. "
-            "Make room: trials wait, and send again what they report."
+            f"{self.path} could not be written {ago_s:.0f} s ago ({why}); expected a working disk with free space. "
+            "Free some space: trials wait and retry their reports."
         )
 
     def _run(self) -> None:
@@ -290,7 +288,7 @@ class Database:
             if group:
                 self._commit(connection, group)
         self._close_readers()
-        connection.close()  # Closing the last connection moves the log into the file.
+        connection.close()  # closing the last connection checkpoints the WAL
 
     def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
         done: list[tuple[Future[Any], Any]] = []
@@ -302,17 +300,17 @@ class Database:
                     self._perform(connection, function, future, done, topics)
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            logger.exception("%s could not be written; what was to be written together is lost", self.path)
+            logger.exception("%s could not be written; the writes of this transaction are lost", self.path)
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            # A small write may find room where a larger one does not, so that no success takes this back.
+            # Not reset by a successful write: on a full disk, a smaller write may still succeed.
             self._failed_write = (str(error), time.monotonic())
             for _, future in group:
                 if not future.done():
                     future.set_exception(self._translated(error))
             return
         if topics and self._on_commit is not None:
-            # The rows are stored: an error here must not look like a failed write, which clients repeat.
+            # The rows are committed: an error here must not look like a failed write, which clients would retry.
             try:
                 self._on_commit(topics)
             except Exception:
@@ -328,10 +326,10 @@ class Database:
         done: list[tuple[Future[Any], Any]],
         topics: set[str],
     ) -> None:
-        """Run one function behind a savepoint.
+        """Run one function in a savepoint.
 
         Raises:
-            sqlite3.Error: SQLite has rolled the whole transaction back, for example as the disk is full.
+            sqlite3.Error: SQLite rolled back the whole transaction, for example because the disk is full.
         """
         transaction = Transaction(connection)
         connection.execute("SAVEPOINT job")
@@ -348,17 +346,17 @@ class Database:
 
 
 def make_cluster_id(tx: Transaction) -> str:
-    """Return the cluster's id, made at the first start."""
+    """Return the cluster id; generate it at the first start."""
     tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
     return str(find_cluster_id(tx.connection))
 
 
 def find_cluster_id(connection: sqlite3.Connection) -> str | None:
-    """Return the cluster's id, None before the first start."""
+    """Return the cluster id; None before the first start."""
     row = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
     return None if row is None else str(row["value"])
 
 
 def ping(connection: sqlite3.Connection) -> None:
-    """Read any row; raise ``sqlite3.Error`` if the database does not answer."""
+    """Read a row to check health; raise ``sqlite3.Error`` on failure."""
     connection.execute("SELECT 1 FROM cluster").fetchone()

@@ -1,6 +1,6 @@
-"""Errors of the store, in words that name neither HTTP nor a client.
+"""Errors of the store, independent of HTTP and clients.
 
-The HTTP layer maps each class to a status, and :mod:`dstrial.master.advice` puts each hint into words.
+The HTTP layer maps each class to a status, and :mod:`dstrial.master.advice` maps each hint to text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dstrial.errors import MasterError
 
 
 class Hint(enum.Enum):
-    """What a person can do about an error."""
+    """Suggested action for an error."""
 
     LIST_ALLOCATIONS = enum.auto()
     LIST_CHECKPOINTS = enum.auto()
@@ -42,7 +42,7 @@ class Hint(enum.Enum):
 
 
 class StoreError(MasterError):
-    """A request that the rows do not allow; ``hint`` says what a person can do."""
+    """Base class: the request is not possible with the stored rows; see ``hint``."""
 
     def __init__(self, text: str, hint: Hint | None = None) -> None:
         super().__init__(text)
@@ -50,12 +50,12 @@ class StoreError(MasterError):
 
 
 class NotFoundError(StoreError):
-    """There is no such row."""
+    """The row does not exist."""
 
 
 class ConflictError(StoreError):
-    """Another row, or what this row holds already, prevents it."""
+    """Another row, or existing content of this row, conflicts with the request."""
 
 
 class InvalidError(StoreError):
-    """A value is not valid, or not allowed in the current state."""
+    """A value is invalid, or not allowed in the current state."""

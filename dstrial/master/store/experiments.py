@@ -73,7 +73,7 @@ def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
 
 
 def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experiment | None:
-    """Return the experiment that detached runs know by this id."""
+    """Return the experiment with an external id, which detached runs set."""
     return fetch_one(
         Experiment, connection, "SELECT * FROM experiments WHERE external_id = ?", (external_id,)
     )
@@ -133,9 +133,9 @@ def insert(
 def replace_config(
     tx: Transaction, experiment_id: int, config: Mapping[str, Any], interpreter: str | None
 ) -> None:
-    """Replace an experiment's config, but not its searcher's type or the original.
+    """Replace an experiment's config but not its searcher type or original config.
 
-    Columns that a person may have set beside the config follow it only where the config changes.
+    Columns that users can also set separately are updated only if their config value changes.
     """
     row = require(tx.connection, experiment_id)
     tx.execute(
@@ -170,7 +170,7 @@ def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
-    """Return an experiment's model definition, gzip tar; empty for none."""
+    """Return an experiment's model definition, tar.gz; empty for none."""
     require(connection, experiment_id)
     row = connection.execute(
         "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (experiment_id,)
@@ -179,7 +179,7 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return active experiments of detached runs without a trial since a time."""
+    """Return active detached experiments, older than a time, that have no trial."""
     rows = connection.execute(
         "SELECT id FROM experiments WHERE state = 'ACTIVE' AND unmanaged = 1 AND start_us < ? "
         "AND NOT EXISTS (SELECT 1 FROM trials WHERE experiment_id = experiments.id)",
@@ -197,9 +197,9 @@ def add_model_definition(tx: Transaction, experiment_id: int, tgz: bytes) -> Non
 
 
 def forget(tx: Transaction, experiment_id: int) -> None:
-    """Delete an experiment and everything stored for it."""
+    """Delete an experiment and all of its rows."""
     of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
-    for part in ("steps >= 0", "steps < 0"):  # Each has an index of its own.
+    for part in ("steps >= 0", "steps < 0"):  # one partial index each
         tx.execute(f"DELETE FROM metrics WHERE {part} AND {of_trials}", (experiment_id,))  # noqa: S608 - constants
     tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
     tx.execute(f"DELETE FROM log_sizes WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
@@ -209,8 +209,8 @@ def forget(tx: Transaction, experiment_id: int) -> None:
     tx.publish(f"experiment:{experiment_id}")
 
 
-def take_progress(tx: Transaction, experiment_id: int) -> None:
-    """Set an experiment's progress to its trials' average."""
+def average_progress(tx: Transaction, experiment_id: int) -> None:
+    """Set an experiment's progress to the average of its trials."""
     tx.execute(
         "UPDATE experiments SET progress = (SELECT AVG(progress) FROM trials WHERE experiment_id = ?) WHERE id = ?",
         (experiment_id, experiment_id),

@@ -1,4 +1,4 @@
-"""The queue for slots, and which slots a person has switched off."""
+"""The queue of pending experiments and trials, and disabled slots."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ class QueuedExperiment(Experiment):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitingTrial:
-    """A trial that waits for slots, with what its experiment says of them.
+    """A pending trial, with the scheduling settings of its experiment.
 
-    Only what decides the order: thousands may wait, and each is read whenever one ends.
+    Holds only data for scheduling, as thousands of pending trials may be read whenever an allocation ends.
     """
 
     id: int
     experiment_id: int
-    run_id: int  # allocations that it has had
+    run_id: int  # number of allocations so far
     task_id: str
-    is_node_excluded: int  # 2: a log policy excludes this machine
+    is_node_excluded: int  # 2: a log policy has excluded this node
     slots_per_trial: int
-    max_slots: int | None  # of its experiment at once; None for any number
-    priority: int  # 1 is the most urgent
+    max_slots: int | None  # limit of the whole experiment; None: unlimited
+    priority: int  # 1 is the highest
     queue_position: float
-    section: str | None  # JSON of ``data.dstrial`` for a trial that has run; None without it
+    section: str | None  # ``data.dstrial`` as JSON, only for a trial that has run before
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
-    """Return experiments that are active or still hold slots, the next first."""
+    """Return experiments that are active or hold slots, in queue order."""
     return fetch_all(QueuedExperiment, connection, _QUEUE)
 
 
 def count_without_slots(connection: sqlite3.Connection) -> int:
-    """Return how many active experiments hold no slots."""
+    """Count active experiments that hold no slots."""
     row = connection.execute(
         "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
         "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
@@ -80,7 +80,7 @@ def command_of(connection: sqlite3.Connection, job_id: str) -> Command | None:
 def position_beside(
     connection: sqlite3.Connection, job_id: str, anchor: Experiment | Command, *, is_ahead: bool
 ) -> float:
-    """Return a queue position right before or behind a job of the same priority."""
+    """Return a queue position directly before or after another job (``anchor``)."""
     own: float = anchor.queue_position
     side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
     neighbour = connection.execute(
@@ -126,14 +126,14 @@ ORDER BY e.priority, e.queue_position, t.id
 
 
 def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
-    """Return waiting trials, the most urgent first, also those excluded by policies."""
+    """Return pending trials in queue order, including ones with excluded nodes."""
     return fetch_all(WaitingTrial, connection, _WAITING)
 
 
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
-    """Return the ``slot_ids`` that are disabled -> whether they are being drained.
+    """Return which of ``slot_ids`` are disabled: slot id -> whether draining.
 
-    A disabled node disables all of its slots; its ``agent_key`` is among the keys then.
+    A disabled node disables all of its slots, and adds its ``agent_key`` to the keys.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
     off = {int(row["slot_id"]): bool(row["drain"]) for row in rows}
@@ -145,9 +145,9 @@ def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) ->
 
 
 def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
-    """Disable a slot, or by ``agent_key`` a whole node.
+    """Disable a slot, or a whole node by its ``agent_key``.
 
-    With ``drain`` its trials may finish; else they are killed for ``reason``, and go on where there is room.
+    With ``drain`` its trials may finish. Otherwise they are killed with ``reason`` and requeued.
     """
     tx.execute("INSERT OR REPLACE INTO disabled_slots (slot_id, drain) VALUES (?, ?)", (slot_id, drain))
     if not drain:
@@ -167,6 +167,6 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
 
 
 def enable_slot(tx: Transaction, slot_id: int) -> None:
-    """Enable a slot, or by ``agent_key`` all that were disabled with their node."""
+    """Enable a slot, or a whole node by its ``agent_key``."""
     tx.execute("DELETE FROM disabled_slots WHERE slot_id = ?", (slot_id,))
     tx.publish("scheduler")

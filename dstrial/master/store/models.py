@@ -1,4 +1,4 @@
-"""The model registry: models, and the checkpoints registered as their versions."""
+"""The model registry: models, and checkpoints registered as model versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
-TOPIC = "models"  # Published when a model or a version is made, changed or deleted
+TOPIC = "models"  # published when a model or version is created, changed or deleted
 
 _ORDER = {
     "SORT_BY_NAME": "m.name",
@@ -84,13 +84,13 @@ class VersionInfo(Version):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFilter:
-    """Which models are wanted; None or empty does not restrict."""
+    """Filter of models; None or empty matches all."""
 
     model_id: int | None = None
-    archived: bool | None = None  # only archived ones, or only others
-    name: str | None = None  # a part of the name, case-insensitive
-    description: str | None = None  # a part of it, case-insensitive
-    labels: Sequence[str] = ()  # all of these
+    archived: bool | None = None  # True: only archived ones; False: only others
+    name: str | None = None  # substring, case-insensitive
+    description: str | None = None  # substring, case-insensitive
+    labels: Sequence[str] = ()  # a model must have all of them
     users: Sequence[str] = ()
     user_ids: Sequence[int] = ()
     workspace_ids: Sequence[int] = ()
@@ -104,7 +104,7 @@ def list_models(
     sort_by: str | None = None,
     is_descending: bool = False,
 ) -> list[ModelInfo]:
-    """Return models; ``sort_by`` is a ``SORT_BY_…`` of the protocol, by id otherwise."""
+    """Return models; ``sort_by`` is a SORT_BY_… of the API, by default the id."""
     conditions = ["1 = 1"]
     values: list[Any] = []
     for column, value in (("m.id", wanted.model_id), ("m.is_archived", wanted.archived)):
@@ -135,7 +135,7 @@ def list_models(
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
-    """Return one model, by its name (case-insensitive) or else by its number."""
+    """Return a model by name (case-insensitive) or id; raise 404 if there is none."""
     row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
         row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
@@ -177,9 +177,9 @@ def create(
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
-    """Refuse a name that is empty, has a slash, is a number, or is another model's.
+    """Raise if a name is empty, has a slash, is a number, or is taken.
 
-    Source: Determined 0.38.1; names and numbers share a place in the path of requests.
+    Source: Determined 0.38.1; request paths contain either a name or an id.
     """
     if not name.strip() or "/" in name or name.isdecimal():
         raise InvalidError(
@@ -193,18 +193,18 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def change(tx: Transaction, model_id: int, **fields: Any) -> None:
-    """Change columns of a model, those of ``_MODEL_FIELDS``."""
+    """Change columns of a model, see ``_MODEL_FIELDS``."""
     _change(tx, "models", _MODEL_FIELDS, model_id, fields)
 
 
 def delete(tx: Transaction, model_id: int) -> None:
-    """Delete a model with its versions; their checkpoints stay."""
+    """Delete a model and its versions but not their checkpoints."""
     tx.execute("DELETE FROM models WHERE id = ?", (model_id,))
     tx.publish(TOPIC)
 
 
 def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
-    """Return the labels of models, the most used first."""
+    """Return all labels of models, most used first."""
     condition, values = ("WHERE m.workspace_id = ?", (workspace_id,)) if workspace_id else ("", ())
     rows = connection.execute(
         f"SELECT value FROM models m, json_each(m.labels) {condition} GROUP BY value ORDER BY COUNT(*) DESC, value",  # noqa: S608 - a constant
@@ -214,9 +214,9 @@ def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> l
 
 
 def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: int, **fields: Any) -> int:
-    """Register a checkpoint as the next version and return the version's number.
+    """Register a checkpoint as the next version; return the version number.
 
-    ``fields`` are name, comment, notes (texts), metadata (a mapping) and labels (a list of texts).
+    ``fields`` are name, comment, notes (strings), metadata (a mapping) and labels (a list of strings).
     """
     now = now_us()
     tx.execute(
@@ -256,7 +256,7 @@ def change_version(tx: Transaction, row_id: int, model_id: int, **fields: Any) -
 
 
 def delete_version(tx: Transaction, row_id: int, model_id: int) -> None:
-    """Delete a version, whose number is not used again; its checkpoint stays."""
+    """Delete a version but not its checkpoint; the version number is not reused."""
     tx.execute("DELETE FROM model_versions WHERE id = ?", (row_id,))
     _change(tx, "models", (), model_id, {})
 
@@ -274,7 +274,7 @@ def registered_of(connection: sqlite3.Connection, experiment_id: int) -> list[st
 def _change(
     tx: Transaction, table: str, known: Sequence[str], row_id: int, fields: Mapping[str, Any]
 ) -> None:
-    """Set columns of a row, lists and mappings as JSON, and when it was changed."""
+    """Update columns of a row (lists and mappings as JSON) and its time of change."""
     assert set(fields) <= set(known)
     values = [json.dumps(value) if isinstance(value, (dict, list)) else value for value in fields.values()]
     columns = "".join(f"{name} = ?, " for name in fields)

@@ -1,4 +1,4 @@
-"""Nodes besides the master's own, and what is known of an allocation on each."""
+"""Remote nodes, and the state of allocations on each of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from dstrial.master.store.database import Transaction, fetch_all
 
-OWN_NODE = 0  # Id of the machine on which the master runs
-MOST_SLOTS = 1024  # How many slots a node may have: those of node *n* have the ids from ``n * MOST_SLOTS`` on
+OWN_NODE = 0  # node id of the master's machine
+MOST_SLOTS = 1024  # per node: slot ids of node *n* start at ``n * MOST_SLOTS``
 
 
 def node_of(slot_id: int) -> int:
@@ -18,7 +18,7 @@ def node_of(slot_id: int) -> int:
 
 
 def index_of(slot_id: int) -> int:
-    """Return a slot's index on its node."""
+    """Return the index of a slot on its node."""
     return slot_id % MOST_SLOTS
 
 
@@ -48,7 +48,7 @@ class AllocationNode:
 
 
 def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
-    """Return name -> node id; a new name gets the next id, and keeps it."""
+    """Return name -> node id; a new name is assigned the next id permanently."""
     for name in names:
         tx.execute("INSERT OR IGNORE INTO nodes (name) VALUES (?)", (name,))
     rows = tx.execute("SELECT id, name FROM nodes").fetchall()
@@ -57,7 +57,7 @@ def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
 
 
 def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, AllocationNode]:
-    """Return node id -> part of an allocation, without the master's own."""
+    """Return an allocation's parts on remote nodes: node id -> part."""
     rows = fetch_all(
         AllocationNode,
         connection,
@@ -68,7 +68,7 @@ def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, Al
 
 
 def insert_parts(tx: Transaction, allocation_id: str, node_ids: Sequence[int]) -> None:
-    """Store on which nodes an allocation runs, in the order of its ranks."""
+    """Store the nodes of an allocation, in rank order."""
     for rank, node_id in enumerate(node_ids):
         tx.execute(
             "INSERT OR IGNORE INTO allocation_nodes (allocation_id, node_id, rank) VALUES (?, ?, ?)",
@@ -87,7 +87,7 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Store how far a log is taken in, bytes; False if it was not at ``before``."""
+    """Advance the read offset of a log (compare-and-swap); False if not at ``before``."""
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
         "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",
@@ -97,7 +97,7 @@ def advance_log(
 
 
 def exclude(tx: Transaction, trial_id: int, node_id: int) -> None:
-    """Exclude a node for a trial from its next start on."""
+    """Exclude a node from a trial's future allocations."""
     tx.execute("INSERT OR IGNORE INTO excluded_nodes (trial_id, node_id) VALUES (?, ?)", (trial_id, node_id))
 
 

@@ -14,7 +14,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
-DEFAULT_ID = 1  # Of the project of everything that was submitted without one
+DEFAULT_ID = 1  # the project of experiments that were submitted without one
 
 _MAX_KEY = 5
 _PREFIX = 3
@@ -58,7 +58,7 @@ class ProjectInfo(Project):
 
 
 def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[ProjectInfo]:
-    """Return projects by number; ``is_shut``: it or its workspace is archived."""
+    """Return projects by id; ``is_shut``: the project or its workspace is archived."""
     return fetch_all(
         ProjectInfo, connection, f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)
     )
@@ -72,7 +72,7 @@ def require(connection: sqlite3.Connection, project_id: int) -> ProjectInfo:
 
 
 def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> ProjectInfo:
-    """Return a project by its workspace's name and its own, case-insensitive."""
+    """Return a project by workspace name and project name, case-insensitive."""
     row = fetch_one(
         ProjectInfo, connection, f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
     )
@@ -85,7 +85,7 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
-    """Refuse (400) to ``verb`` a project that is archived or being deleted."""
+    """Raise 400 if a project is archived or being deleted."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -96,7 +96,7 @@ def refuse_shut(row: ProjectInfo, verb: str) -> None:
 
 
 def refuse_immutable(row: Project, verb: str) -> None:
-    """Refuse (400) to ``verb`` the default project."""
+    """Raise 400 if this is the default project; ``verb`` is for the message."""
     if row.is_immutable:
         raise InvalidError(
             f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -105,7 +105,7 @@ def refuse_immutable(row: Project, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own_id: int | None) -> None:
-    """Refuse a name not of 1 to 80 characters (400), or taken in this workspace (409)."""
+    """Raise 400 unless a name has 1 to 80 characters, 409 if the workspace has it."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the project's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
@@ -121,7 +121,7 @@ def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own
 
 
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
-    """Return a key in capitals; refuse a taken one, or not 1 to 5 letters or digits.
+    """Return a key in capitals; raise unless it is unused, 1 to 5 letters or digits.
 
     Source: Determined 0.38.1, length and letters of keys.
     """
@@ -138,7 +138,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
 def create(
     tx: Transaction, *, workspace_id: int, name: str, key: str | None, description: str, owner_id: int
 ) -> int:
-    """Store a project and return its number; its key is made of its name if not given."""
+    """Store a project and return its id; by default, derive the key from the name."""
     check_name(tx.connection, workspace_id, name, None)
     kept = check_key(tx.connection, key, None) if key else _new_key(tx.connection, name)
     cursor = tx.execute(
@@ -160,7 +160,7 @@ def _new_key(connection: sqlite3.Connection, name: str) -> str:
 
 
 def change(tx: Transaction, project_id: int, **fields: Any) -> None:
-    """Change the fields of a project that are listed below; ``notes`` is a list."""
+    """Change the given fields of a project; ``notes`` is a list."""
     for name, value in fields.items():
         assert name in (
             "name",

@@ -1,4 +1,4 @@
-"""Trials whose number of slots may change."""
+"""Trials whose slot count may change (elastic training)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ ORDER BY e.priority, e.queue_position, a.trial_id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResizableTrial:
-    """A trial that trains and may be asked to stop."""
+    """A running trial that can be preempted for a change of its slot count."""
 
     allocation_id: str
     trial_id: int
     experiment_id: int
-    slots: str  # JSON list of ids
+    slots: str  # JSON list of slot ids
     start_us: int
     slots_per_trial: int
-    max_slots: int | None  # of its experiment at once; None for any number
+    max_slots: int | None  # limit of the whole experiment; None: unlimited
     priority: int
     queue_position: float
-    section: str | None  # JSON of ``data.dstrial``; None without one
+    section: str | None  # ``data.dstrial`` as JSON
 
 
 def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
-    """Return the trials that can stop with a checkpoint, the most urgent first."""
+    """Return trials that can be stopped with a checkpoint, in queue order."""
     return fetch_all(ResizableTrial, connection, _RESIZABLE)
 
 
 def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: int) -> int:
-    """Return how many slots the run before this one had, 0 for the first run."""
+    """Return the slot count of the previous run; 0 for the first run."""
     row = connection.execute(
         "SELECT json_array_length(slots) FROM allocations WHERE trial_id = ? AND run_id < ? ORDER BY run_id DESC LIMIT 1",
         (trial_id, run_id),
@@ -48,10 +48,10 @@ def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: i
 
 
 def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
-    """Return the numbers of slots with which a trial's own sizes have failed.
+    """Return slot counts on which the trial failed because of its batch sizes.
 
-    Sizes that a trial's code gives DeepSpeed itself are known only when it runs. A trial that has never trained has another
-    problem.
+    Sizes that trial code passes to DeepSpeed directly are known only at run time. Failures of a trial that has never trained do
+    not count.
     """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "

@@ -1,6 +1,6 @@
-"""Opens and checks the SQLite file; lists the copies beside it.
+"""Opens and verifies the SQLite file; lists its backups.
 
-``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, made by the master, and ``master-DATE-TIME.db``, made by a person and
+``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, made by the master, and ``master-DATE-TIME.db``, made by users and
 never deleted. Times are UTC.
 """
 
@@ -21,33 +21,33 @@ from dstrial.master import recovery_hints
 
 SCHEMA_VERSION = 11
 _BUSY_TIMEOUT_S = 30.0
-_CORRUPT, _NOT_A_DATABASE = 11, 26  # SQLite's codes of a damaged page, and of a damaged first one
+_CORRUPT, _NOT_A_DATABASE = 11, 26  # SQLITE_CORRUPT (damaged page), SQLITE_NOTADB (damaged first page)
 _NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")
 _TIME = "%Y%m%d-%H%M%S"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy beside a database."""
+    """A backup of a database."""
 
     path: Path
     is_daily: bool
-    time_s: float  # since the epoch, by its name
+    time_s: float  # epoch time, from the file name
 
 
 def directory_of(database: Path) -> Path:
-    """Return where a database's copies lie."""
+    """Return the backup directory of a database."""
     return database.parent / "backups"
 
 
 def new_path(database: Path, now_s: float, kind: str) -> Path:
-    """Return the path of a copy made now; ``kind`` is ``daily`` or ``master``."""
+    """Return the path for a new backup; ``kind`` is ``daily`` or ``master``."""
     moment = datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)
     return directory_of(database) / f"{kind}-{moment.strftime(_TIME)}.db"
 
 
 def list_copies(database: Path) -> list[Copy]:
-    """Return the copies beside a database, newest first."""
+    """Return the backups of a database, newest first."""
     try:
         paths = list(directory_of(database).iterdir())
     except OSError:
@@ -62,13 +62,13 @@ def list_copies(database: Path) -> list[Copy]:
 
 
 def newest_copy(database: Path) -> Path | None:
-    """Return the newest copy beside a database; None if there is none."""
+    """Return the path of the newest backup, if any."""
     found = list_copies(database)
     return found[0].path if found else None
 
 
 def unusable(path: Path, error: Exception) -> MasterError:
-    """Return what to raise for a file that SQLite cannot use."""
+    """Return the exception for a file that SQLite cannot open."""
     return MasterError(
         f"{path} cannot be used ({error}); expected a database of dstrial's with room to grow. Make room, put a copy of it "
         f"back with {recovery_hints.put_back(newest_copy(path), path.parent)}, or pass another --state-dir."
@@ -76,22 +76,22 @@ def unusable(path: Path, error: Exception) -> MasterError:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite has met a damaged page."""
+    """Return whether an SQLite error means a damaged page."""
     if not isinstance(error, sqlite3.DatabaseError):
         return False
     code = getattr(error, "sqlite_errorcode", None)
-    if code is None:  # Python 3.10 has no codes.
+    if code is None:  # Python 3.10 has no error codes.
         return "malformed" in str(error) or "not a database" in str(error)
     return code & 0xFF in (_CORRUPT, _NOT_A_DATABASE)
 
 
 def open_for_writer(path: Path) -> sqlite3.Connection:
-    """Check a database and open it for the writer; make the schema in a new one.
+    """Verify a database and open it for writing; create the schema in a new one.
 
     Raises:
-        DatabaseDamagedError: the file is damaged or lost; nothing is changed.
-        MasterError: it has another schema.
-        sqlite3.Error: SQLite cannot use it.
+        DatabaseDamagedError: the file is damaged or missing; nothing is changed.
+        MasterError: the file has another schema version.
+        sqlite3.Error: SQLite cannot open the file.
     """
     problem = _find_damage(path)
     if problem:
@@ -107,11 +107,11 @@ def open_for_writer(path: Path) -> sqlite3.Connection:
 
 
 def _find_damage(path: Path) -> str:
-    """Say what is wrong with a database that nobody has open; empty for nothing."""
+    """Check a closed database; return a description of the damage, or an empty string."""
     size = path.stat().st_size if path.exists() else None
     if not size:
         log, new = (path.with_name(f"{path.name}{end}") for end in ("-wal", ".new"))
-        # SQLite takes an empty file for a new database, and deletes the log beside it.
+        # SQLite treats an empty file as a new database and deletes its WAL.
         if list_copies(path) or new.exists() or (log.exists() and log.stat().st_size):
             what = "missing" if size is None else "empty"
             return f"{what}; expected the database whose log or copies lie beside it"
@@ -122,22 +122,22 @@ def _find_damage(path: Path) -> str:
 
 
 def check_whole(connection: sqlite3.Connection) -> str:
-    """Return what SQLite's own check says against a database; empty for nothing."""
+    """Run SQLite's ``quick_check``; return its complaint, or an empty string."""
     try:
         connection.execute("PRAGMA cell_size_check = 1")
         found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
-            raise  # no room, for example
+            raise  # for example disk full
         return str(error)
     return "" if found == ["ok"] else "; ".join(" ".join(line.split()) for line in found)
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a database to look at it, which leaves its log as it is.
+    """Open a database read-only, which leaves its WAL unchanged.
 
-    A connection that could write would move the log into the database when it is the last one to be closed.
+    A writable connection would checkpoint the WAL if it is the last one to close.
     """
     connection = sqlite3.connect(
         f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None
@@ -148,17 +148,17 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Connect to a database of this release's schema, or to one that is to have it."""
+    """Connect to a database and set its pragmas; the schema may not exist yet."""
     connection = sqlite3.connect(
         path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=512
     )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
-    # A commit is on the disk before anybody is told of it: 0.5 ms a group on ext4 over NVMe, 0.15 ms with NORMAL.
+    # Durable before acknowledged: 0.5 ms per group commit on ext4 over NVMe; NORMAL takes 0.15 ms.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA cell_size_check = 1")
-    # A transaction that outgrows the cache stays in memory. Once its pages have gone to the log and a savepoint is rolled back,
-    # SQLite (3.40.1) writes later commits without checksums: they are lost if the process is killed before the next checkpoint.
+    # Keep transactions larger than the cache in memory. Once pages have spilled to the WAL and a savepoint is rolled back, SQLite
+    # (3.40.1) writes later commits without checksums, and they are lost if the process is killed before the next checkpoint.
     connection.execute("PRAGMA cache_spill = 0")
     connection.execute("PRAGMA foreign_keys = 1")
     connection.execute("PRAGMA cache_size = -16384")

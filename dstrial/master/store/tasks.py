@@ -1,4 +1,4 @@
-"""Rows of tasks, the ids by which clients know trials and commands while they run."""
+"""Rows of tasks, which identify runs of trials and commands in the API."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: s
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
-    """Say whether the tasks of a trial, or one task, had ended before a time."""
+    """Return whether one task, or all tasks of a trial, ended before a time."""
     column, value = ("trial_id", trial_id) if trial_id is not None else ("id", task_id)
     open_tasks = connection.execute(
         f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant

@@ -1,6 +1,6 @@
-"""Tokens: rows with their SHA-256, and a cache of identities.
+"""Tokens, stored as SHA-256, and a cache of identities.
 
-A person creates access tokens for scripts; the other tokens come from logins and allocations.
+Users create access tokens for scripts; session tokens come from logins and allocations.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dstrial.master.pubsub import PubSub
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 
-TOPIC = "tokens"  # Published by every write that ends a token or changes a user
+TOPIC = "tokens"  # published by every write that revokes a token or changes a user
 
 _LIFETIME_US = 90 * 24 * 3600 * 1_000_000
 _ACCESS_TOKENS = "SELECT id, user_id, description, created_us, expires_us, revoked_us FROM access_tokens"
 _MAX_CACHED = 4096
 _MAX_DESCRIPTION = 1000
-_MAX_ACTIVE = 200  # Most access tokens of one user that are valid at a time; a script that makes one at each run is noticed
+_MAX_ACTIVE = 200  # valid access tokens per user; the limit exposes scripts that create one at each run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class User:
     """A user, without the password's hash."""
 
     id: int
-    username: str  # unique, case-insensitive
+    username: str  # unique, ignoring case
     display_name: str
     admin: bool
     active: bool  # may log in
@@ -46,7 +46,7 @@ class User:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationIdentity:
-    """The allocation that an allocation's token is for."""
+    """The allocation that a token belongs to."""
 
     id: str
     task_id: str
@@ -57,18 +57,18 @@ class AllocationIdentity:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose token it is."""
+    """The user or allocation that a token belongs to."""
 
     token_hash: str  # SHA-256, hexadecimal
-    user: User  # for an allocation, the one who submitted its experiment
+    user: User  # for an allocation, the owner of its experiment
     allocation: AllocationIdentity | None  # None for a user's token
     expires_us: int | None
-    is_access_token: bool = False  # no session's
-    is_of_task: bool = False  # ends with an allocation
+    is_access_token: bool = False  # not a session token
+    is_of_task: bool = False  # revoked when the allocation ends
 
 
 def create_token(tx: Transaction, user_id: int) -> str:
-    """Create a token at a login, and delete expired ones."""
+    """Create a session token, and delete expired tokens."""
     now = now_us()
     tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
     tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
@@ -83,7 +83,7 @@ def create_token(tx: Transaction, user_id: int) -> str:
 def keep_allocation_tokens(
     tx: Transaction, allocation_id: str, user_id: int, hashes: Mapping[str, str]
 ) -> None:
-    """Store the SHA-256 of a new allocation's tokens by kind, "allocation" and "user"."""
+    """Store a new allocation's tokens: kind ("allocation", "user") -> SHA-256."""
     tx.executemany(
         "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
         [(hash_, kind, user_id, allocation_id, now_us()) for kind, hash_ in hashes.items()],
@@ -101,7 +101,7 @@ def end_token(tx: Transaction, token_hash: str) -> None:
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
-    """End all tokens of a user but those that the user's allocations themselves hold."""
+    """Revoke all tokens of a user except the tokens of the user's allocations."""
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
@@ -114,7 +114,7 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Look a token up; None if unknown, revoked, or its allocation has ended."""
+    """Look up a token; None if unknown, expired, revoked, or its allocation has ended."""
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
         "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
@@ -150,19 +150,19 @@ def hash_token(token: str) -> str:
 
 
 def _new_token() -> str:
-    """Return a token without dashes: `det` takes one in front for an option."""
+    """Return a random token without dashes: `det` parses a leading one as an option."""
     return secrets.token_urlsafe(32).replace("-", "_")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AccessToken:
-    """A row of access tokens; it stays when the token has ended, for lists."""
+    """A row of access tokens; kept after expiry or revocation, for lists."""
 
     id: int
     user_id: int
     description: str
     created_us: int
-    expires_us: int | None  # None for never
+    expires_us: int | None  # None: never
     revoked_us: int | None
 
     def is_active(self, at_us: int) -> bool:
@@ -172,7 +172,7 @@ class AccessToken:
 def create_access_token(
     tx: Transaction, user_id: int, description: str, expires_us: int | None
 ) -> tuple[int, str]:
-    """Create a token; return its id and the token, which is shown only once."""
+    """Create an access token; return its id and the token, which is not stored."""
     user = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
     if user is None:
         raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
@@ -201,7 +201,7 @@ def create_access_token(
 
 
 def list_access_tokens(connection: sqlite3.Connection, user_id: int | None) -> list[AccessToken]:
-    """Return the tokens of a user, or of all, by number."""
+    """Return the access tokens of one user or all users, by id."""
     sql = f"{_ACCESS_TOKENS} WHERE ? IS NULL OR user_id = ? ORDER BY id"
     return fetch_all(AccessToken, connection, sql, (user_id, user_id))
 
@@ -216,7 +216,7 @@ def require_access_token(connection: sqlite3.Connection, token_id: int) -> Acces
 def change_access_token(
     tx: Transaction, token_id: int, description: str | None, *, is_revoked: bool
 ) -> AccessToken:
-    """Change a token's description, or revoke it; return it."""
+    """Change an access token's description, or revoke the token."""
     now = now_us()
     if not require_access_token(tx.connection, token_id).is_active(now):
         raise InvalidError(
@@ -240,7 +240,7 @@ def _checked(description: str) -> str:
 
 
 class TokenStore:
-    """Finds identities, from memory until a commit ends a token or changes a user."""
+    """Cache of identities by token, invalidated when tokens or users change."""
 
     def __init__(self, read: Callable[..., Awaitable[Any]], pubsub: PubSub) -> None:
         self._read = read
@@ -249,7 +249,7 @@ class TokenStore:
         self._identities: dict[str, Identity] = {}
 
     async def find(self, token: str) -> Identity | None:
-        """Return whose token it is; None if it is not valid (any more)."""
+        """Return the identity of a token; None if the token is invalid."""
         token_hash = hash_token(token)
         version = self._pubsub.version(TOPIC)
         if version != self._version or len(self._identities) > _MAX_CACHED:
@@ -258,7 +258,7 @@ class TokenStore:
         identity = self._identities.get(token_hash)
         if identity is None:
             identity = await self._read(find_identity, token_hash)
-            # Not kept if something was committed while it was looked up.
+            # Not cached if a commit happened during the lookup.
             if identity is not None and version == self._version == self._pubsub.version(TOPIC):
                 self._identities[token_hash] = identity
         if identity is None or (identity.expires_us is not None and identity.expires_us < now_us()):

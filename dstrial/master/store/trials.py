@@ -1,4 +1,4 @@
-"""Rows of trials, each with the task that clients know it by."""
+"""Rows of trials, each with its current task."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
 
 
 def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
-    """Return the trial that the searcher knows by this id."""
+    """Return the trial with the searcher's request id."""
     return fetch_one(
         Trial,
         connection,
@@ -79,7 +79,7 @@ def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: s
 
 
 def by_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
-    """Return the trial that detached runs know by this id."""
+    """Return the trial with an external id, which detached runs set."""
     return fetch_one(
         Trial,
         connection,
@@ -100,7 +100,7 @@ def ids_of(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
 
 
 def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
-    """Return the ids of an experiment's trials that have not ended, oldest first."""
+    """Return the ids of an experiment's active trials, oldest first."""
     rows = connection.execute(
         f"SELECT id FROM trials WHERE experiment_id = ? AND state NOT IN {_TERMINAL} ORDER BY id",  # noqa: S608 - a constant
         (experiment_id,),
@@ -109,9 +109,9 @@ def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
 
 
 def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, warm_start: str | None) -> int:
-    """Store the trial that a searcher asks for, with its task, and return its id.
+    """Store a trial that the searcher created, with its task; return the trial's id.
 
-    ``now`` is in microseconds, ``warm_start`` the checkpoint of another trial that it starts from.
+    ``now`` is in microseconds; ``warm_start`` is the checkpoint of another trial to start from.
     """
     task_id = f"{experiment.id}.{action.request_id}"
     cursor = tx.execute(
@@ -137,7 +137,7 @@ def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, wa
 def insert_detached(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None, now: int
 ) -> int:
-    """Store a trial that runs elsewhere, with its task, and return its id."""
+    """Store a detached trial with its task; return the trial's id."""
     request_id = str(uuid.uuid4())
     task_id = f"{experiment_id}.{request_id}"
     cursor = tx.execute(
@@ -152,7 +152,7 @@ def insert_detached(
 
 
 def reopen(tx: Transaction, trial: Trial) -> None:
-    """Let an ended trial run again, as another task that resumes from its checkpoint."""
+    """Reactivate an ended trial with a new task, to resume from its checkpoint."""
     now = now_us()
     number = tx.execute("SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial.id,)).fetchone()[0]
     task_id = f"{trial.experiment_id}.{trial.request_id}-{number}"
@@ -183,12 +183,12 @@ def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
 
 
 def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
-    """Set how long a trial's logs are kept, in days; -1 for ever."""
+    """Set the retention of a trial's logs, in days; -1 for forever."""
     tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
 
 
 def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
-    """Return the active detached runs without a heartbeat since a time."""
+    """Return active detached trials without a heartbeat since a time."""
     return fetch_all(
         Trial,
         connection,
@@ -202,7 +202,7 @@ def update(tx: Transaction, trial_id: int, **columns: Any) -> None:
 
 
 def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int) -> list[int]:
-    """Return the ids of an experiment's trials, those with the best validations first."""
+    """Return the ids of an experiment's trials, best validation first."""
     order = "ASC" if experiment.smaller_is_better else "DESC"
     rows = connection.execute(
         "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
@@ -213,7 +213,7 @@ def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int)
 
 
 def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
-    """Return the searcher's id -> progress of each trial."""
+    """Return searcher's request id -> progress of each trial."""
     rows = connection.execute(
         "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
     )
@@ -227,6 +227,6 @@ def activate_paused(tx: Transaction, experiment_id: int) -> None:
 
 
 def set_flag(tx: Transaction, trial_id: int, column: Literal["retry_cancelled", "is_node_excluded"]) -> bool:
-    """Set the flag of a log policy's action; return False if it was set."""
+    """Set a flag column for a log policy; return False if it was already set."""
     cursor = tx.execute(f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0", (trial_id,))  # noqa: S608 - one of the two above
     return bool(cursor.rowcount)

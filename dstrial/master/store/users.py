@@ -1,7 +1,7 @@
 """Users and their passwords.
 
-A client sends the SHA-512 of a fixed salt and the password; what is stored is a salted scrypt of that, so that
-reading the database lets nobody log in. A blank password is stored blank.
+Clients send the SHA-512 of a fixed salt and the password. The database stores a salted scrypt of that, which is useless for a
+login. A blank password is stored blank.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFo
 from dstrial.master.store.tokens import TOPIC, User
 
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
-"""What Determined's clients put before a password (Determined 0.38.1 ``determined.common.api.salt_and_hash``)."""
+"""Salt of Determined's clients (Determined 0.38.1 ``determined.common.api.salt_and_hash``)."""
 
-_COST = 2**12  # scrypt's cost; about 10 ms, as every ``det`` command without a stored token logs in
+_COST = 2**12  # scrypt's N: about 10 ms, as every ``det`` command without a stored token logs in
 
 _MAX_NAME = 256
 
 FIRST_USERS = {
     "determined": False,
     "admin": True,
-}  # Users of a fresh master -> whether each is an administrator
+}  # users of a new master -> whether administrator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StoredUser(User):
 
 
 def new_passwords(*, is_blank: bool) -> dict[str, str]:
-    """Return passwords for the first users: random ones, or Determined's blank ones."""
+    """Return the first users' passwords: random, or blank as in Determined."""
     return {name: "" if is_blank else secrets.token_urlsafe(18) for name in FIRST_USERS}
 
 
@@ -49,13 +49,13 @@ def has_users(connection: sqlite3.Connection) -> bool:
 
 
 def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
-    """Create a fresh master's users as Determined does: admin has id 1, determined 2."""
+    """Create the users of a new master as in Determined: admin (id 1), determined (2)."""
     for name in sorted(FIRST_USERS):
         create_user(tx, username=name, admin=FIRST_USERS[name], password=client_hash(passwords[name]))
 
 
 def client_hash(password: str) -> str:
-    """Return what a client sends for a password; blank stays blank."""
+    """Hash a password like Determined's clients; blank stays blank."""
     return hashlib.sha512((_CLIENT_SALT + password).encode()).hexdigest() if password else ""
 
 
@@ -67,7 +67,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Compare a client's hash with the stored one, in constant time unless blank."""
+    """Check a client's hash against the stored one, in constant time unless blank."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")
@@ -87,7 +87,7 @@ def create_user(
     display_name: str = "",
     active: bool = True,
 ) -> int:
-    """Create a user; ``password`` is the client's hash, blank for none."""
+    """Create a user; ``password`` is the client's hash, or blank."""
     _check_name(username)
     display_name = _checked_display_name(tx.connection, display_name, None)
     if find_by_name(tx.connection, username) is not None:
@@ -111,7 +111,7 @@ def change_user(
     active: bool | None = None,
     password: str | None = None,
 ) -> None:
-    """Change the given fields of a user; refuse to lose the last active administrator."""
+    """Change the given fields of a user; raise if it is the last active administrator."""
     row = find_by_id(tx.connection, user_id)
     if username is not None and username != row.username:
         _check_name(username)
@@ -162,9 +162,9 @@ def _check_name(username: str) -> None:
 
 
 def _checked_display_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> str:
-    """Return a stripped display name; refuse one that looks like another user's.
+    """Return a stripped display name; raise if it could be mistaken for another user.
 
-    Source: Determined 0.38.1, ``PatchUser``: ASCII only, and no other user's username or display name, whatever the case.
+    Source: Determined 0.38.1, ``PatchUser``: ASCII only, and not another user's username or display name, ignoring case.
     """
     name = name.strip()
     if len(name) > _MAX_NAME or not (name.isascii() and name.isprintable()):

@@ -1,4 +1,4 @@
-"""Rows of webhooks, their triggers, and the events to be sent."""
+"""Rows of webhooks, their triggers, and pending events."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 from dstrial.master.store.experiments import Experiment
 
-TOPIC = "webhooks"  # Published when webhooks are made or deleted
+TOPIC = "webhooks"  # published when webhooks are created or deleted
 
-EVENTS_TOPIC = "webhook_events"  # Published when there is something to send
+EVENTS_TOPIC = "webhook_events"  # published when an event is enqueued
 
 STATES = (
     "ACTIVE",
@@ -25,13 +25,13 @@ STATES = (
     "COMPLETED",
     "CANCELED",
     "ERROR",
-)  # States of experiments that a trigger may name
+)  # experiment states that a trigger may name
 
-MAX_PENDING = 1000  # Events of one webhook that may wait; further ones are dropped and counted
+MAX_PENDING = 1000  # pending events per webhook; further ones are dropped and counted
 
-RESULTS_TOPIC = "webhook_results"  # Published when something was sent, or could not be
+RESULTS_TOPIC = "webhook_results"  # published after every delivery attempt
 
-KEPT_FAILED = 20  # Events given up that are kept for each webhook
+KEPT_FAILED = 20  # undeliverable events kept per webhook
 
 _MAX_WEBHOOKS = 100
 _MAX_TRIGGERS = 20
@@ -54,7 +54,7 @@ class TriggeredWebhook:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DueEvent:
-    """A webhook's first due event, with where it goes."""
+    """A webhook's first due event, with the webhook's URL and type."""
 
     id: int
     webhook_id: int
@@ -67,20 +67,20 @@ class DueEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trigger:
-    """An event that a webhook is sent."""
+    """A condition under which a webhook receives an event."""
 
     type: str  # EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM
-    condition: str  # a state, a pattern of RE2, or empty
+    condition: str  # a state, an RE2 pattern, or empty
     id: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Webhook:
-    name: str  # for configs; may be empty, and shared by several
+    name: str  # referenced by configs; may be empty, not unique
     url: str
     type: str  # DEFAULT or SLACK
-    mode: str  # WORKSPACE, or SPECIFIC for experiments that name it
-    workspace_id: int | None  # None for all
+    mode: str  # WORKSPACE, or SPECIFIC: only experiments that name the webhook
+    workspace_id: int | None  # None: all
     triggers: tuple[Trigger, ...]
     id: int = 0
     delivery: Mapping[str, Any] = dataclasses.field(
@@ -114,7 +114,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
 
 
 def check(webhook: Webhook) -> None:
-    """Refuse (400) a webhook that is not valid."""
+    """Raise 400 if a webhook is invalid."""
     if len(webhook.name) > _MAX_NAME or not webhook.name.isprintable():
         raise InvalidError(
             f"the name of the webhook is {webhook.name[:80]!r}; expected at most {_MAX_NAME} printable characters. Choose "
@@ -155,7 +155,7 @@ def _check_trigger(trigger: Trigger, mode: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Refuse (400) an address that is not of http or https."""
+    """Raise 400 unless a URL is valid and uses http or https."""
     problem = None
     try:
         parts = urlsplit(url)
@@ -172,7 +172,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return webhooks by number: global, and of the workspaces (None: of all)."""
+    """Return global webhooks and those of the workspaces (None: all), by id."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)
@@ -215,14 +215,14 @@ def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
 
 
 def change_url(tx: Transaction, webhook_id: int, url: str) -> None:
-    """Set another address, also for events that wait."""
+    """Change a webhook's URL, also for its pending events."""
     check_url(url)
     tx.execute("UPDATE webhooks SET url = ? WHERE id = ?", (url, webhook_id))
     tx.publish(EVENTS_TOPIC)
 
 
 def delete(tx: Transaction, webhook_id: int) -> None:
-    """Delete a webhook and the events that wait for it."""
+    """Delete a webhook and its pending events."""
     tx.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
     tx.publish(TOPIC)
 
@@ -230,7 +230,7 @@ def delete(tx: Transaction, webhook_id: int) -> None:
 def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
-    """Return triggers of a type, and of a condition if given, with their webhooks."""
+    """Return the triggers of a type (and condition), with their webhooks."""
     return fetch_all(
         TriggeredWebhook,
         connection,
@@ -241,7 +241,7 @@ def triggered(
 
 
 def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
-    """Enqueue an event, or count it as dropped if too many wait."""
+    """Enqueue an event, or count it as dropped if too many are pending."""
     waiting = tx.execute(
         "SELECT COUNT(*) FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NULL", (webhook_id,)
     ).fetchone()[0]
@@ -270,9 +270,9 @@ def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
 def note_result(
     tx: Transaction, webhook_id: int, event_id: int, result: str, *, is_delivered: bool, retry_us: int | None
 ) -> None:
-    """Store the result of a delivery attempt, one line.
+    """Store the result (one line) of a delivery attempt.
 
-    ``retry_us`` None gives up an event that was not delivered. The webhook may have been deleted meanwhile.
+    If ``retry_us`` is None, an undelivered event is not retried. No-op if the webhook was deleted concurrently.
     """
     now = now_us()
     if is_delivered:
@@ -301,7 +301,7 @@ def note_result(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LineTrigger(TriggeredWebhook):
-    """A webhook with its trigger on a task's lines, and with that task."""
+    """A webhook's log trigger, joined with the task whose log matched."""
 
     task_type: str
     trial_id: int | None
@@ -322,7 +322,7 @@ def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: 
 
 
 def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
-    """Note that a task has set off a trigger; return whether for the first time."""
+    """Record that a task fired a trigger; return whether for the first time."""
     cursor = tx.execute(
         "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)", (task_id, trigger_id)
     )

@@ -12,7 +12,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
-DEFAULT_ID = 1  # Of the workspace that is always there
+DEFAULT_ID = 1  # the default workspace, which cannot be deleted
 
 _SELECT = (
     "SELECT w.*, COALESCE(u.username, '') AS username, "
@@ -58,7 +58,7 @@ def require(connection: sqlite3.Connection, workspace_id: int) -> WorkspaceInfo:
 
 
 def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
-    """Return a workspace by its name, case-insensitive."""
+    """Return a workspace by name, ignoring case."""
     row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
     if row is None:
         raise NotFoundError(f"workspace {name[:80]!r} is not found", Hint.LIST_WORKSPACES)
@@ -66,7 +66,7 @@ def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Refuse (400) to ``verb`` a workspace that is archived or being deleted."""
+    """Raise 400 if a workspace is archived or being deleted."""
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -76,7 +76,7 @@ def refuse_archived(row: Workspace, verb: str) -> None:
 
 
 def refuse_immutable(row: Workspace, verb: str) -> None:
-    """Refuse (400) to ``verb`` the default workspace."""
+    """Raise 400 if this is the default workspace; ``verb`` is for the message."""
     if row.is_immutable:
         raise InvalidError(
             f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -85,7 +85,7 @@ def refuse_immutable(row: Workspace, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
-    """Refuse a name not of 1 to 80 characters (400), or taken (409)."""
+    """Raise 400 unless a name has 1 to 80 characters, 409 if it is taken."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the workspace's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
@@ -113,7 +113,7 @@ def create(
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
-    """Change the fields of a workspace that are listed below."""
+    """Change the given fields of a workspace."""
     for name, value in fields.items():
         assert name in ("name", "is_archived", "state", "error", "checkpoint_storage", "agent_user_group")
         kept = _json(value) if value is None or isinstance(value, Mapping) else value
@@ -121,7 +121,7 @@ def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
 
 
 def delete(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace without projects and models, with its templates."""
+    """Delete an empty workspace and its templates."""
     tx.execute("DELETE FROM workspaces WHERE id = ?", (workspace_id,))
 
 
@@ -141,7 +141,7 @@ def name_of(connection: sqlite3.Connection, workspace_id: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """A part of experiment configs that a workspace keeps under a name."""
+    """A named partial experiment config of a workspace."""
 
     name: str
     config: str
@@ -160,7 +160,7 @@ def require_template(connection: sqlite3.Connection, name: str) -> Template:
 
 
 def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
-    """Refuse a name that is empty (400) or in use (409)."""
+    """Raise 400 if a template's name is empty, 409 if it is taken."""
     if not name.strip():
         raise InvalidError("the template's name is empty; expected a text. Choose a name.")
     if connection.execute("SELECT 1 FROM templates WHERE name = ?", (name,)).fetchone() is not None:
@@ -175,7 +175,7 @@ def create_template(tx: Transaction, name: str, config: Mapping[str, Any], works
 
 
 def change_template(tx: Transaction, name: str, config: Mapping[str, Any]) -> None:
-    """Replace a template's config; experiments that were made with it keep theirs."""
+    """Replace a template's config; existing experiments are not affected."""
     tx.execute("UPDATE templates SET config = ? WHERE name = ?", (json.dumps(config), name))
 
 

@@ -14,7 +14,7 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import log_pages, logs
-from dstrial.master.store.reports.log_pages import LogOf, PageFilter
+from dstrial.master.store.reports.log_pages import LogKey, PageFilter
 from dstrial.master.store.views import overviews
 from dstrial.visible_text import visible_line
 
@@ -24,24 +24,24 @@ _PART_BYTES = 2**20
 _MAX_TEXT = 1000
 
 
-def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogOf:
+def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogKey:
     """Return whose log is asked for; a trial's task has the log of its trial."""
     if trial_id is not None:
         if overviews.experiment_of_trial(connection, trial_id) is None:
             raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
-        return LogOf(trial_id=trial_id)
+        return LogKey(trial_id=trial_id)
     row = tasks.get(connection, task_id or "")
     if row is None:
         shown = visible_line((task_id or "")[:80])
         raise RequestError(404, f"task {shown!r} is not found; expected one of `det task list`.")
-    return LogOf(trial_id=row.trial_id) if row.trial_id else LogOf(task_id=row.id)
+    return LogKey(trial_id=row.trial_id) if row.trial_id else LogKey(task_id=row.id)
 
 
-async def _asked_log(request: ApiRequest) -> LogOf:
+async def _asked_log(request: ApiRequest) -> LogKey:
     trial_id, task_id = request.query_int("trial"), request.query("task")
     if (trial_id is None) == (task_id is None):
         raise RequestError(400, "the query names no log; expected either trial or task. Send one of them.")
-    found: LogOf = await request.services.read(_log_of, trial_id, task_id)
+    found: LogKey = await request.services.read(_log_of, trial_id, task_id)
     return found
 
 
@@ -101,7 +101,7 @@ async def get_page(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-def _extent(connection: Connection, log: LogOf, is_counted: bool) -> dict[str, Any]:
+def _extent(connection: Connection, log: LogKey, is_counted: bool) -> dict[str, Any]:
     found = log_pages.extent(connection, log, is_counted=is_counted)
     return {
         "first": found.first,
@@ -136,7 +136,7 @@ def _file(content: AsyncIterator[bytes], name: str) -> StreamingResponse:
     )
 
 
-def _name(log: LogOf) -> str:
+def _name(log: LogKey) -> str:
     of = f"trial-{log.trial_id}" if log.trial_id is not None else f"task-{log.task_id}"
     return re.sub(r"[^\w.-]", "_", of, flags=re.ASCII)
 

@@ -130,7 +130,7 @@ def test_a_restored_database_is_the_copy_and_gives_no_number_twice(path: Path, t
         given = [database.write(add_job) for _ in range(5)]
     replaced = dump(path)
 
-    restored = backups.bring_back(path, target)
+    restored = backups.restore_copy(path, target)
 
     assert restored.kept is not None
     assert dump(restored.kept / "master.db") == replaced
@@ -159,7 +159,7 @@ def test_what_a_killed_master_left_is_kept_with_its_log(path: Path, tmp_path: Pa
             (killed / f"master.db{end}").write_bytes(path.with_name(f"master.db{end}").read_bytes())
     wanted = dump(path)
 
-    restored = backups.bring_back(killed / "master.db", target)
+    restored = backups.restore_copy(killed / "master.db", target)
 
     assert restored.kept is not None
     assert dump(restored.kept / "master.db") == wanted
@@ -175,7 +175,7 @@ def test_a_damaged_copy_changes_nothing(path: Path, tmp_path: Path) -> None:
     before = path.read_bytes()
 
     with pytest.raises(DatabaseDamagedError, match=r"copy\.db cannot be used .*expected a whole database"):
-        backups.bring_back(path, target)
+        backups.restore_copy(path, target)
 
     assert path.read_bytes() == before
     assert not list(tmp_path.glob("replaced-*"))
@@ -203,12 +203,12 @@ def test_an_interrupted_restore_is_refused_and_can_be_repeated(
     monkeypatch.setattr(Path, "rename", rename_and_end)
     monkeypatch.setattr(Path, "replace", rename_and_end)
     with pytest.raises(KeyboardInterrupt):
-        backups.bring_back(path, target)
+        backups.restore_copy(path, target)
     monkeypatch.undo()
 
     with pytest.raises(DatabaseDamagedError, match=r"is missing; expected the database .*dstrial restore"):
         Database(path)
-    backups.bring_back(path, target)
+    backups.restore_copy(path, target)
     assert dump(path) == dump(target)
 
 
@@ -217,7 +217,7 @@ def test_a_copy_is_brought_back_where_there_is_nothing(path: Path, tmp_path: Pat
     backups.make_copy(path, target)
     (tmp_path / "new").mkdir()
 
-    restored = backups.bring_back(tmp_path / "new" / "master.db", target)
+    restored = backups.restore_copy(tmp_path / "new" / "master.db", target)
 
     assert restored.kept is None
     assert dump(tmp_path / "new" / "master.db") == dump(path)

@@ -1,1 +1,1 @@
-"""What trials report again and again: metrics and lines of logs, bounded."""
+"""High-volume reports of trials, with size limits: metrics and log lines."""

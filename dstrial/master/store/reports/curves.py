@@ -1,6 +1,6 @@
-"""A whole metric of a trial, from which its curve is drawn.
+"""Reads all values of one metric of a trial, for plotting.
 
-SQLite joins the values of many reports to one text: objects for each of a million reports would hold the GIL for seconds.
+SQLite concatenates the values of many reports: creating objects for a million rows would hold the GIL for seconds.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import orjson
 
 from dstrial.master.store.reports.metric_values import as_number
 
-# SQLite 3.40 compares the label of a path with the JSON text as it stands, escapes and all.
+# Names that SQLite 3.40 finds by JSON path: it compares a path's label with the raw JSON text, without unescaping.
 _PLAIN_NAME = re.compile(r"[ !#-\[\]-~]+")
-_AT_ONCE = 50_000  # Reports of one text
-# The operator that gives a value as it is written; what else gives it goes through 15 digits.
+_AT_ONCE = 50_000  # reports per query
+# The operator -> returns a number's original text; json_extract() rounds to 15 digits.
 _HAS_ARROW = sqlite3.sqlite_version_info >= (3, 38)
 _WHERE = "m.trial_id = ? AND m.group_name = ? AND m.steps >= 0 AND m.steps > ? AND m.archived = 0"
 _PACKED = f"""
@@ -31,9 +31,9 @@ SELECT group_concat(steps), group_concat(end_us), group_concat(value) FROM (
 def curve(
     connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return batches, times (us) and values of a metric after a batch, by batch.
+    """Return (batches, times in us, values) of a metric after a batch, by batch.
 
-    Archived reports, those of no batch and values that are no number are left out.
+    Skips archived reports, reports without a batch, and values that are not numbers.
     """
     path = _path_of(name)
     if path is None or not _HAS_ARROW:
@@ -46,7 +46,7 @@ def curve(
         part = [orjson.loads(f"[{text or ''}]") for text in found]
         num_found = len(part[0])
         if num_found == _AT_ONCE:
-            # Other reports at the last batch may be beyond the limit: they come with the next part.
+            # The limit may split the reports of the last batch: read that batch again in the next part.
             end = bisect.bisect_left(part[0], part[0][-1]) or num_found
             part = [column[:end] for column in part]
         more = _numbers(part)
@@ -75,21 +75,21 @@ def _by_row(
         f"SELECT m.steps, m.end_us, {value} FROM metrics m WHERE {_WHERE} ORDER BY m.steps, m.run_id",  # noqa: S608 - constants and marks
         (*parameters, trial_id, group, after),
     )
-    cursor.row_factory = None  # Tuples are enough, and made in half the time.
+    cursor.row_factory = None  # tuples take half the time of rows
     columns = list(map(list, zip(*cursor, strict=True))) or [[], [], []]
     steps, times, values = _numbers(columns)
     return steps, times, values
 
 
 def _path_of(name: str) -> str | None:
-    """Return the JSON path of a report's metric; None where SQLite finds none."""
+    """Return the JSON path of a metric; None if its name needs escapes."""
     return f'$."{name}"' if _PLAIN_NAME.fullmatch(name) else None
 
 
 def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric of a report ``m``, and its parameters.
+    """Return an SQL expression for a metric of report ``m``, and its parameters.
 
-    It finds nothing of a name with a zero byte, at which texts of SQLite's JSON functions end.
+    Names with a NUL byte are never found, as SQLite's JSON functions end strings there.
     """
     path = _path_of(name)
     if path is not None:

@@ -1,4 +1,4 @@
-"""Chooses which points of a long series are drawn; pure."""
+"""Downsampling of a long series for plots; pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], max_points: int) -> list[int]:
-    """Return the indices of the points to keep, ascending; all if they are few enough.
+    """Return the sorted indices of at most ``max_points`` points to keep.
 
-    The first, the last, the least and the greatest are among them, and the first of each kind that is not
-    finite (NaN, infinity, minus infinity), so that a training that went wrong is seen to. A part of the series
-    without a finite value keeps a point, which is the gap in a line. With room for fewer than these seven, the last
-    and the first come first.
+    They include the first, last, minimum and maximum, and the first NaN, inf and -inf, so that a diverged training is visible.
+    A bucket without finite values keeps a point, which appears as a gap in the line. If ``max_points`` is below seven, the last
+    and first points have precedence.
 
     Source: largest triangle three buckets, Steinarsson 2013, section 4.2 (threshold = max_points).
     """
@@ -26,11 +25,11 @@ def downsample(xs: Sequence[float], ys: Sequence[float], max_points: int) -> lis
 
 
 def _always_kept(ys: Sequence[float]) -> list[int]:
-    """Return the points that are never left out, the most important first."""
+    """Return the indices of mandatory points, most important first."""
     found = [len(ys) - 1, 0]
     if _are_finite(ys):
         return list(dict.fromkeys([*found, ys.index(min(ys)), ys.index(max(ys))]))
-    # x - x is 0 for finite numbers only.
+    # x - x is 0 only for finite numbers
     finite = [idx for idx, y in enumerate(ys) if y - y == 0]
     if finite:
         found += [min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)]
@@ -42,19 +41,19 @@ def _always_kept(ys: Sequence[float]) -> list[int]:
 
 
 def _are_finite(ys: Sequence[float]) -> bool:
-    """Say whether all are finite; False also where only their sum overflows."""
+    """Return whether all values are finite; False too if only their sum overflows."""
     total = sum(ys)
     return total - total == 0
 
 
 def _largest_triangles(xs: Sequence[float], ys: Sequence[float], num_buckets: int) -> list[int]:
-    """Return a point of each bucket between the first point and the last.
+    """Return one index per bucket between the first and last point.
 
-    It makes the largest triangle with the point before and the mean of the next bucket.
+    The point spans the largest triangle with the previously chosen point and the mean of the next bucket.
     """
     if num_buckets < 1:
         return []
-    # All loops are here, and nothing is looked through that is known to be finite: a page asks for a million points.
+    # Inlined loops, without checks of finite data: a page may request a million points.
     are_finite = _are_finite(ys)
     size = (len(ys) - 2) / num_buckets
     edges = [1 + int(bucket * size) for bucket in range(num_buckets)] + [len(ys) - 1, len(ys)]
@@ -75,7 +74,7 @@ def _largest_triangles(xs: Sequence[float], ys: Sequence[float], num_buckets: in
             if area > largest:
                 largest, best = area, idx
         if best is None:
-            # What overflows is no number, and larger than nothing: the bucket's first finite point is kept then.
+            # If the area overflows to NaN, no comparison succeeds: keep the bucket's first finite point.
             best = next(iter(places), None)
         chosen.append(start if best is None else best)
         if best is not None:

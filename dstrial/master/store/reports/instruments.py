@@ -1,4 +1,4 @@
-"""Measurements of a trial's ranks as reported: the newest, and curves by rank."""
+"""Telemetry of a trial's ranks: the newest report, and curves by rank."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from dstrial.master.store.reports.metric_values import as_number
 
-# Written by dstrial.telemetry.samples, whose words these are; the master imports nothing that trains.
+# Names as in dstrial.telemetry.samples, which writes them; the master must not import training code.
 GROUP = "telemetry"
 _RANKS = "ranks"
-MAX_REPORTS = 2000  # Most reports of one history
-MIN_REPORTS = 500  # Of how many reports a history is where they are more, whatever the number of ranks
-MAX_NUMBERS = 256_000  # Most numbers of one history, of all ranks, with more reports than that
+MAX_REPORTS = 2000  # per curve
+MIN_REPORTS = 500  # per curve with many ranks, if there are as many
+MAX_NUMBERS = 256_000  # of all ranks, for curves with more than MIN_REPORTS reports
 _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruments:
-    """A report of instruments."""
+    """A telemetry report."""
 
     steps: int  # batches completed
     end_us: int
     run_id: int
-    values: dict[str, Any]  # instrument -> its number over all ranks, or a word
-    ranks: dict[str, list[float | None]]  # instrument -> a number for each rank, None where it has none
+    values: dict[str, Any]  # instrument -> number over all ranks, or a string
+    ranks: dict[str, list[float | None]]  # instrument -> number per rank, None if missing
 
 
 def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
@@ -50,9 +50,9 @@ def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
 def by_rank(
     connection: sqlite3.Connection, trial_id: int, name: str
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """Return batches, times (us), and for each batch the ranks' values.
+    """Return batches, times (us), and per batch the value of each rank.
 
-    Of more than ``MAX_REPORTS`` reports (fewer with many ranks): the first, the newest, and some at even distances.
+    Above ``MAX_REPORTS`` reports (fewer with many ranks) this is an evenly spaced subset with the first and newest.
     """
     steps: list[int] = []
     times: list[int] = []
@@ -72,7 +72,7 @@ def by_rank(
 
 
 def _chosen(connection: sqlite3.Connection, trial_id: int, name: str) -> list[int]:
-    """Return the ids of the reports to read, found by an index alone."""
+    """Return the ids of the reports to read, with an index-only query."""
     ends = [
         connection.execute(
             "SELECT id, (SELECT MAX(CASE j.type WHEN 'array' THEN json_array_length(j.value) END) "  # noqa: S608 - constants

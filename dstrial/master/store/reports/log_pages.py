@@ -1,4 +1,4 @@
-"""Pages of a log: some lines before or behind a place, long lines cut."""
+"""Pages of a log: lines before or after a line id, with long lines truncated."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dstrial.master.store.database import fetch_all
 from dstrial.master.store.reports.logs import LEVELS, StoredLine
 
-MAX_LINES = 1000  # Most lines of a page
-MAX_BYTES = 2000  # Most bytes of a line in a page; more are got one line at a time
-MAX_SEARCHED = 200_000  # How many lines one request looks through; the answer says how far that was
+MAX_LINES = 1000  # per page
+MAX_BYTES = 2000  # per line in a page; ``whole_line`` returns the rest
+MAX_SEARCHED = 200_000  # lines scanned per request; see LogPage.searched_to
 _SAMPLE = 5000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LogOf:
-    """A trial's log, which all of its tasks share, or that of a task without a trial."""
+class LogKey:
+    """Identifies a log: a trial's, shared by its tasks, or that of another task."""
 
     trial_id: int | None = None
     task_id: str | None = None
@@ -33,19 +33,19 @@ class LogOf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageFilter:
-    """Which lines are wanted."""
+    """Filter of log lines."""
 
-    before: int | None = None  # only lines before this id, the nearest; None with ``after``
-    after: int | None = None  # only lines behind this id; None for the newest lines
+    before: int | None = None  # the last lines before this id; None with ``after``
+    after: int | None = None  # the first lines after this id; None for the newest lines
     limit: int = 200
-    level: str | None = None  # this level and worse; lines without one count as INFO
-    ranks: tuple[int, ...] = ()  # -1 for lines of no rank
-    text: str = ""  # case-insensitive
+    level: str | None = None  # minimum level; lines without a level count as INFO
+    ranks: tuple[int, ...] = ()  # -1: lines without a rank
+    text: str = ""  # substring, case-insensitive
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownLine:
-    """A line, or its beginning."""
+    """A log line, possibly truncated."""
 
     id: int
     time_us: int
@@ -54,7 +54,7 @@ class ShownLine:
     source: str
     stdtype: str | None
     text: str
-    num_bytes: int  # of the whole line, without its line end
+    num_bytes: int  # of the untruncated line, without newline
 
     @property
     def is_cut(self) -> bool:
@@ -63,24 +63,24 @@ class ShownLine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPage:
-    """Lines by id."""
+    """A page of log lines."""
 
-    lines: list[ShownLine]  # the oldest first
-    searched_to: int | None  # id at which a limit ended the search; None where nothing more is there
-    last: int  # id of the newest line of the log; 0 for an empty one
+    lines: list[ShownLine]  # oldest first
+    searched_to: int | None  # line id at which a limit stopped the scan; None if complete
+    last: int  # id of the log's newest line; 0 if empty
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogExtent:
-    """How long a log is."""
+    """Size of a log."""
 
-    first: int | None  # id; None if it is empty
+    first: int | None  # line id; None if empty
     last: int | None
     num_lines: int | None  # None if not counted
 
 
-def page(connection: sqlite3.Connection, log: LogOf, wanted: PageFilter) -> LogPage:
-    """Return the lines of a page, after a search of a bounded number of lines."""
+def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> LogPage:
+    """Return a page of lines, scanning at most ``MAX_SEARCHED`` lines."""
     is_back = wanted.after is None
     conditions, values = [log.condition], list[object]([log.value])
     if is_back and wanted.before is not None:
@@ -92,12 +92,12 @@ def page(connection: sqlite3.Connection, log: LogOf, wanted: PageFilter) -> LogP
     order = "DESC" if is_back else "ASC"
     where = " AND ".join(conditions)
     wants, given = _wants(wanted)
-    # Of an index alone, before any text is read: where the search ends.
+    # Find the end of the scan with an index-only query, before reading any text.
     edge = _id_at(connection, where, values, order, MAX_SEARCHED - 1) if given else None
     if edge is not None:
         where += " AND id >= ?" if is_back else " AND id <= ?"
         values.append(edge)
-    # As bytes: SQLite's functions of texts end at a zero character.
+    # As BLOB: SQLite's string functions stop at a NUL character.
     rows = connection.execute(
         "SELECT id, time_us, level, rank, source, stdtype, substr(CAST(log AS BLOB), 1, ?) AS start, "  # noqa: S608 - constants
         f"length(CAST(log AS BLOB)) AS num_bytes FROM logs WHERE {where} AND {wants} ORDER BY id {order} LIMIT ?",
@@ -132,7 +132,7 @@ def _wants(wanted: PageFilter) -> tuple[str, list[object]]:
         conditions.append(f"(rank IN ({', '.join('?' * len(wanted.ranks))}){none})")
         values.extend(wanted.ranks)
     if wanted.text:
-        # LIKE knows upper and lower case of ASCII only, as does lower().
+        # Both LIKE and lower() ignore the case of ASCII letters only.
         conditions.append("instr(lower(log), lower(?)) > 0")
         values.append(wanted.text)
     return " AND ".join(conditions), values
@@ -148,8 +148,8 @@ def _id_at(
     return None if row is None else int(row["id"])
 
 
-def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> LogExtent:
-    """Return how long a log is; counting is slow, as it reads every line's place."""
+def extent(connection: sqlite3.Connection, log: LogKey, *, is_counted: bool) -> LogExtent:
+    """Return the size of a log; counting lines is slow, as it scans an index."""
     where = f"FROM logs WHERE {log.condition}"
     ends = [
         connection.execute(f"SELECT {end}(id) {where}", (log.value,)).fetchone()[0] for end in ("MIN", "MAX")
@@ -158,8 +158,8 @@ def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> L
     return LogExtent(ends[0], ends[1], None if counted is None else int(counted[0]))
 
 
-def some_ranks(connection: sqlite3.Connection, log: LogOf) -> list[int]:
-    """Return ranks of the first and last lines; -1 for lines of no rank."""
+def some_ranks(connection: sqlite3.Connection, log: LogKey) -> list[int]:
+    """Return the ranks in a sample of first and last lines; -1: lines without a rank."""
     part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
     rows = connection.execute(
         f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants
@@ -169,9 +169,9 @@ def some_ranks(connection: sqlite3.Connection, log: LogOf) -> list[int]:
     return [int(row["rank"]) for row in rows]
 
 
-def whole_line(connection: sqlite3.Connection, log: LogOf, line_id: int) -> bytes | None:
-    """Return a line as it was printed, UTF-8; None if it is not of this log."""
-    # In one piece: each part of a long text would read all that is before it again.
+def whole_line(connection: sqlite3.Connection, log: LogKey, line_id: int) -> bytes | None:
+    """Return an untruncated line as UTF-8; None if the log has no such line."""
+    # In one query: reading a long text in parts would take quadratic time.
     row = connection.execute(
         f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?",  # noqa: S608 - constants
         (log.value, line_id),
@@ -180,9 +180,9 @@ def whole_line(connection: sqlite3.Connection, log: LogOf, line_id: int) -> byte
 
 
 def printed(
-    connection: sqlite3.Connection, log: LogOf, after: int, up_to: int, limit: int
+    connection: sqlite3.Connection, log: LogKey, after: int, up_to: int, limit: int
 ) -> list[StoredLine]:
-    """Return whole lines behind an id and up to another, in order, at most ``limit``."""
+    """Return at most ``limit`` untruncated lines in (``after``, ``up_to``], in order."""
     return fetch_all(
         StoredLine,
         connection,

@@ -1,4 +1,4 @@
-"""Bounds a log: keeps its beginning and its newest lines."""
+"""Enforces the size quota of a log by deleting lines from its middle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dstrial.master.store.database import Transaction, fetch_one
 from dstrial.master.store.reports.logs import LogLine, add_master_line, add_task_logs
 
-# What a row takes besides its text: ids of task and allocation, time, the index; measured 140 to 170.
+# Overhead of a row besides its text (ids, time, index); measured: 140 to 170 bytes.
 _ROW_BYTES = 160
 _MAX_DELETED = 50_000
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -32,11 +32,11 @@ class LogSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOwner:
-    """Whose log it is; all tasks of a trial share one."""
+    """Owner of a log: a trial with all of its tasks, or another task."""
 
     task_id: str
     trial_id: int | None
-    allocation_id: str | None  # None for one on another node
+    allocation_id: str | None  # None on other nodes
 
     @property
     def condition(self) -> str:
@@ -50,19 +50,19 @@ class LogOwner:
 def add_lines(
     tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
 ) -> None:
-    """Store lines of processes; delete older ones beyond ``quota_bytes`` of rows.
+    """Store log lines; delete older ones that exceed ``quota_bytes``.
 
-    ``num_lost`` lines before these were deleted before the master has read them.
+    ``num_lost`` is the number of preceding lines that were lost before the master could read them.
     """
     size = _size_of(tx, owner)
     if num_lost:
         size = dataclasses.replace(size, num_left_out=size.num_left_out + num_lost)
-        why = "they were printed while the master was away, or faster than it reads"
-        _say(tx, owner, f"{_lines(num_lost)} left out here: {why}")
+        why = "they were printed while the master was down, or faster than it reads"
+        _log_line(tx, owner, f"{_lines(num_lost)} left out here: {why}")
     num_head = 0 if size.is_head_full else _num_fitting(lines, quota_bytes // 2 - size.num_bytes)
     if num_head:
         add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines[:num_head])
-        # What is deleted lies behind this.
+        # Lines are deleted only after this id.
         size = dataclasses.replace(size, tail_id=_last_id(tx))
     rest = lines[num_head:]
     add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, rest)
@@ -79,7 +79,7 @@ def add_lines(
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
-    """Add a line to an ended log that says how much of it is left out, if any."""
+    """Append a summary line to a finished log if lines were deleted from it."""
     size = fetch_one(
         LogSize,
         tx.connection,
@@ -87,7 +87,7 @@ def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
         (owner.key,),
     )
     if size is not None and size.num_left_out:
-        _say(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
+        _log_line(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
 
 
 def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
@@ -113,9 +113,9 @@ def _lines_behind(tx: Transaction, owner: LogOwner, log_id: int) -> sqlite3.Curs
 
 
 def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -> LogSize:
-    """Delete the oldest lines behind the beginning until the rest fits.
+    """Delete the oldest lines after the head until the log fits the quota.
 
-    At most ``_MAX_DELETED`` at a time, which is more than are stored at a time: others wait for the writer.
+    Deletes at most ``_MAX_DELETED`` lines (more than one call adds), to keep the writer thread responsive.
     """
     excess = size.num_bytes - quota_bytes
     num_bytes = num_lines = 0
@@ -131,7 +131,7 @@ def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -
     rows.close()
     if not num_lines:
         return size
-    # The first one becomes the line that tells of them, at their place.
+    # The first deleted line becomes the marker that says how many lines are missing there.
     marker_id = size.marker_id if size.marker_id is not None else first_id
     tx.execute(
         f"DELETE FROM logs WHERE {owner.condition} AND id > ? AND id <= ? AND source = 'task' AND id != ?",  # noqa: S608 - one of two
@@ -152,9 +152,9 @@ def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -
         "UPDATE logs SET source = 'master', level = 'WARNING', rank = NULL, stdtype = NULL, log = ? WHERE id = ?",
         (text, marker_id),
     )
-    # Who follows a log has seen the place of that line go by.
+    # Clients that follow the log are already past the marker, so append a line as well.
     if not before or before // quota_bytes != after // quota_bytes:
-        _say(
+        _log_line(
             tx,
             owner,
             f"the log is larger than {quota}: its beginning and its newest lines are kept, and "
@@ -163,7 +163,7 @@ def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -
     return size
 
 
-def _say(tx: Transaction, owner: LogOwner, text: str) -> None:
+def _log_line(tx: Transaction, owner: LogOwner, text: str) -> None:
     add_master_line(
         tx, owner.task_id, owner.trial_id, text, level="WARNING", allocation_id=owner.allocation_id
     )

@@ -1,4 +1,4 @@
-"""Lines of logs: of trials' processes, and the master's own words about them."""
+"""Log lines: output of task processes, and the master's messages about tasks."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class StoredLine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line that a process printed."""
+    """A log line printed by a process."""
 
     time_us: int
     stdtype: str | None  # "stdout" or "stderr"
-    level: str | None  # from its text; None if that says none
-    rank: int | None  # from its tag; None without one
-    text: str  # without tag and level, with its newline
+    level: str | None  # parsed from the text, if any
+    rank: int | None  # parsed from the tag, if any
+    text: str  # without tag and level, with newline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Which lines of a task or trial are wanted; empty does not restrict."""
+    """Filter of a task's or trial's log lines; empty matches all."""
 
     trial_id: int | None = None
-    task_id: str | None = None  # where there is no trial
+    task_id: str | None = None  # for tasks without a trial
     after_id: int | None = None
     limit: int | None = None
     is_descending: bool = False
     allocation_ids: tuple[str, ...] = ()
-    agent_ids: tuple[str, ...] = ()  # names of agents; there is one
-    agent_id: str = ""  # its name
+    agent_ids: tuple[str, ...] = ()  # agent names
+    agent_id: str = ""  # name of the only agent
     container_ids: tuple[str, ...] = ()
-    rank_ids: tuple[int, ...] = ()  # -1 for lines without one
+    rank_ids: tuple[int, ...] = ()  # -1: lines without a rank
     sources: tuple[str, ...] = ()  # "task", "master"
     stdtypes: tuple[str, ...] = ()
-    levels: tuple[str, ...] = ()  # lines without one count as INFO
+    levels: tuple[str, ...] = ()  # lines without a level count as INFO
     before_us: int | None = None
     after_us: int | None = None
     search_text: str = ""
@@ -87,7 +87,7 @@ def add_master_line(
     level: str = "INFO",
     allocation_id: str | None = None,
 ) -> None:
-    """Store a line of the master's own, without newline, at one of ``LEVELS``."""
+    """Append a message of the master (without newline) to a task's log."""
     tx.execute(
         "INSERT INTO logs (task_id, trial_id, allocation_id, time_us, level, source, log) "
         "VALUES (?, ?, ?, ?, ?, 'master', ?)",
@@ -119,7 +119,7 @@ def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[StoredLine]
 
 
 def _conditions(wanted: LogFilter) -> tuple[list[str] | None, list[object]]:
-    """Return SQL conditions and their values; None where nothing can match."""
+    """Return SQL conditions and their parameters; None if no line can match."""
     conditions: list[str] = []
     values: list[object] = []
 
@@ -165,9 +165,9 @@ def _marks(count: int) -> str:
 
 
 def format_message(row: StoredLine) -> str:
-    """Return a line as Determined's master shows it, safe for a terminal.
+    """Format a line like Determined's master, safe for terminals.
 
-    ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with its newline.
+    ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with newline.
     Source: Determined 0.38.1, format of task logs.
     """
     container = f"{(row.container_id or '')[:8]:8} " if row.container_id else ""
@@ -179,18 +179,18 @@ def format_message(row: StoredLine) -> str:
 
 
 def shown_text(row: StoredLine) -> str:
-    """Return the text of a line, safe for a terminal; a NUL is kept."""
+    """Return the text of a line, safe for terminals; NUL characters are kept."""
     return "\0".join(visible(part) for part in row.log.split("\0"))
 
 
 _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"
-"""SQL: for how many days the logs of a trial are kept, -1 for ever."""
+"""SQL expression: retention of a trial's logs in days, -1 for forever."""
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete expired logs, and the files of commands; return how many lines.
+    """Delete expired logs and context files of commands; return the number of lines.
 
-    ``default_days`` is for trials where neither they nor their experiment say; None and -1 for ever.
+    ``default_days`` is the retention if neither the trial nor its experiment sets one; None and -1 mean forever.
     """
     values = {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US}
     of_trials = (

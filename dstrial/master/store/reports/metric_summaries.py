@@ -1,6 +1,6 @@
-"""Summaries of metrics, a row for each name, and a bound on a trial's names.
+"""Summaries of metrics, one row per name, with a limit of names per trial.
 
-The cost of a report depends on the names in it, never on earlier reports.
+The cost of a report depends on its number of names, not on earlier reports.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.reports.metric_values import summarised
 
 MAX_NAMES = 10_000
-"""Names that all groups of one trial may have together; others are left out. A list of trials holds the names of each."""
+"""Limit of metric names per trial over all groups, because lists of trials contain all names; further ones are dropped."""
 
-MAX_NAME_CHARS = 256  # Of a metric or of a group. MLflow allows 250; a trial's names and newest texts then come to a few MiB
+MAX_NAME_CHARS = 256  # of a metric or group (MLflow allows 250); bounds names and last texts to a few MiB
 
-MAX_GROUPS = 100  # Groups that a trial may have; others are left out
+MAX_GROUPS = 100  # per trial; further groups are dropped
 
 SUMMARY_METRICS = """
 (SELECT json_group_object(key, json(names)) FROM (
     SELECT CASE group_name WHEN 'training' THEN 'avg_metrics' WHEN 'validation' THEN 'validation_metrics'
         ELSE group_name END AS key, json_group_object(name, json(summary)) AS names
     FROM metric_summaries WHERE trial_id = t.id GROUP BY 1))"""
-"""SQL for the summaries of a trial ``t``: ``{key of the group: {name: summary}}``, ``{}`` for none."""
+"""SQL expression for the summaries of trial ``t``: ``{group key: {name: summary}}``, ``{}`` for none."""
 
-# The group that stands for all that are one too many. A report's own is never empty.
+# Placeholder for all groups beyond the limit; a real group name is never empty.
 _FURTHER_GROUPS = ""
-# SQLite takes 999 parameters at a time, or more.
+# SQLite accepts at least 999 parameters per statement.
 _AT_ONCE = 500
 _NAMED_CHARS = 80
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """The part of a report that is stored."""
+    """The part of a report within the limits."""
 
-    values: dict[str, Any]  # by name, in the order of the report
-    before: dict[str, dict[str, Any]]  # summaries of earlier reports, by name
+    values: dict[str, Any]  # by name, in report order
+    before: dict[str, dict[str, Any]]  # name -> summary of earlier reports
 
 
 def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
-    """Return what may be stored of a report; the log mentions the rest once.
+    """Return the part of a report within the limits; log a warning once for the rest.
 
-    The searcher's metric is always admitted.
+    The searcher metric is always admitted.
     """
     before = _summaries(tx.connection, trial["id"], group, values)
     new = [name for name in values if name not in before]
     if not new:
         return Admitted(dict(values), before)
     rows = tx.execute("SELECT * FROM metric_groups WHERE trial_id = ?", (trial["id"],)).fetchall()
-    told = {row["group_name"]: bool(row["is_told"]) for row in rows}
-    if group not in told and not _may_begin(tx, trial, group, told.keys()):
+    warned = {row["group_name"]: bool(row["is_told"]) for row in rows}
+    if group not in warned and not _admit_group(tx, trial, group, warned.keys()):
         return None
-    is_told = told.get(group, False)
-    left_out = _one_too_many(tx, trial, new, MAX_NAMES - sum(row["num_names"] for row in rows))
-    if left_out and not is_told:
+    was_warned = warned.get(group, False)
+    left_out = _beyond_limit(tx, trial, new, MAX_NAMES - sum(row["num_names"] for row in rows))
+    if left_out and not was_warned:
         example = next(name for name in new if name in left_out)
         _warn(
             tx,
             trial,
-            f"the trial has {MAX_NAMES:,} metric names, and others are left out from here on, {_short(example)} of group "
+            f"the trial has {MAX_NAMES:,} metric names, and further ones are dropped, {_short(example)} of group "
             f"{group!r} for example; expected at most so many. Report under names that stay the same.",
         )
     tx.execute(
@@ -74,25 +74,25 @@ def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, 
             "trial": trial["id"],
             "group": group,
             "new": len(new) - len(left_out),
-            "told": is_told or bool(left_out),
+            "told": was_warned or bool(left_out),
         },
     )
     return Admitted({name: value for name, value in values.items() if name not in left_out}, before)
 
 
-def _one_too_many(tx: Transaction, trial: sqlite3.Row, new: list[str], room: int) -> set[str]:
-    """Return the new names for which there is no room."""
+def _beyond_limit(tx: Transaction, trial: sqlite3.Row, new: list[str], room: int) -> set[str]:
+    """Return the new names that exceed the limit."""
     if len(new) <= room:
         return set()
     (searcher_metric,) = tx.execute(
         "SELECT searcher_metric FROM experiments WHERE id = ?", (trial["experiment_id"],)
     ).fetchone()
-    # A search without its metric would be lost.
+    # The searcher cannot work without its metric.
     return set(new[max(room, 0) :]) - {searcher_metric}
 
 
-def _may_begin(tx: Transaction, trial: sqlite3.Row, group: str, names: Collection[str]) -> bool:
-    # The search reads validations.
+def _admit_group(tx: Transaction, trial: sqlite3.Row, group: str, names: Collection[str]) -> bool:
+    # The searcher needs validations.
     if len(names) < MAX_GROUPS or group == "validation":
         return True
     if _FURTHER_GROUPS not in names:
@@ -103,7 +103,7 @@ def _may_begin(tx: Transaction, trial: sqlite3.Row, group: str, names: Collectio
         _warn(
             tx,
             trial,
-            f"the trial has {MAX_GROUPS} groups of metrics, and reports of others are left out from here on, of "
+            f"the trial has {MAX_GROUPS} groups of metrics, and reports of further ones are dropped, of "
             f"{_short(group)} for example; expected at most so many. Report to groups that stay the same.",
         )
     return False
@@ -134,7 +134,7 @@ def _summaries(
 
 
 def add(tx: Transaction, trial_id: int, group: str, admitted: Admitted) -> None:
-    """Add an admitted report to the summaries."""
+    """Update the summaries with an admitted report."""
     summaries = {
         name: summarised(admitted.before.get(name), value) for name, value in admitted.values.items()
     }
@@ -150,9 +150,9 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Compute a trial's summaries anew from (group, values) in order.
+    """Recompute a trial's summaries from an ordered iterable of (group, values).
 
-    Its log does not mention again that names are left out.
+    Warnings about dropped names are not logged again.
     """
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}

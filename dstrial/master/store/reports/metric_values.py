@@ -1,4 +1,4 @@
-"""Values of metrics: as JSON, as numbers, and summed up over reports; pure."""
+"""Metric values: conversion to JSON and numbers, and summaries; pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MAX_LAST_CHARS = 256  # a text may have megabytes, and lists of trials show the newest of each metric
+MAX_LAST_CHARS = 256  # lists of trials contain the last value of each metric, and a text may have megabytes
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric as a number, also from "NaN" and "Infinity"; None for others."""
+    """Return a metric value as a float, also "NaN" and "Infinity"; else None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -21,7 +21,7 @@ def as_number(value: Any) -> float | None:
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics for JSON: numbers that it cannot hold become words."""
+    """Return metrics for JSON, with non-finite numbers as strings."""
     return {str(name): _plain_value(value) for name, value in metrics.items()}
 
 
@@ -34,10 +34,10 @@ def _plain_value(value: Any) -> Any:
 
 
 def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
-    """Return a metric's summary with one value more; ``before`` is None for the first.
+    """Return a metric's summary updated by a value; ``before`` is None for the first.
 
-    Of numbers ``{count, sum, mean, min, max, last, type}``, of anything else ``{count, last, type}``, whose ``last`` is cut to
-    ``MAX_LAST_CHARS`` of its text.
+    Numbers have ``{count, sum, mean, min, max, last, type}``, other values ``{count, last, type}`` with the text of ``last``
+    truncated to ``MAX_LAST_CHARS``.
     """
     number = as_number(value)
     if number is None:

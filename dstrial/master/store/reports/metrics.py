@@ -1,7 +1,7 @@
-"""Metric reports of trials, with best and latest kept for lists.
+"""Metric reports of trials; keeps the best and latest validation for lists.
 
-Each index of the table holds a part of it, and SQLite takes one only for a statement that says ``steps >= 0`` or ``steps < 0`` in
-these words. Without them every report would read the reports of all trials.
+The table has partial indexes, which SQLite uses only for statements with a literal ``steps >= 0`` or ``steps < 0``. Without
+these, every report would scan the reports of all trials.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dstrial.master.store.reports import metric_summaries
 from dstrial.master.store.reports.metric_values import as_number, plain
 
 _NO_STEPS = -1
-# What one message of a stream holds at most, about.
+# Approximate maximum size of a stream message.
 _AT_ONCE = 1000
 _CHARS_AT_ONCE = 4 * 2**20
 
@@ -44,7 +44,7 @@ class Report:
 @dataclasses.dataclass(frozen=True, slots=True)
 class AddedReport:
     id: int
-    is_new: bool  # False if all of it had been stored before
+    is_new: bool  # False for an exact repetition
 
 
 def add_report(
@@ -58,11 +58,11 @@ def add_report(
     metrics: Mapping[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> AddedReport:
-    """Store a report, with everything that lists show of it.
+    """Store a report and update the trial's summaries and best and latest validation.
 
-    The same report again is recognised; other names at the same batch are added to it. The first report of a new run
-    archives what older runs had reported beyond the checkpoint that it started from. Names beyond ``metric_summaries.MAX_NAMES``
-    are left out. A report of an older run, or another value for a stored metric, is a StoreError.
+    Idempotent; new names at the same batch are merged into the stored report. The first report of a new run archives older runs'
+    reports beyond the checkpoint that the run started from. Names beyond ``metric_summaries.MAX_NAMES`` are dropped. A report of
+    an older run, or another value for a stored metric, raises StoreError.
     """
     trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
     if trial is None:
@@ -122,7 +122,7 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
-    """Archive reports that a new run makes again; return whether there were any."""
+    """Archive reports that a new run will repeat; return whether there were any."""
     trial_id, run_id = trial["id"], trial["run_id"]
     if trial["heartbeat_us"] is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -137,7 +137,7 @@ def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
     """Archive the reports of older runs at or beyond the first batch of this run."""
-    # Where it starts is not known: a detached run may not use its checkpoint.
+    # The start is unknown: a detached run need not resume from its checkpoint.
     known = tx.execute(
         "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1", (trial_id, run_id)
     ).fetchone()
@@ -172,7 +172,7 @@ def _merge(
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive older runs' reports beyond a batch; return whether there were any."""
+    """Archive reports of older runs beyond a batch; return whether there were any."""
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
         (trial_id, run_id, steps),
@@ -201,7 +201,7 @@ def _note(
     report_id: int,
     admitted: metric_summaries.Admitted,
 ) -> None:
-    """Update the trial's summary, batches, and best and latest validation by a report."""
+    """Update a trial's summaries, batches, and best and latest validation."""
     metric_summaries.add(tx, trial["id"], group, admitted)
     tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial["id"]))
     if group == "validation":
@@ -257,7 +257,7 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
 
 
 def last_batch(connection: sqlite3.Connection, trial_id: int) -> int:
-    """Return the batch of a trial's latest report, 0 without one."""
+    """Return the batch of a trial's latest report; 0 without reports."""
     row = connection.execute(
         "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND archived = 0", (trial_id,)
     ).fetchone()
@@ -265,7 +265,7 @@ def last_batch(connection: sqlite3.Connection, trial_id: int) -> int:
 
 
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
-    """Return the batches of a trial's furthest validation in any run, 0 without one."""
+    """Return the highest batch that any run of a trial validated; 0 for none."""
     row = connection.execute(
         "SELECT COALESCE(MAX(steps), 0) AS steps FROM metrics WHERE trial_id = ? AND group_name = 'validation' AND steps >= 0",
         (trial_id,),
@@ -274,7 +274,7 @@ def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
 
 
 def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int, int, str]]:
-    """Return (id, batch, group) of a trial's reports, in :func:`every_report`'s order."""
+    """Return (id, batch, group) of a trial's reports, as :func:`every_report` orders."""
     rows = connection.execute(
         "SELECT id, steps, group_name FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
         (trial_id,),
@@ -283,11 +283,11 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
-    """Return ids of reports not archived, by batch, those of no batch first."""
+    """Return ids of unarchived reports, by batch; reports without a batch first."""
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
     found = array("q")
-    # Apart, as each has an index of its own.
+    # Two queries, as each has its own partial index.
     for part, order in (("steps < 0", "id"), ("steps >= 0", "steps, id")):
         rows = connection.execute(
             f"SELECT id FROM metrics WHERE trial_id = ? AND {part} AND archived = 0{condition} ORDER BY {order}",  # noqa: S608 - constants
@@ -298,9 +298,9 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
 
 
 def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
-    """Return the first reports, as many as an answer holds but at least one.
+    """Return the first reports of ``ids`` that fit in one message, at least one.
 
-    Reports that have been deleted since are left out.
+    Skips reports that were deleted concurrently.
     """
     found: list[Report] = []
     num_chars = 0
@@ -317,7 +317,7 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return reports that are not archived, by trial and batch."""
+    """Return unarchived reports, sorted by trial and batch."""
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
@@ -328,7 +328,7 @@ def reports(
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's reports by batch, without archived ones and those of no batch."""
+    """Yield a trial's unarchived reports with a batch, by batch."""
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,

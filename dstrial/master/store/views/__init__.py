@@ -1,1 +1,1 @@
-"""What is only read, of rows of several kinds: lists, searches, overviews."""
+"""Read-only queries that join several tables: lists, searches, overviews."""

@@ -1,6 +1,6 @@
-"""Lists of experiments, trials and runs from their own rows: filter, order, page.
+"""Lists of experiments, trials and runs: filters, sort orders, pagination.
 
-Runs are trials across the experiments of a project.
+Runs are the trials of all experiments of a project.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ListedExperiment(Experiment):
 class ListedTrial(Trial):
     """A trial with its best and latest validation and its best checkpoint."""
 
-    own_log_days: int | None  # asked by the trial or its experiment; None for the master's
+    own_log_days: int | None  # retention set by the trial or experiment; None: the master's
     searcher_metric: str
     best_steps: int | None
     best_us: int | None
@@ -118,16 +118,16 @@ class ListedTrial(Trial):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentFilter:
-    """Which experiments are wanted; None or empty does not restrict."""
+    """Filter of experiments; None or empty matches all."""
 
-    archived: bool | None = None  # only archived ones, or only others
-    with_parents: bool = False  # an archived project or workspace counts
-    name: str | None = None  # a part of it, case-insensitive
+    archived: bool | None = None  # True: only archived ones; False: only others
+    with_parents: bool = False  # count experiments of archived projects and workspaces as archived
+    name: str | None = None  # substring, case-insensitive
     description: str | None = None
     users: Sequence[str] = ()
     user_ids: Sequence[int] = ()
-    states: Sequence[str] = ()  # as stored, without the prefix
-    labels: Sequence[str] = ()  # all of these
+    states: Sequence[str] = ()  # as stored, without STATE_
+    labels: Sequence[str] = ()  # an experiment must have all of them
     ids: Sequence[int] = ()
     not_ids: Sequence[int] = ()
     above: int | None = None
@@ -189,7 +189,7 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return experiments; ``sort_by`` is a ``SORT_BY_…``; none is by id."""
+    """Return experiments; ``sort_by`` is a SORT_BY_… of the API, by default the id."""
     where, values = _where(wanted)
     order = _order_by(_EXPERIMENT_ORDER.get(sort_by or "", "e.id"), "e.id", is_descending=is_descending)
     page = f"SELECT e.id FROM experiments e {where} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
@@ -198,12 +198,12 @@ def list_experiments(
 
 
 def _of_page(select: str, id_column: str, page: str, order: str) -> str:
-    """Return SQL that reads the rows of a page, for which only ids are ordered."""
+    """Return SQL for the rows of a page; it sorts ids before it reads full rows."""
     return f"{select} WHERE {id_column} IN ({page}) {order}"
 
 
 def _order_by(column: str, id_column: str, *, is_descending: bool) -> str:
-    """Return an ORDER BY with NULL last, which an index serves where it can."""
+    """Return an ORDER BY with NULL last, in a form that can use an index."""
     if is_descending:
         return f"ORDER BY {column} DESC, {id_column} DESC"
     nulls = "" if column == id_column else f"{column} IS NULL, "
@@ -235,7 +235,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return trials; living allocations count up to ``now_us``."""
+    """Return trials; run times of active allocations count up to ``now_us``."""
     names = {f"s{i}": state for i, state in enumerate(states)}
     condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"
     if names:

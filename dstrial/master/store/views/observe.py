@@ -1,4 +1,4 @@
-"""Reads the database beside the master, also while the master restarts."""
+"""Reads the database without the master, also while the master restarts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
-STOPPED_SUPERVISOR_NAME = (
-    "stopped_supervisor.json"  # File of an allocation's directory that says that its supervisor is stopped
-)
+STOPPED_SUPERVISOR_NAME = "stopped_supervisor.json"  # in the directory of a stopped supervisor's allocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,12 +27,12 @@ class TrialView:
     hparams: str  # JSON
     total_batches: int
     restarts: int
-    best_metric: float | None  # of the searcher; None before the first validation
+    best_metric: float | None  # searcher metric; None before the first validation
     is_running: bool
-    exit_code: int | None  # of its last allocation that has ended, as a shell sees it
+    exit_code: int | None  # of the last ended allocation, as in a shell
     exit_reason: str | None
     num_allocations: int
-    batches_saved: int | None  # in its complete checkpoint of most batches
+    batches_saved: int | None  # batches of the latest complete checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class ExperimentView:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the experiment has ended or is paused, and none of its processes runs."""
+        """Return whether an experiment is ended or paused, without running processes."""
         return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
             trial.is_running for trial in self.trials
         )
@@ -56,21 +54,21 @@ class ExperimentView:
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRow:
     id: int
-    rank: int | None  # None for a line of no rank
+    rank: int | None  # None without a rank
     source: str  # ``task`` or ``master``
-    stdtype: str | None  # None for the master's
+    stdtype: str | None  # None for lines of the master
     level: str | None
-    text: str  # without its line end
+    text: str  # without newline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """What holds up a trial that has not begun to train."""
+    """The startup phase of a trial that has not trained yet."""
 
     trial_id: int
     experiment_id: int
     text: str  # for example ``compiling operator cpu_adam``
-    since_s: float  # since the epoch
+    since_s: float  # epoch time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class Supervisor:
 
     allocation_id: str
     pid: int
-    start_time: str  # tells a reused pid apart
+    start_time: str  # detects a reused pid
 
 
 @contextlib.contextmanager
@@ -162,7 +160,7 @@ ORDER BY trials.id
 
 
 def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
-    """Return what holds up trials that wait or start, of one experiment or of all."""
+    """Return why trials are pending or what phase of startup they are in."""
     with _connection(state) as connection:
         waiting = connection.execute(_WAITING).fetchall()
         live = connection.execute(_LIVE).fetchall()
@@ -172,38 +170,38 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
     ]
     for row in live:
         # Written by dstrial.launch.start_watch.
-        said = _said(Path(row["directory"]) / "starting.json", "phase")
-        if said is not None:
-            found.append(Start(row["trial_id"], row["experiment_id"], *said))
+        report = _report(Path(row["directory"]) / "starting.json", "phase")
+        if report is not None:
+            found.append(Start(row["trial_id"], row["experiment_id"], *report))
     return [one for one in found if experiment_id in (None, one.experiment_id)]
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
-    """Return the trials whose ranks have stalled, or whose launcher is stopped."""
+    """Return trials whose ranks have stalled or whose launcher is stopped."""
     with _connection(state) as connection:
         live = connection.execute(_LIVE).fetchall()
     found = []
     for row in live:
-        said = stall_in(Path(row["directory"]))
-        if said is not None:
-            found.append(Stalled(row["trial_id"], row["experiment_id"], *said))
+        report = stall_in(Path(row["directory"]))
+        if report is not None:
+            found.append(Stalled(row["trial_id"], row["experiment_id"], *report))
     return found
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return an allocation's stall and its begin (epoch seconds), or None."""
+    """Return an allocation's stall as (text, epoch time of its start), if any."""
     # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.watch, and for a stopped launcher by
-    # dstrial.master.backends.supervisor. The launcher knows nothing of a stopped supervisor, which so has a file of its own.
-    return _said(directory / STOPPED_SUPERVISOR_NAME, "text") or _said(directory / "stalled.json", "text")
+    # dstrial.master.backends.supervisor. A stopped supervisor has a file of its own, as the launcher cannot see it.
+    return _report(directory / STOPPED_SUPERVISOR_NAME, "text") or _report(directory / "stalled.json", "text")
 
 
 def untrained_phase_in(directory: Path) -> str | None:
-    """Return what an allocation's ranks do before their first batch; else None."""
-    said = _said(directory / "starting.json", "untrained")
-    return None if said is None else said[0]
+    """Return an allocation's startup phase; None once the ranks train."""
+    report = _report(directory / "starting.json", "untrained")
+    return None if report is None else report[0]
 
 
-def _said(path: Path, key: str) -> tuple[str, float] | None:
+def _report(path: Path, key: str) -> tuple[str, float] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         fields = read_json(path)
         text, since_s = visible_line(str(fields[key])), float(fields["since_s"])
@@ -212,7 +210,7 @@ def _said(path: Path, key: str) -> tuple[str, float] | None:
 
 
 def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:
-    """Return at most ``limit`` lines of a trial's log after a given one, in order."""
+    """Return at most ``limit`` lines of a trial's log after a line id, in order."""
     with _connection(state) as connection:
         rows = connection.execute(
             "SELECT id, rank, source, stdtype, level, log FROM logs WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?",
@@ -225,7 +223,7 @@ def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int
 
 
 def last_log_id(state: StateDirectory, trial_id: int) -> int:
-    """Return the id of the last line of a trial's log; 0 if it is empty."""
+    """Return the id of the last line of a trial's log; 0 if the log is empty."""
     with _connection(state) as connection:
         row = connection.execute(
             "SELECT COALESCE(MAX(id), 0) FROM logs WHERE trial_id = ?", (trial_id,)
@@ -239,13 +237,13 @@ def num_live_allocations(state: StateDirectory) -> int:
 
 
 def num_pending_jobs(state: StateDirectory) -> int:
-    """Return how many deletions of files the master has still to do."""
+    """Count pending background jobs that delete files."""
     rows = _query(state, "SELECT COUNT(*) FROM work WHERE ended_us IS NULL")
     return int(rows[0][0]) if rows else 0
 
 
 def supervisors(state: StateDirectory) -> list[Supervisor]:
-    """Return the supervisors of the allocations that have not ended, oldest first."""
+    """Return the supervisors of active allocations, oldest first."""
     rows = _query(
         state,
         "SELECT id, supervisor_pid, supervisor_start FROM allocations "
@@ -267,7 +265,7 @@ def usage(state: StateDirectory) -> Usage:
 
 
 def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
-    """Read the database; nothing where there is none yet."""
+    """Run a query; return no rows if the database does not exist yet."""
     if not state.database_path.is_file():
         return []
     with reading(state.database_path) as connection:

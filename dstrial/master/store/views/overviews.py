@@ -1,4 +1,4 @@
-"""Small rows for the page, read in one query each."""
+"""Compact rows for the web page, read in one query each."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ FROM trials t JOIN experiments e ON e.id = t.experiment_id
 LEFT JOIN metrics b ON b.id = t.best_validation_id
 LEFT JOIN metrics l ON l.id = t.latest_validation_id
 """  # noqa: S608 - a constant
-MAX_METRICS = 2000  # How many names of metrics are told of at most
-MAX_CHECKPOINTS = 5000  # of an experiment, the newest
+MAX_METRICS = 2000  # metric names per response
+MAX_CHECKPOINTS = 5000  # per experiment, newest first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ExperimentOverview:
     parent_id: int | None
     unmanaged: bool
     priority: int
-    hyperparameters: str | None  # of the config, JSON
+    hyperparameters: str | None  # from the config, JSON
     num_trials: int
     checkpoint_size: int
     advance: int | None
@@ -99,12 +99,12 @@ class TrialOverview:
     is_stopped_by_searcher: bool
     early_exit: str | None
     warm_start_uuid: str | None
-    slots: str | None  # that it has, or had last
+    slots: str | None  # current or last ones
     advance: int | None
 
 
 def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list[ExperimentOverview]:
-    """Return all experiments, or some, the newest first."""
+    """Return all or the given experiments, newest first."""
     where = "WHERE e.id IN (SELECT value FROM json_each(?))" if ids else ""
     return fetch_all(
         ExperimentOverview,
@@ -132,7 +132,7 @@ def trials(
 
 
 def some_trials(connection: sqlite3.Connection, ids: Sequence[int]) -> list[TrialOverview]:
-    """Return trials of any experiments, by id; unknown ones are missing."""
+    """Return the trials with the given ids, by id; unknown ids are skipped."""
     return fetch_all(
         TrialOverview,
         connection,
@@ -142,7 +142,7 @@ def some_trials(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Tria
 
 
 def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int | None:
-    """Return the records of an experiment's epoch; None where its config does not say."""
+    """Return the records per epoch of an experiment's config, if set."""
     row = connection.execute(
         "SELECT json_extract(config, '$.records_per_epoch') AS number FROM experiments WHERE id = ?",
         (experiment_id,),
@@ -160,9 +160,9 @@ def metric_names(
     trial_ids: Sequence[int] = (),
     text: str = "",
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of numbers reported, at most ``MAX_METRICS`` + 1.
+    """Return (group, name) of numeric metrics, at most ``MAX_METRICS`` + 1.
 
-    With ``text`` only those whose name or group contains it, case-insensitive.
+    ``text`` filters by a substring of ``group.name``, case-insensitive.
     """
     where = "t.experiment_id = ?" if experiment_id is not None else "t.id IN (SELECT value FROM json_each(?))"
     values: list[object] = [experiment_id if experiment_id is not None else json.dumps(list(trial_ids))]
@@ -192,16 +192,16 @@ class CheckpointOverview:
     size: int
     report_us: int
     is_being_deleted: bool
-    manifest_sha256: str | None  # as its trial has reported it
+    manifest_sha256: str | None  # as reported by the trial
     num_files: int
-    format: str | None  # of its metadata
-    engines: str | None  # of its metadata, JSON
-    metric: float | str | None  # the searcher's; a word for NaN or infinity
+    format: str | None  # from the metadata
+    engines: str | None  # from the metadata, JSON
+    metric: float | str | None  # searcher metric; a string if not finite
     models: str  # JSON list of [name, version]
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[CheckpointOverview]:
-    """Return checkpoints, the newest first, at most ``MAX_CHECKPOINTS`` + 1."""
+    """Return checkpoints, newest first, at most ``MAX_CHECKPOINTS`` + 1."""
     return fetch_all(
         CheckpointOverview,
         connection,
@@ -222,13 +222,13 @@ def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[Chec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredFiles:
-    """What a checkpoint's row says of its files."""
+    """Location and file list of a checkpoint, as stored in its row."""
 
     uuid: str
     state: str
     resources: str  # JSON, path -> bytes
     manifest_sha256: str | None
-    config: str  # of its experiment, JSON; its ``checkpoint_storage`` says where the files lie
+    config: str  # the experiment's, JSON, with ``checkpoint_storage``
 
 
 def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:

@@ -1,4 +1,4 @@
-"""Experiments of dsat's searches, found by labels, and their reports."""
+"""Experiments of dsat searches, found by their labels, and their reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHERE e.labels LIKE '%"dsat-%' AND j.value LIKE ? ORDER BY e.id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelledExperiment:
-    """An experiment with its label of dsat: the search, and its part in it."""
+    """An experiment with its dsat label, which names the search and a trial or worker."""
 
     id: int
     name: str
@@ -44,12 +44,12 @@ class Measurement:
 
 
 def labelled(connection: sqlite3.Connection, search_id: str = "") -> list[LabelledExperiment]:
-    """Return the experiments of one search, or of all; by id."""
+    """Return the experiments of one dsat search, or of all searches, by id."""
     return fetch_all(LabelledExperiment, connection, _LABELLED, (f"dsat-{search_id}%",))
 
 
 def measurements(connection: sqlite3.Connection, search_id: str, limit: int) -> list[Measurement]:
-    """Return what a search's trials and workers have reported, by experiment."""
+    """Return the reports of a search's trials and workers, by experiment."""
     return fetch_all(
         Measurement,
         connection,

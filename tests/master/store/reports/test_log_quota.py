@@ -130,7 +130,7 @@ def test_lines_that_nobody_could_read_count_too(log: Log) -> None:
     assert [row.log.rstrip("\n") for row in log.rows()] == [
         "line 0",
         "line 1",
-        "1,234 lines are left out here: they were printed while the master was away, or faster than it reads",
+        "1,234 lines are left out here: they were printed while the master was down, or faster than it reads",
         "line 2",
         "1,234 lines are left out of this log",
     ]

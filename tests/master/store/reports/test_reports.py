@@ -160,7 +160,7 @@ def test_metric_names_beyond_the_limit_are_left_out(
     assert store.summaries("other") == {}
     first, second = [line for line in store.lines() if line.startswith("WARNING")]
     assert (
-        "the trial has 10,000 metric names, and others are left out from here on, 'name10000' of group 'training'"
+        "the trial has 10,000 metric names, and further ones are dropped, 'name10000' of group 'training'"
         in first
     )
     assert "'loss' of group 'other' for example" in second
@@ -197,7 +197,7 @@ def test_groups_without_number_are_left_out_too_but_validations(store: Store) ->
     assert store.row("trials")["searcher_metric_value"] == 1.0
     warnings = [line for line in store.lines() if line.startswith("WARNING")]
     assert len(warnings) == 1
-    assert "reports of others are left out from here on, of 'group100' for example" in warnings[0]
+    assert "reports of further ones are dropped, of 'group100' for example" in warnings[0]
 
 
 def test_what_a_report_reads_and_makes_does_not_depend_on_the_names_before(tmp_path: Path) -> None:
