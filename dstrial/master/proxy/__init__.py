@@ -1,4 +1,4 @@
-"""Proxies ``/proxy/<task>/…`` over HTTP and WebSocket for users who are logged in."""
+"""Reverse proxy ``/proxy/<task>/…`` (HTTP, WebSocket) for authenticated users."""
 
 from dstrial.master.proxy.http_proxy import ProxyMiddleware
 from dstrial.master.proxy.websocket_proxy import websocket_protocol

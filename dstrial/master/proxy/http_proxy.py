@@ -1,7 +1,7 @@
-"""The application in front of the API, which streams proxied paths to services.
+"""ASGI middleware that proxies requests to services of tasks.
 
-Requests with a user's token are answered at the master's own address. A browser, which has a cookie, is sent on to the
-address of the task with a code that opens only this task's services there.
+Requests with a token in a header are proxied on the master's own host name. A browser with a cookie is redirected to the host
+name of the task, with a one-time code that grants access to this task's services only.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dstrial.master.web.page import ended_page, login_page, task_state, waiting_
 logger = logging.getLogger("dstrial.master.proxy")
 
 INTERACTIVE = "/det/interactive/"
-"""What ``det tensorboard start`` and ``open`` open in the browser: a page that waits, and goes to the service."""
+"""Path that ``det tensorboard start`` and ``open`` open in the browser: waits for the service, then redirects to it."""
 _GRANT = "dstrial-grant="
-_CHUNK_BYTES = 4 * 1024  # hundreds of HTTP events at most, which take the event loop's thread for 30 ms
+_CHUNK_BYTES = 4 * 1024  # at most some hundred HTTP events, which block the event loop for 30 ms
 _MAX_INFORMATIONAL = 10
 _MAX_HEAD_BYTES = 64 * 1024
 _STATUSES = range(200, 600)
 
 
 class ProxyMiddleware:
-    """Answers requests of the proxy, and hands the others on."""
+    """Handles proxy requests; passes other requests to the API."""
 
     def __init__(self, services: Services, api: ASGIApp) -> None:
         self._services = services
@@ -46,20 +46,20 @@ class ProxyMiddleware:
         if scope["type"] != "http" or not path.startswith((targets.PREFIX, INTERACTIVE)):
             await self._api(scope, receive, send)
             return
-        # The boundary of a request: what went wrong is told to the log, and to the client only if it is to blame.
-        has_begun = False
+        # Request boundary: every exception is logged; the client sees the cause only of its own errors.
+        response_started = False
 
         async def watched(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
+            nonlocal response_started
+            response_started = True
             await send(message)
 
         try:
             response = await self._answer(scope, receive, watched)
         except Exception as error:
-            if has_begun:
+            if response_started:
                 if isinstance(error, RequestError):
-                    # The server closes a connection whose answer is not complete.
+                    # uvicorn closes a connection whose response is incomplete.
                     return
                 raise
             problem = status_and_text(error)
@@ -132,15 +132,15 @@ def _with_query(raw: str, query: str) -> str:
 
 
 async def proxy_request(service: targets.Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a request to a service and its answer to the client.
+    """Forward a request to a service, and the service's response to the client.
 
     Raises:
-        RequestError: 503, nothing answers at its port (yet); 502, what answers is another account's or no HTTP, or goes
-            away, maybe after its answer has begun.
+        RequestError: 503, nothing listens on the port (yet); 502, the listener belongs to another account, does not speak
+        HTTP, or disconnects, possibly in the middle of a response.
     """
     reader, writer = await targets.connect(service)
     link = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
-    # A service may answer before it has read the whole request, and a client may leave before the end.
+    # A service may respond before it has read the whole request, and a client may disconnect early.
     sending = asyncio.ensure_future(_send_request(link, writer, scope, receive))
     answering = asyncio.ensure_future(_pass_answer(link, reader, send))
     try:
@@ -157,10 +157,10 @@ async def proxy_request(service: targets.Service, scope: Scope, receive: Receive
 async def _send_request(
     link: h11.Connection, writer: asyncio.StreamWriter, scope: Scope, receive: Receive
 ) -> None:
-    """Send the request, and return once the client has left."""
+    """Send the request, then wait until the client disconnects."""
     headers = [*targets.forwarded(scope["headers"]), (b"connection", b"close")]
     if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
-        # Both framings at once could be read differently by the service (RFC 9112, section 6.3).
+        # Request smuggling: the service may interpret two framings differently (RFC 9112, section 6.3).
         headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
     target = scope["raw_path"].split(b"?", 1)[0]
@@ -173,7 +173,7 @@ async def _send_request(
             400, f"the request is not HTTP/1.1 ({error}); expected that. Encode its address."
         ) from error
     event: Message = {"more_body": True}
-    with contextlib.suppress(OSError):  # a service that wants no more
+    with contextlib.suppress(OSError):  # the service has closed its end
         writer.write(head or b"")
         while event.get("more_body", False):
             event = await receive()
@@ -192,7 +192,7 @@ async def _pass_answer(link: h11.Connection, reader: asyncio.StreamReader, send:
     try:
         while not is_whole:
             link.receive_data(await reader.read(_CHUNK_BYTES))
-            await asyncio.sleep(0)  # a read of buffered bytes lets no other connection run
+            await asyncio.sleep(0)  # yield: reading buffered bytes does not
             body = b""
             while not is_whole and (event := link.next_event()) is not h11.NEED_DATA:
                 is_whole = isinstance(event, h11.EndOfMessage)

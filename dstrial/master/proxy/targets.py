@@ -1,7 +1,7 @@
-"""Proxied services: their addresses, access, and the headers they receive.
+"""Services of tasks: host names, access checks, forwarded headers.
 
-In a browser the services of a task have the address ``http://TASK.localhost:PORT/proxy/TASK…``, which is another site than
-the master's: what they show can neither ask the master in the user's name nor leave cookies or workers with it.
+In a browser a task's services have the URL ``http://TASK.localhost:PORT/proxy/TASK…``, another origin than the master's. Their
+pages therefore cannot send requests to the master as the user, nor set its cookies or service workers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _HOP_BY_HOP = frozenset(
     b"connection expect keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
 _SOCKET = r": (\w+):{port} (\w+:\w+) (\w+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) "
-"""A line of ``/proc/net/tcp``, tcp(5): local and remote address, state, user id, inode."""
+"""Pattern of a line of ``/proc/net/tcp``, tcp(5): local and remote address, state, user id, inode."""
 _LISTEN = "0A"
 _LOOPBACK = "0100007F"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """A port of 127.0.0.1 on which an active task listens."""
+    """A port of 127.0.0.1 that belongs to an active task."""
 
     task_id: str
     port: int
@@ -57,7 +57,7 @@ class Service:
 
 
 def task_of_host(headers: Headers) -> str | None:
-    """Return the task at whose own address a request asks, None at the master's."""
+    """Return the task id in a request's host name; None for the master's host name."""
     host = headers.get("host", "").lower()
     found = _OWN_HOST.fullmatch(host)
     if found is None or len(headers.getlist("host")) != 1:
@@ -73,7 +73,7 @@ def task_of_host(headers: Headers) -> str | None:
 
 
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
-    """Return the service of a raw path, or refuse with 401, 403 or 404."""
+    """Return the service of a raw path; raise 401, 403 or 404."""
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
     if identity.allocation is not None:
@@ -91,9 +91,9 @@ async def find(services: Services, headers: Headers, method: str, path: str) -> 
 
 
 def _find(connection: Connection, name: str) -> Service:
-    """Return the service of a task id with maybe ``:port``.
+    """Return the service named ``TASK`` or ``TASK:PORT``.
 
-    A TensorBoard has one; other tasks have those of ``environment.proxy_ports`` of their config, by port.
+    A TensorBoard has one service; other tasks have one per port of ``environment.proxy_ports``.
     """
     asked = _SERVICE.fullmatch(name)
     task_id = "" if asked is None else asked["task"]
@@ -106,7 +106,7 @@ def _find(connection: Connection, name: str) -> Service:
     port = row.ports.get("TENSORBOARD_PORT")
     if port is not None and asked["port"] is None:
         return Service(task_id, port, False, row.is_ready)
-    offered = _offered(row)
+    offered = _proxy_ports(row)
     for one in offered:
         is_default = asked["port"] is None and (len(offered) == 1 or one.get("default_service_id"))
         if is_default or str(one["proxy_port"]) == asked["port"]:
@@ -116,7 +116,7 @@ def _find(connection: Connection, name: str) -> Service:
                 for other in tasks.active(connection)
                 if other.id != row.id
                 and other.supervisor_pid is not None
-                and port in [int(theirs["proxy_port"]) for theirs in _offered(other)]
+                and port in [int(theirs["proxy_port"]) for theirs in _proxy_ports(other)]
             )
             return Service(task_id, port, bool(one.get("proxy_tcp")), True, rivals)
     names = ", ".join(str(one["proxy_port"]) for one in offered) or "none"
@@ -127,12 +127,12 @@ def _find(connection: Connection, name: str) -> Service:
     )
 
 
-def _offered(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
+def _proxy_ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
     return (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
 
 
 async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a service; 503 without an answer, 502 if another account answers."""
+    """Connect to a service; raise 503 if nothing listens, 502 if another account does."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
     except OSError as error:
@@ -141,7 +141,7 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
             f"port {service.port} of task {service.task_id} does not answer; expected its service. Try again soon.",
         ) from error
     own_port = writer.get_extra_info("sockname")[1]
-    account, inode = await asyncio.to_thread(_behind, service.port, own_port)
+    account, inode = await asyncio.to_thread(_socket_owner, service.port, own_port)
     if bool(service.rivals) and await asyncio.to_thread(_holds, service.rivals, inode):
         writer.close()
         raise RequestError(
@@ -160,16 +160,16 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
     return reader, writer
 
 
-def _behind(port: int, own_port: int) -> tuple[int | None, str]:
-    """Return user id and inode of the socket that accepted, or of the listener."""
+def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
+    """Return user id and inode of the accepting socket, else of the listener."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")
     for name in ("tcp", "tcp6"):
         text = ""
-        with contextlib.suppress(OSError):  # a machine without IPv6
+        with contextlib.suppress(OSError):  # no IPv6
             text = Path(f"/proc/net/{name}").read_text()
         for address, peer, state, account, inode in pattern.findall(text):
-            # Until it is accepted a connection has no inode. An IPv4 address stands at the end of an IPv6 one.
+            # A connection has no inode before accept(). IPv4-mapped IPv6 addresses end with the IPv4 address.
             if peer.endswith(f"{_LOOPBACK}:{own_port:04X}") and inode != "0":
                 return int(account), inode
             if state == _LISTEN and (address.endswith(_LOOPBACK) or not address.strip("0")):
@@ -183,7 +183,7 @@ def _holds(supervisors: Iterable[int], inode: str) -> bool:
 
 
 def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    # RFC 9110, section 7.6.1. Content-Length and Host frame a message, and are never dropped.
+    # RFC 9110, section 7.6.1; Content-Length and Host are required and never dropped.
     values = [value.lower() for name, value in headers if name == b"connection"]
     named = {word.strip() for value in values for word in value.split(b",")}
     return (_HOP_BY_HOP | named) - {b"content-length", b"host"}
@@ -192,9 +192,9 @@ def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def forwarded(
     headers: Collection[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return a request's headers, lower case, without tokens and the connection's.
+    """Return the headers to forward, without tokens and hop-by-hop headers.
 
-    Headers of the connection stay for an upgrade.
+    An upgrade keeps its hop-by-hop headers.
     """
     kept, dropped = [], _hop_by_hop(headers)
     for name, value in headers:

@@ -1,7 +1,7 @@
-"""WebSockets to services: forwards a connection's bytes after its handshake.
+"""Proxies WebSockets: forwards the bytes of a connection after the handshake.
 
-A service that speaks HTTP makes the handshake itself. For one that does not (``proxy_tcp``), as ``det experiment create
---publish`` asks for, the handshake is made here, and what it says travels in binary frames, which ``wsproto`` reads and writes.
+An HTTP service performs the handshake itself. For a raw TCP service (``proxy_tcp``, ``det experiment create --publish``) the
+proxy performs the handshake and wraps the bytes in binary frames with ``wsproto``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.proxy")
 
 _CHUNK_BYTES = 64 * 1024
-# Thousands of empty frames at most, whose parsing takes the event loop's thread for 10 ms.
+# At most some thousand empty frames, whose parsing blocks the event loop for 10 ms.
 _FRAMES_CHUNK_BYTES = 4 * 1024
-_MAX_HEAD_BYTES = 128 * 1024  # More than a request's head may have, which comes whole and is parsed already
+_MAX_HEAD_BYTES = 128 * 1024  # above the limit of a head, which is complete and checked by now
 
 
 def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
@@ -41,7 +41,7 @@ def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
 
 
 class WebSocketProxy(asyncio.StreamReaderProtocol):
-    """The connection of a client, tied to that of a service; made by uvicorn."""
+    """Protocol class for uvicorn: connects a client to a service."""
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:
         del config, app_state
@@ -70,7 +70,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         self._serving = asyncio.ensure_future(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # The boundary of a connection, as that of a request.
+        # Connection boundary, like the request boundary of http_proxy.
         with contextlib.closing(writer):
             try:
                 request = await reader.readuntil(b"\r\n\r\n")
@@ -90,7 +90,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                         b"Sec-WebSocket-Accept: %b\r\n\r\n" % generate_accept_token(key)
                     )
                     frames = Connection(ConnectionType.SERVER)
-                    code = await _first_of(
+                    code = await _wait_for_either(
                         self._unpack(service, frames, reader, writer, up_writer),
                         self._copy(
                             service,
@@ -104,7 +104,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                     kept = targets.forwarded(headers.raw, is_upgrade=True)
                     line, _, _ = request.partition(b"\r\n")
                     up_writer.write(b"\r\n".join([line, *(b"%b: %b" % header for header in kept), b"", b""]))
-                    await _first_of(
+                    await _wait_for_either(
                         self._copy(service, reader, up_writer), self._copy(service, up_reader, writer)
                     )
 
@@ -118,7 +118,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                 404,
                 f"{path[:120]} is no WebSocket; expected {targets.PREFIX}TASK/. Ask for it without an upgrade.",
             )
-        # As a request that changes something: a page of another program on this machine must not use the cookie.
+        # "POST" enables the CSRF check: pages of other local programs must not use the cookie.
         service = await targets.find(self._services, headers, "POST", path)
         if targets.task_of_host(headers) is None and access.token_of(headers)[1]:
             raise RequestError(
@@ -135,7 +135,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         writer: asyncio.StreamWriter,
         pack: Callable[[bytes], bytes] = bytes,
     ) -> int:
-        with contextlib.suppress(OSError, LocalProtocolError):  # the other end has gone or closed
+        with contextlib.suppress(OSError, LocalProtocolError):  # the peer has disconnected
             while data := await reader.read(_CHUNK_BYTES):
                 self._services.activity.touch(service.task_id)
                 writer.write(pack(data))
@@ -150,11 +150,11 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         writer: asyncio.StreamWriter,
         up_writer: asyncio.StreamWriter,
     ) -> int:
-        """Forward the client's frames until the WebSocket ends; return the close code."""
+        """Forward the client's frames until the WebSocket closes; return the close code."""
         with contextlib.suppress(OSError):
             while data := await reader.read(_FRAMES_CHUNK_BYTES):
                 self._services.activity.touch(service.task_id)
-                await asyncio.sleep(0)  # a read of buffered bytes lets no other connection run
+                await asyncio.sleep(0)  # yield: reading buffered bytes does not
                 frames.receive_data(data)
                 for event in frames.events():
                     if isinstance(event, BytesMessage):
@@ -166,7 +166,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                     elif isinstance(event, CloseConnection):
                         is_clients = frames.state is ConnectionState.REMOTE_CLOSING
                         return CloseReason.NORMAL_CLOSURE if is_clients else event.code
-                # Who does not read is not read from: neither side fills memory.
+                # Backpressure: stop reading from a peer that does not read, so that buffers stay small.
                 await writer.drain()
                 await up_writer.drain()
         return CloseReason.NORMAL_CLOSURE
@@ -179,8 +179,8 @@ def _refusal(problem: Problem) -> bytes:
     return head + headers + b"connection: close\r\n\r\n" + bytes(response.body)
 
 
-async def _first_of(*directions: Coroutine[Any, Any, int]) -> int:
-    """Wait for one direction, end the other, and return the close code."""
+async def _wait_for_either(*directions: Coroutine[Any, Any, int]) -> int:
+    """Wait until one direction ends, cancel the other, and return the close code."""
     both = [asyncio.ensure_future(direction) for direction in directions]
     try:
         ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
