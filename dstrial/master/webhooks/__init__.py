@@ -1,7 +1,7 @@
-"""Webhooks: which events are told to whom, and how they get there.
+"""Webhooks: creation, delivery and format of events.
 
-``events`` writes what is to be told into the database, in the transaction of what has happened; ``delivery`` sends it from
-there in threads of its own, so that neither the scheduler nor the writer ever waits for a receiver.
+``events`` enqueues an event in the transaction that causes it. ``delivery`` sends queued events in its own threads, so that
+neither the scheduler nor the writer thread waits for a receiver.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends webhooks in threads, with retries; a hanging receiver delays only its own."""
+"""Sends webhook events in threads, with retries; a slow receiver delays no other."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.webhooks")
 
 RETRY_S = (1.0, 10.0)
-"""Waits before the second and third attempt, seconds, each half as long to half as long again. Determined makes as many
-attempts within four seconds (``backoffAttempts`` in ``shipper.go``), too few for a receiver that is started again."""
+"""Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined makes as many attempts within four
+seconds (``backoffAttempts`` in ``shipper.go``), which is too short for the restart of a receiver."""
 
 _NUM_SENDERS = 8
 _IDLE_S = 60.0
-_BACKOFF_S = 60.0  # after an error that is not the receiver's, a full disk for example
+_BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 
 
 class Delivery:
-    """Sends events, of each webhook one at a time.
+    """Sends queued events, one at a time per webhook.
 
-    An attempt counts only when it has ended: after a kill of the master the event is sent again, so that a receiver gets
-    it at least once, and knows a repetition by its ``event_id``.
+    Delivery is at least once: after a crash of the master, an unacknowledged event is sent again with the same ``event_id``.
     """
 
     def __init__(self, services: Services, retry_s: Sequence[float] = RETRY_S) -> None:
@@ -53,7 +52,7 @@ class Delivery:
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Send what is due and has time, and end; the next start sends the rest."""
+        """Send due events for at most ``drain_s``, then stop; the queue is persistent."""
         if self._thread.ident is None:
             return
         self._is_draining = True
@@ -69,17 +68,17 @@ class Delivery:
         while not self._is_stopping:
             is_any_due = False
             try:
-                wait_s, is_any_due = self._begin_due()
+                wait_s, is_any_due = self._start_due()
             except Exception:
-                logger.exception("the delivery of webhooks had a problem and goes on")
+                logger.exception("webhook delivery failed and will be retried")
                 wait_s = _BACKOFF_S
             if self._is_draining and not is_any_due:
                 return
             self._event.wait(wait_s)
             self._event.clear()
 
-    def _begin_due(self) -> tuple[float, bool]:
-        """Begin to send due events; return when to poll again, and whether any was due."""
+    def _start_due(self) -> tuple[float, bool]:
+        """Start sending due events; return the poll delay and whether any was due."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)
@@ -105,10 +104,8 @@ class Delivery:
         try:
             self._attempt(row)
         except Exception:
-            logger.exception(
-                "an event of webhook %d could not be dealt with; it is tried again", row.webhook_id
-            )
-            # The result is not stored: each attempt sends the same event again.
+            logger.exception("sending an event of webhook %d failed; it will be retried", row.webhook_id)
+            # Without a stored result the event is retried.
             self._not_before_us[row.webhook_id] = now_us() + int(_BACKOFF_S * 1e6)
         finally:
             with self._lock:
@@ -133,14 +130,14 @@ class Delivery:
             waits = self._retry_s[row.num_attempts :]
             if outcome.may_retry and waits:
                 retry_us = now_us() + int(waits[0] * random.uniform(0.5, 1.5) * 1e6)
-            # Not its address, which may be a secret.
+            # Do not log the URL, which may be a secret.
             logger.warning(
                 "webhook %d: %s after %.1f s; event %d %s",
                 row.webhook_id,
                 outcome.result,
                 time.monotonic() - started_s,
                 row.id,
-                "is given up" if retry_us is None else "is tried again",
+                "is dropped" if retry_us is None else "will be retried",
             )
         self._database.write(
             lambda tx: webhooks.note_result(

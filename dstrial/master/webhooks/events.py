@@ -1,4 +1,4 @@
-"""Writes what webhooks are to send, in the transaction of what has happened."""
+"""Enqueues webhook events in the transaction that causes them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def notify_state(tx: Transaction, experiment_id: int) -> None:
     if not rows:
         return
     experiment = webhooks.notified_experiment(tx.connection, experiment_id)
-    if experiment is None:  # Its project is gone; that must not keep it from ending.
+    if experiment is None:  # The project was deleted; the experiment must still be able to end.
         return
     choice = WebhookChoice.from_config(experiment.config)
     for row in rows:
         if _is_notified(row, experiment.workspace_id, choice):
-            event = {**_new(STATE_CHANGE), "state": state, "experiment": _facts(experiment)}
+            event = {**_new_event(STATE_CHANGE), "state": state, "experiment": _facts(experiment)}
             webhooks.add_event(tx, row.id, event)
 
 
 def notify_alert(
     tx: Transaction, experiment_id: int, trial_id: int | None, *, title: str, description: str, level: str
 ) -> int:
-    """Store an alert of ``core_context.alert``; return for how many webhooks.
+    """Enqueue an alert of ``core_context.alert``; return the number of webhooks.
 
-    A long title or description is cut, as an alert must not end a training.
+    A long title or description is truncated instead of rejected, as an error would end the training.
     """
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
@@ -54,27 +54,27 @@ def notify_alert(
         "description": _cut(description, _MAX_DESCRIPTION),
         "level": level,
     }
-    told = {row.id for row in rows if _is_notified(row, experiment.workspace_id, choice)}
-    for webhook_id in sorted(told):
+    notified = {row.id for row in rows if _is_notified(row, experiment.workspace_id, choice)}
+    for webhook_id in sorted(notified):
         event = {
-            **_new(CUSTOM),
+            **_new_event(CUSTOM),
             "state": experiment.state,
             "experiment": _facts(experiment),
             "trial_id": trial_id,
             "custom": custom,
         }
         webhooks.add_event(tx, webhook_id, event)
-    return len(told)
+    return len(notified)
 
 
 def notify_lines(tx: Transaction, task_id: str, matches: Iterable[LogMatch]) -> None:
-    """Store matching lines of a task's log, of each trigger once a task."""
+    """Enqueue matching log lines, once per task and trigger."""
     for match in matches:
         _notify_line(tx, task_id, match)
 
 
 def _notify_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
-    # The trigger may be gone since the line was looked at.
+    # The trigger may have been deleted since the match.
     row = webhooks.triggered_by_line(tx.connection, task_id, match.trigger_id)
     if row is None:
         return
@@ -91,7 +91,7 @@ def _notify_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
     if not webhooks.note_task(tx, task_id, match.trigger_id):
         return
     event = {
-        **_new(TASK_LOG),
+        **_new_event(TASK_LOG),
         "regex": row.condition,
         "task_id": task_id,
         "task_type": row.task_type,
@@ -102,8 +102,8 @@ def _notify_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
     webhooks.add_event(tx, row.id, event)
 
 
-def _new(kind: str) -> dict[str, Any]:
-    """Begin an event; retries keep its id and time, so receivers see repetitions."""
+def _new_event(kind: str) -> dict[str, Any]:
+    """Return a new event with id and time, which stay the same in retries."""
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 
@@ -122,10 +122,10 @@ def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
 
 
 def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
-    """Return whether a webhook hears of what happens in a workspace.
+    """Return whether a webhook receives events of a workspace.
 
-    A webhook of mode SPECIFIC hears only of experiments whose config names it; one without a workspace hears of all
-    workspaces. ``choice`` is None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
+    A webhook of mode SPECIFIC receives only events of experiments whose config names it; a webhook without a workspace receives
+    those of all workspaces. ``choice`` is None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
     """
     if choice is not None and choice.excludes:
         return False
@@ -142,7 +142,7 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """The ``integrations.webhooks`` of a config; ``excludes`` is none at all."""
+    """The ``integrations.webhooks`` section of a config; ``excludes`` disables all."""
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -150,8 +150,8 @@ class WebhookChoice:
 
     @classmethod
     def from_config(cls, config: str) -> WebhookChoice:
-        """Read the JSON of a config; what is not as the schema has it is ignored."""
-        # Nearly every config says nothing of it, and some are large.
+        """Parse a config's JSON; ignore values that do not match the schema."""
+        # Fast path: most configs have no webhooks, and parsing a large one is slow.
         if '"webhooks"' not in config:
             return cls()
         value: Any = json.loads(config)

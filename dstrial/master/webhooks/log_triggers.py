@@ -1,4 +1,4 @@
-"""Look for the patterns of webhooks in what tasks print."""
+"""Matches log lines of tasks against the patterns of webhooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.master.store.database import Database
 
 def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, Any]]:
     for row in rows:
-        # A pattern that another release of RE2 has accepted must not stop the taking in of logs.
+        # Skip a pattern that only another release of RE2 accepts, so that logs are still stored.
         with contextlib.suppress(ValueError):
             yield row.trigger_id, compile_pattern(row.condition)
 
@@ -28,7 +28,7 @@ class LogMatch:
 
 
 class LogTriggers:
-    """Compiled patterns, read again when webhooks change; safe from any thread.
+    """Compiled patterns, reloaded when webhooks change. Thread-safe.
 
     RE2's search takes time linear in the text: half a MiB and 50 patterns take about 40 ms.
     """
@@ -41,7 +41,7 @@ class LogTriggers:
         self._patterns: tuple[tuple[int, Any], ...] = ()
 
     def find(self, lines: Iterable[str]) -> list[LogMatch]:
-        """Return each trigger's first matching line; never call inside a database read."""
+        """Return the first match per trigger; must not be called in a database read."""
         patterns = self._current()
         if not patterns:
             return []

@@ -1,7 +1,7 @@
-"""Bodies of webhooks, made of an event as it is stored; pure.
+"""Builds the request bodies of webhooks from stored events; pure.
 
-Bodies are ASCII without spaces after separators and with keys in Determined's order, so that the check that its documentation
-shows, which reads and writes the body again before it computes the signature, comes to the same bytes.
+Bodies are ASCII, without spaces after separators, with keys in Determined's order. The signature check in Determined's
+documentation parses and reserialises the body, and must get the same bytes.
 
 Source: Determined 0.38.1 ``master/internal/webhooks/webhook.go`` and ``postgres_webhook.go``.
 """
@@ -20,14 +20,14 @@ CUSTOM = "CUSTOM"
 _GREEN = "#13B670"
 _RED = "#DD5040"
 _SLACK_TEXT = 2800
-"""Most characters of a user's text in one block; Slack refuses a message with a block of more than 3000."""
+"""Limit of user text per block, characters; Slack rejects blocks of more than 3000."""
 
 _TO_ESCAPE = re.compile("[&<>]")
 _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def body_of(event: Mapping[str, Any], kind: str, *, node: str, pool: str, base_url: str) -> bytes:
-    """Return what is sent for a stored event; ``base_url`` is empty for no link."""
+    """Return the request body for a stored event; without ``base_url`` it has no link."""
     content = _slack(event, node, base_url) if kind == "SLACK" else _default(event, node, pool)
     return json.dumps(content, separators=(",", ":")).encode("ascii")
 
@@ -150,6 +150,6 @@ def _text(text: str, kind: str = "mrkdwn") -> dict[str, Any]:
 
 
 def _escaped(text: str, limit: int = _SLACK_TEXT // 2) -> str:
-    """Escape text for Slack: ``<!channel>`` in a log must not call everybody."""
+    """Escape text for Slack, so that ``<!channel>`` in a log notifies nobody."""
     short = text if len(text) <= limit else f"{text[:limit]}…"
     return _TO_ESCAPE.sub(lambda match: _ESCAPED[match[0]], short)

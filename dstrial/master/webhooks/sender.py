@@ -1,11 +1,10 @@
-"""Send one body to one address, within a time that no receiver can stretch.
+"""HTTP client for webhooks, with a total deadline per request.
 
-It connects to what the address says and nowhere else: redirects are not followed, only http and https are spoken, and of the
-answer nothing but its status is used. A proxy that the master's environment names (``HTTPS_PROXY``, ``NO_PROXY``) is used,
-never for this machine itself.
+It connects only to the given URL (http or https), does not follow redirects, and uses only the status of the response.
+Proxies of the master's environment (``HTTPS_PROXY``, ``NO_PROXY``) are used, except for loopback addresses.
 
-Signatures are those of Determined 0.38.1 ``master/internal/webhooks/shipper.go``: HMAC-SHA256 of the time in whole seconds, a
-comma and the body, in hexadecimal digits.
+Signatures are as in Determined 0.38.1 ``master/internal/webhooks/shipper.go``: the hexadecimal HMAC-SHA256 of the time in
+whole seconds, a comma and the body.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dstrial.visible_text import visible_line
 TIMESTAMP_HEADER = "X-Determined-AI-Signature-Timestamp"
 SIGNATURE_HEADER = "X-Determined-AI-Signature"
 
-TIMEOUT_S = 10.0  # of one attempt, from the first connection to the answer's status
+TIMEOUT_S = 10.0  # per attempt, from connecting to the response's status
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOO_MANY = 429
@@ -51,9 +50,9 @@ class DeliveryResult:
 
 
 class Deadline:
-    """Ends every connection of one attempt at its deadline.
+    """Shuts down all connections of an attempt at its deadline.
 
-    Timeouts of sockets restart at each byte, so that a receiver that sends one every few seconds could hold a thread for ever.
+    Socket timeouts restart at each byte, so a receiver that sends a byte every few seconds could block a thread forever.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -78,7 +77,7 @@ class Deadline:
 
     def watch(self, connected: socket.socket) -> None:
         with self._lock:
-            # A descriptor of our own: TLS takes over that of the socket.
+            # Duplicate the descriptor, because TLS detaches the original socket.
             self._sockets.append(connected.dup())
         if self.is_over:
             self.end()
@@ -91,7 +90,7 @@ class Deadline:
                     one.shutdown(socket.SHUT_RDWR)
 
 
-class _Watched(http.client.HTTPConnection):
+class _HttpConnection(http.client.HTTPConnection):
     deadline: Deadline
 
     def connect(self) -> None:
@@ -99,18 +98,20 @@ class _Watched(http.client.HTTPConnection):
         self.deadline.watch(self.sock)
 
 
-class _WatchedTls(http.client.HTTPSConnection, _Watched):
-    """Its ``connect`` calls that of ``_Watched`` before the handshake."""
+class _TlsConnection(http.client.HTTPSConnection, _HttpConnection):
+    """Its ``connect`` runs ``_HttpConnection.connect``, then the TLS handshake."""
 
 
-def _connection(kind: type[_Watched], deadline: Deadline, *args: Any, **kwargs: Any) -> _Watched:
+def _connection(
+    kind: type[_HttpConnection], deadline: Deadline, *args: Any, **kwargs: Any
+) -> _HttpConnection:
     made = kind(*args, **kwargs)
     made.deadline = deadline
     return made
 
 
 class _Handler(urllib.request.AbstractHTTPHandler):
-    """Opens http and https, with connections that a deadline watches."""
+    """Opens http and https URLs with connections that a ``Deadline`` can shut down."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__()
@@ -118,11 +119,11 @@ class _Handler(urllib.request.AbstractHTTPHandler):
         self.http_request = self.https_request = self.do_request_
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_connection, _Watched, self._deadline), request)
+        return self.do_open(functools.partial(_connection, _HttpConnection, self._deadline), request)
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         connect = functools.partial(
-            _connection, _WatchedTls, self._deadline, context=ssl.create_default_context()
+            _connection, _TlsConnection, self._deadline, context=ssl.create_default_context()
         )
         return self.do_open(connect, request)
 
@@ -136,7 +137,7 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a JSON body once, signed with the time; None if the master ended meanwhile."""
+        """Send a signed JSON body once; None if the master shut down before the response."""
         deadline = Deadline(self._timeout_s)
         with self._lock:
             if self._ended.is_set():
@@ -148,7 +149,7 @@ class Sender:
         finally:
             with self._lock:
                 self._open.discard(deadline)
-        # An answer that was complete counts; what the end of the master has cut off does not.
+        # During shutdown only a complete response counts.
         return None if self._ended.is_set() and not outcome.is_delivered else outcome
 
     def end(self) -> None:
@@ -158,21 +159,21 @@ class Sender:
                 deadline.end()
 
     def _attempt(self, url: str, body: bytes, deadline: Deadline) -> DeliveryResult:
-        late = DeliveryResult(f"no answer within {self._timeout_s:g} s", False, True)
+        timed_out = DeliveryResult(f"no answer within {self._timeout_s:g} s", False, True)
         try:
-            with self._opened(_request(url, body, self._key), deadline) as answer:
-                # Headers that were cut off by the deadline are parsed as if they ended there.
-                return late if deadline.is_over else _judged(answer.status)
+            with self._open_url(_request(url, body, self._key), deadline) as answer:
+                # Headers truncated by the deadline would be parsed as complete.
+                return timed_out if deadline.is_over else _result_of(answer.status)
         except (OSError, http.client.HTTPException, ValueError) as error:
             cause = error.reason if isinstance(error, URLError) else error
             if deadline.is_over or isinstance(cause, TimeoutError):
-                return late
-            # It may quote what the receiver has sent.
+                return timed_out
+            # The message may quote the receiver's response.
             text = visible_line(str(cause) or type(cause).__name__)
             return DeliveryResult(text[:_MAX_RESULT], False, True)
 
-    def _opened(self, request: urllib.request.Request, deadline: Deadline) -> http.client.HTTPResponse:
-        # No handler of redirects, errors, files or ftp: what is not here cannot happen.
+    def _open_url(self, request: urllib.request.Request, deadline: Deadline) -> http.client.HTTPResponse:
+        # No handlers for redirects, errors, files or ftp, so these cannot happen.
         opener = urllib.request.OpenerDirector()
         opener.add_handler(_Handler(deadline))
         if urlsplit(request.full_url).hostname not in _LOOPBACK:
@@ -185,10 +186,10 @@ class Sender:
 
 
 def load_key(path: Path, configured: str | None) -> str:
-    """Return the configured key, else that of the state directory's file.
+    """Return the configured signing key, else the one in ``path``, created if missing.
 
     Raises:
-        MasterError: the file cannot be read or made, or is empty.
+        MasterError: the file cannot be read or created, or is empty.
     """
     if configured is not None:
         return configured
@@ -226,7 +227,7 @@ def _request(url: str, body: bytes, key: str) -> urllib.request.Request:
     )
 
 
-def _judged(status: int) -> DeliveryResult:
+def _result_of(status: int) -> DeliveryResult:
     if status < 300:
         return DeliveryResult(f"HTTP {status}", True, False)
     if status < 400:
