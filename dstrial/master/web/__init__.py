@@ -1,1 +1,1 @@
-"""A read-only page made on the server: experiments, metric plots, log ends."""
+"""Server side of the read-only web page: experiments, metrics, logs, cluster."""

@@ -1,4 +1,4 @@
-"""The files of the page: our modules and style, and the libraries beside them."""
+"""Static files of the web page: modules, styles and vendored libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.master.http.router import PUBLIC, ApiRequest, route
 
 STATIC = Path(__file__).with_name("static")
 VENDOR = Path(__file__).with_name("vendor")
-LIBRARIES = ("preact.js", "uplot.js", "uplot.css")  # What `tools/page_libraries.sh` puts into ``vendor/``
+LIBRARIES = ("preact.js", "uplot.js", "uplot.css")  # installed into ``vendor/`` by `tools/page_libraries.sh`
 MISSING = (
     "This installation of dstrial was made without the libraries of its page. In a checkout, `make venv` fetches them "
     "(tools/page_libraries.sh); a wheel that was built afterwards has them. The `det` command works without."
@@ -26,13 +26,13 @@ def are_there() -> bool:
 
 
 def names() -> list[str]:
-    """Return the paths of all files of the page, as the page asks for them."""
+    """Return the URL paths of all static files."""
     own = (path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix in _TYPES)
     return sorted(str(path) for path in own) + [f"vendor/{name}" for name in LIBRARIES]
 
 
 def _read(name: str) -> tuple[bytes, str] | None:
-    """Return a file's content and media type; None for what is no file of the page."""
+    """Return a static file's content and media type; None if there is no such file."""
     directory = VENDOR if name.startswith("vendor/") else STATIC
     try:
         path = (directory / name.removeprefix("vendor/")).resolve()
@@ -44,7 +44,7 @@ def _read(name: str) -> tuple[bytes, str] | None:
 
 
 async def get_asset(request: ApiRequest) -> Response:
-    """Answer with a file; the browser asks each time whether it has changed."""
+    """Serve a static file with an ETag; browsers revalidate it each time."""
     name = "/".join(str(part) for part in request.path_params.values())
     found = await request.services.run(functools.partial(_read, name))
     if found is None:

@@ -1,4 +1,4 @@
-"""What the page shows of the cluster: nodes, slots, queue, use, webhooks."""
+"""JSON for the page's cluster view: nodes, slots, queue, usage, webhooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.nodes import agent_key, index_of
 
-NUM_BUCKETS = 360  # parts of a time whose mean use is shown
+NUM_BUCKETS = 360  # of the usage chart
 _HOUR_US = 3600 * 1_000_000
 _MAX_HOURS = 24 * 31
 
@@ -29,50 +29,50 @@ Json: TypeAlias = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Room:
-    """How many slots are on enabled nodes (``usable``), and without an allocation."""
+class SlotCounts:
+    """Numbers of usable slots (enabled, on a node that is up) and of free ones."""
 
     usable: int
     free: int
 
 
-def room(nodes: Sequence[Node], off: Mapping[int, bool], used: frozenset[int]) -> Room:
+def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: frozenset[int]) -> SlotCounts:
     usable = [
         slot.id
         for node in nodes
         for slot in node.slots
-        if node.why_down is None and agent_key(node.id) not in off and slot.id not in off
+        if node.why_down is None and agent_key(node.id) not in disabled and slot.id not in disabled
     ]
-    return Room(len(usable), sum(slot_id not in used for slot_id in usable))
+    return SlotCounts(len(usable), sum(slot_id not in used for slot_id in usable))
 
 
-def why_waiting(wanted: int, num_waiting: int, num_ahead: int, there: Room) -> str:
-    """Return why an entry of the queue has not all slots that it wants.
+def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCounts) -> str:
+    """Explain why a queue entry is pending; empty if it is not.
 
-    ``wanted`` slots of one start; ``num_waiting`` starts wait; ``num_ahead`` entries are before it.
+    ``num_waiting`` starts of ``wanted`` slots each are pending; ``num_ahead`` entries are ahead in the queue.
     """
     if not num_waiting:
         return ""
     each = f"{wanted} slot{'' if wanted == 1 else 's'}"
     who = f"waits for {each}" if num_waiting == 1 else f"{num_waiting} wait for {each} each"
-    if wanted > there.usable:
-        return f"{who}: only {there.usable} can be used now"
+    if wanted > counts.usable:
+        return f"{who}: only {counts.usable} can be used now"
     ahead = f", {num_ahead} ahead" if num_ahead else ""
-    return f"{who}: {there.free} of {there.usable} free{ahead}"
+    return f"{who}: {counts.free} of {counts.usable} free{ahead}"
 
 
 def usage(
     spans: Sequence[tuple[int, int, int | None]], after_us: int, before_us: int, num: int
 ) -> list[float]:
-    """Return the mean number of slots in use in each of ``num`` equal parts of a time.
+    """Return the mean number of slots in use per bucket of a time range.
 
-    ``spans`` are slots, start and end (None: not yet), microseconds.
+    ``spans`` are (slots, start, end) in microseconds, with end None if active; ``num`` is the number of buckets.
     """
     width = (before_us - after_us) / num
-    # Of the cumulated use only its kinks are noted: what changes at the start of a part, and what a part has besides.
+    # Difference array: record the change of the level at each bucket's start, and the partial use within a bucket.
     change, extra = [0.0] * (num + 1), [0.0] * (num + 1)
     for slots, start_us, end_us in spans:
-        # A clock that was set back between has it end before it began: it has used nothing.
+        # If the clock was set back, the end may precede the start: count no use.
         until_us = before_us if end_us is None else max(start_us, end_us)
         for time_us, sign in ((start_us, 1), (until_us, -1)):
             at = min(max(time_us, after_us), before_us) - after_us
@@ -104,23 +104,23 @@ def _holder(row: tasks.ActiveAllocation) -> Json:
     }
 
 
-def _node(node: Node, off: Mapping[int, bool], holders: Mapping[int, str]) -> Json:
+def _node(node: Node, disabled: Mapping[int, bool], holders: Mapping[int, str]) -> Json:
     key = agent_key(node.id)
     return {
         "name": node.name,
         "address": node.address,
         "down": node.why_down,
         "since": time_or_none(node.since_us or None),
-        "enabled": key not in off,
-        "draining": off.get(key, False),
+        "enabled": key not in disabled,
+        "draining": disabled.get(key, False),
         "slots": [
             {
                 "slot": index_of(slot.id),
                 "kind": slot.kind,
                 "brand": slot.brand,
                 "uuid": slot.uuid,
-                "enabled": slot.id not in off,
-                "draining": off.get(slot.id, False),
+                "enabled": slot.id not in disabled,
+                "draining": disabled.get(slot.id, False),
                 "holder": holders.get(slot.id),
             }
             for slot in node.slots
@@ -128,7 +128,7 @@ def _node(node: Node, off: Mapping[int, bool], holders: Mapping[int, str]) -> Js
     }
 
 
-def _queued(entry: Entry, num_ahead: int, there: Room, engine_text: str) -> Json:
+def _queued(entry: Entry, num_ahead: int, counts: SlotCounts, engine_text: str) -> Json:
     if isinstance(entry, commands.CommandInfo):
         num_held, wanted, num_running = (
             len(json.loads(entry.slots or "[]")),
@@ -147,7 +147,7 @@ def _queued(entry: Entry, num_ahead: int, there: Room, engine_text: str) -> Json
         num_waiting = max(0, (entry.num_active or 0) - num_running)
         own = {"kind": "EXPERIMENT", "name": entry.name, "task": None, "experiment": entry.id}
         username = entry.owner_name
-    reason = engine_text or why_waiting(wanted, num_waiting, num_ahead, there)
+    reason = engine_text or pending_reason(wanted, num_waiting, num_ahead, counts)
     if not reason and not num_running:
         reason = "its searcher has no trial to run now"
     return {
@@ -175,12 +175,12 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
     return {
         "pool": services.settings.pool_name,
         "backend": services.engine or ("hosts" if services.hosts else "local"),
-        "usable": there.usable,
-        "free": there.free,
-        "nodes": [_node(node, off, by_slot) for node in nodes],
+        "usable": counts.usable,
+        "free": counts.free,
+        "nodes": [_node(node, disabled, by_slot) for node in nodes],
         "holders": {row.id: _holder(row) for row in active},
         "queue": [
-            _queued(entry, num_ahead, there, engine_jobs(services, connection, entry).strip(" []"))
+            _queued(entry, num_ahead, counts, engine_jobs(services, connection, entry).strip(" []"))
             for num_ahead, entry in enumerate(entries(connection))
         ],
         "engine": None
@@ -200,9 +200,9 @@ async def get_cluster(request: ApiRequest) -> Json:
 
 
 async def get_usage(request: ApiRequest) -> Json:
-    """Answer with the mean number of slots in use in each part of the last hours.
+    """Return the mean number of slots in use per bucket of the last hours.
 
-    ``times`` are milliseconds since 1970, UTC, in the middle of each part; ``slots`` is how many there are now.
+    ``times`` are the bucket centres in milliseconds since the epoch; ``slots`` is the current number of slots.
     """
     services = request.services
     hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)

@@ -1,4 +1,4 @@
-"""Tells the open page which experiments, trials and logs have changed."""
+"""Server-sent events for the page: topics of changed experiments, trials and logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.streams import EventStream
 from dstrial.master.services import Services
 
-_GAP_S = 0.5  # between two events; what changes meanwhile is sent together
+_GAP_S = 0.5  # minimum time between events; changes within it are batched
 _PING_S = 15.0
 _MAX_TOPICS = 500
 _PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
@@ -34,10 +34,10 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
 
 
 async def get_events(request: ApiRequest) -> EventStream:
-    """Send server-sent events.
+    """Stream server-sent events.
 
-    First ``{"master": id}``, another id after a restart; then ``{"topics": […]}`` whenever something has changed,
-    ``{"all": true}`` where that is too much to list.
+    The first is ``{"master": id}``, with a new id after a restart. Changes follow as ``{"topics": […]}``, or ``{"all": true}`` if
+    there are too many.
     """
     return EventStream(_events(request.services))
 

@@ -1,4 +1,4 @@
-"""What the tabs of an experiment show: rungs, checkpoints, config, code."""
+"""JSON for an experiment's tabs: rungs, checkpoints, config, code."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from dstrial.master.store.database import Connection
 from dstrial.master.store.views import overviews
 from dstrial.master.web import rungs
 
-MAX_TEXT_BYTES = 2**20  # shown of one file
-_MAX_FILES = 20_000  # listed
-_MAX_VALUES = 5000  # of a config, shown with their origins
+MAX_TEXT_BYTES = 2**20  # per file
+_MAX_FILES = 20_000  # per listing
+_MAX_VALUES = 5000  # config values with their origins
 _LAYOUT_FIELDS = (
     "engine_kind",
     "world_size",
@@ -70,7 +70,7 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
 
 
 async def get_rungs(request: ApiRequest) -> Json:
-    """Answer with who got how far in a search by halving."""
+    """Return the rungs of an ASHA search, with the trials that reached them."""
     return await request.services.read(_read_rungs, request.path_params["experiment_id"])
 
 
@@ -101,7 +101,7 @@ def _checkpoint(row: overviews.CheckpointOverview) -> Json:
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
-    """Answer with an experiment's newest checkpoints; ``more`` if not all."""
+    """Return an experiment's newest checkpoints; ``more`` if there are others."""
 
     def read(connection: Connection) -> list[overviews.CheckpointOverview]:
         experiment_id = request.path_params["experiment_id"]
@@ -113,7 +113,7 @@ async def get_checkpoints(request: ApiRequest) -> Json:
     return {"checkpoints": [_checkpoint(row) for row in found[:limit]], "more": len(found) > limit}
 
 
-def _look(services: Services, uuid: str) -> Json:
+def _verify(services: Services, uuid: str) -> Json:
     with services.database.read() as connection:
         row = overviews.stored_files(connection, uuid)
     if row is None:
@@ -150,22 +150,22 @@ def _look(services: Services, uuid: str) -> Json:
     return {"isWhole": True, "text": f"All files are there with their sizes, and {manifest}."}
 
 
-async def get_look(request: ApiRequest) -> Json:
-    """Say whether a checkpoint is as registered, without reading its weights."""
+async def get_verification(request: ApiRequest) -> Json:
+    """Verify a checkpoint's manifest and file sizes, without reading the weights."""
     services, uuid = request.services, request.path_params["uuid"]
-    return await services.run(lambda: _look(services, uuid))
+    return await services.run(lambda: _verify(services, uuid))
 
 
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
-    """Return a config's values and its DeepSpeed configs', each with its origin."""
+    """Return the values of a config and of its DeepSpeed configs, with origins."""
     names, limits = services.secret_names, services.settings.limits
-    # Masked from here on: what a problem quotes is shown to others than who has submitted it.
+    # Mask secrets first, because problems quote values and are shown to other users.
     template = masked(json.loads(row.template), names) if row.template else None
     effective = json.loads(masked_json(row.config, names))
     original = masked_yaml(row.original_config, names)
     try:
         submitted = read_yaml_text(original, LABEL, limits)
-    except ConfigError:  # Of before the limits were made smaller: checking it again says so.
+    except ConfigError:  # Larger than the current limits; checked_again() below reports it.
         submitted = Document(LABEL, None, {})
     values = config_values(effective, submitted, template)
     found: Json = {
@@ -204,10 +204,10 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """Answer with the config as submitted and in effect, each value with its origin.
+    """Return the submitted and effective config, each value with its origin.
 
-    ``deepspeed`` has what ``dstrial check --explain`` prints of each DeepSpeed config; ``problem`` says why there are no
-    values, as for a config that is not valid any more.
+    ``deepspeed`` contains the output of ``dstrial check --explain`` per DeepSpeed config. ``problem`` explains missing values,
+    for example of a config that is no longer valid.
     """
     services, experiment_id = request.services, request.path_params["experiment_id"]
     row = await services.read(experiments.require, experiment_id)
@@ -216,7 +216,7 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 def listed_files(tgz: bytes) -> Json:
-    """Return path, size and digest of every file by path; ``more`` if there are more."""
+    """Return path, size and digest of the files, by path; ``more`` if truncated."""
     files = list_files(tgz)
     return {
         "files": [
@@ -227,7 +227,7 @@ def listed_files(tgz: bytes) -> Json:
 
 
 def shown_file(tgz: bytes, path: str) -> Json:
-    """Return the text of a file, cut if it is long; no text of a binary file."""
+    """Return the text of a file, truncated if long; None for a binary file."""
     content, size = read_start(tgz, path, MAX_TEXT_BYTES)
     is_binary = b"\0" in content
     text = "" if is_binary else content.decode("utf-8", "replace")
@@ -250,7 +250,7 @@ _ONE = "//page/experiments/{experiment_id:int}"
 routes = [
     route("GET", f"{_ONE}/rungs", get_rungs, access=USER),
     route("GET", f"{_ONE}/checkpoints", get_checkpoints, access=USER),
-    route("GET", "//page/checkpoints/{uuid}/look", get_look, access=USER),
+    route("GET", "//page/checkpoints/{uuid}/look", get_verification, access=USER),
     route("GET", f"{_ONE}/config", get_config, access=USER),
     route("GET", f"{_ONE}/files", get_files, access=USER),
     route("GET", f"{_ONE}/file", get_file, access=USER),

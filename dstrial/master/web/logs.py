@@ -1,4 +1,4 @@
-"""Logs as the page shows them: in pages, a line whole, all of it as a file."""
+"""Logs for the page: in pages, a full line, or a download of the whole log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_TEXT = 1000
 
 
 def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogKey:
-    """Return whose log is asked for; a trial's task has the log of its trial."""
+    """Return the requested log; a trial's task shares the log of its trial."""
     if trial_id is not None:
         if overviews.experiment_of_trial(connection, trial_id) is None:
             raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
@@ -80,16 +80,16 @@ def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
         "rank": line.rank,
         "source": line.source,
         "stdtype": line.stdtype,
-        "text": line.text,  # Whatever is sent as JSON is made visible on its way.
+        "text": line.text,  # control characters are made visible when the JSON is written
     }
     return {**found, "bytes": line.num_bytes} if line.is_cut else found
 
 
 async def get_page(request: ApiRequest) -> dict[str, Any]:
-    """Answer with a log's newest lines, or the nearest ``before`` or ``after`` an id.
+    """Return a log's newest lines, or the lines next ``before`` or ``after`` an id.
 
-    ``level``, ``rank`` (several; -1 for lines of none) and ``text`` filter. One request looks through a bounded number of
-    lines: ``searchedTo`` is the id from which to go on, null at the end; ``last`` is the newest line's.
+    Filters: ``level``, ``rank`` (repeatable; -1 for lines without one) and ``text``. A request scans a limited number of lines:
+    ``searchedTo`` is the id to continue from, null at the end; ``last`` is the id of the newest line.
     """
     wanted = _asked_lines(request)
     log = await _asked_log(request)
@@ -114,9 +114,9 @@ def _extent(connection: Connection, log: LogKey, is_counted: bool) -> dict[str, 
 
 
 async def get_extent(request: ApiRequest) -> dict[str, Any]:
-    """Say how long a log is, of which ranks, and whether more can come.
+    """Return a log's size, its ranks, and whether the log is final.
 
-    Only with ``count=true`` are its ``lines`` counted.
+    ``lines`` is counted only with ``count=true``.
     """
     log = await _asked_log(request)
     is_counted = bool(request.query_flag("count"))
@@ -142,7 +142,7 @@ def _name(log: LogKey) -> str:
 
 
 async def get_line(request: ApiRequest) -> StreamingResponse:
-    """Answer with one whole line, as a file."""
+    """Return one untruncated line, as a file."""
     log = await _asked_log(request)
     line_id = _asked_id(request, "id")
     if line_id is None:
@@ -160,10 +160,10 @@ async def get_line(request: ApiRequest) -> StreamingResponse:
 
 
 async def get_file(request: ApiRequest) -> StreamingResponse:
-    """Answer with a whole log as ``det trial logs`` prints it."""
+    """Return a whole log as a file, in the format of ``det trial logs``."""
     log = await _asked_log(request)
     services = request.services
-    # Up to here: a log that grows on has an end, too.
+    # Stop at the current last line, even if the log is still growing.
     last = (await services.read(log_pages.extent, log, is_counted=False)).last
 
     async def content() -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""The documents of the page: the page, the login, and those of waiting tasks."""
+"""HTML documents: the web page, the login form, and pages of pending tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Render a template: everything is escaped, and nothing foreign may load."""
+    """Render a template with autoescaping and a strict Content-Security-Policy."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -76,11 +76,11 @@ async def show_login(request: ApiRequest) -> Response:
 
 
 async def show_link(request: ApiRequest) -> Response:
-    """Answer with the login form; a login link's code after ``#`` opens a session."""
+    """Return the login form, whose script redeems a login link's code after ``#``."""
     return login_page(request.services)
 
 
-# Determined's client prints links to experiments, trials and tasks of its web interface; the page has the same addresses.
+# Same URL paths as Determined's web interface, because Determined's client prints links to them.
 _DEPTH = 6
 routes = [
     route("GET", "//login", show_link, access=PUBLIC),

@@ -1,4 +1,4 @@
-"""Who got how far in a search by halving, from the searcher's snapshot. Pure."""
+"""Rungs of an ASHA search and their trials, from the searcher's snapshot; pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Json: TypeAlias = dict[str, Any]
 def rungs_of(
     searcher: Mapping[str, Any], method: Mapping[str, Any], closed: frozenset[str], trials: Mapping[str, int]
 ) -> list[Json]:
-    """Return the brackets of a search, each with its rungs, lowest first.
+    """Return the brackets of a search with their rungs, lowest rung first.
 
-    ``method`` is the search method's snapshot, empty before the first trial; ``closed`` are request ids of trials that have
-    exited; ``trials`` are by request id. A rung has its ``units`` of the time metric, how many trials got to it (``total``),
-    went on, were stopped, ended early or are on their way to it, and ``entries``: the best trials with value and outcome.
+    ``method`` is the search method's snapshot, empty before the first trial; ``closed`` are request ids of exited trials;
+    ``trials`` maps request id -> trial id. A rung has ``units`` of the time metric, the numbers of trials that reached it
+    (``total``) by outcome or are running towards it, and ``entries``: the best trials with value and outcome.
     """
     sizes = (
         [one.num_rungs for one in brackets(searcher)]
@@ -79,7 +79,7 @@ def _rungs(
 
 
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
-    """Return the outcome of a trial at a rung; one that failed has the worst value."""
+    """Return a trial's outcome at a rung; failed trials have the worst value."""
     if reached > idx or not is_stopped:
         return "went on"
     if value == _WORST:

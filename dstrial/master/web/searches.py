@@ -1,7 +1,7 @@
-"""What the page shows of searches of dsat.
+"""JSON for the page's view of dsat searches.
 
-Searches are found by the labels of their experiments. The master has each configuration's metrics, and the report, which
-dsat leaves in the notes of an experiment: a small one while the search goes on, the whole one once it has ended.
+Searches are found by labels of their experiments. The master stores each configuration's metrics; dsat writes its report into
+the notes of an experiment: a short one during the search, the full one at its end.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ Json: TypeAlias = dict[str, Any]
 
 
 def search_of(label: str) -> str | None:
-    """Return the search that a label names; None for other labels."""
+    """Return the search id in an experiment's label; None for other labels."""
     found = _LABEL.match(label)
     return None if found is None else found[1]
 
 
 def document_of(notes: str, *, is_live: bool = False) -> Json | None:
-    """Return the report in the notes of an experiment; None if it was edited.
+    """Return the report in an experiment's notes; None if the notes were edited.
 
-    ``is_live`` asks for the report of a search that goes on, not for that of its end.
+    ``is_live`` selects the report of a running search instead of the final one.
     """
     if not notes.startswith(_NOTES_BEGIN):
         return None
@@ -91,7 +91,7 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
     counted = found.get("num_trials")
     return {
         **facts,
-        # A report of a search that goes on leaves rows out, and may have been left behind by who began the search.
+        # A live report omits rows, and may be outdated if the process that runs the search has died.
         "num_trials": counted if _is_number(counted) else len(rows),
         "told_s": _finite(found.get("told_s")) or 0.0,
         "trials": [{name: row.get(name) for name in _ROW} for row in rows],
@@ -114,7 +114,7 @@ def _finite(value: object) -> float | None:
 
 
 def measured_row(metrics: Mapping[str, Any], metric: str) -> Json:
-    """Return a measurement as a row of a report; ``latency`` in microseconds."""
+    """Convert a measurement to a report row; ``latency`` is in microseconds."""
     latency = _finite(metrics.get("latency"))
     memory = (_finite(metrics.get(name)) for name in _MEMORY)
     return {
@@ -133,7 +133,7 @@ def _state(row: LabelledExperiment) -> str:
 
 
 def pareto(rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return rows beaten by none in throughput and memory, by ascending memory."""
+    """Return the Pareto-optimal rows in throughput and memory, by ascending memory."""
     front, most = [], 0.0
     known = [row for row in rows if row.get("memory_bytes") and row.get("throughput")]
     for row in sorted(known, key=lambda each: (each["memory_bytes"], -each["throughput"])):
@@ -144,7 +144,7 @@ def pareto(rows: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measurement]) -> list[Json]:
-    """Return a line for each configuration, from what trials have reported so far."""
+    """Return a row per configuration from the metrics reported so far."""
     rows: dict[int, Json] = {}
     by_experiment: dict[int, list[Measurement]] = {}
     for one in found:
@@ -197,22 +197,22 @@ def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measure
 
 
 def merged_rows(
-    told: Sequence[Json], live: Sequence[Json], experiments: Iterable[int], *, is_over: bool
+    reported: Sequence[Json], live: Sequence[Json], experiments: Iterable[int], *, is_over: bool
 ) -> list[Json]:
-    """Return a report's rows, with what the master has heard since."""
-    heard = {row["trial_id"]: row for row in live}
+    """Return a report's rows, updated with metrics reported since."""
+    updates = {row["trial_id"]: row for row in live}
     own = set(experiments)
     rows = []
-    for row in told:
-        news = heard.pop(row["trial_id"], None)
-        place = news["experiment"] if news is not None else row["experiment"]
-        # Notes can be edited: only what is an experiment of this search is led to.
+    for row in reported:
+        new = updates.pop(row["trial_id"], None)
+        place = new["experiment"] if new is not None else row["experiment"]
+        # Users can edit notes: link only to experiments of this search.
         row = {**row, "experiment": place if isinstance(place, int) and place in own else None}
         if row["state"] == "running":
             row["state"] = "not measured" if is_over else "running"
-            if news is not None:
+            if new is not None:
                 row |= {
-                    name: value for name, value in news.items() if value is not None and name != "description"
+                    name: value for name, value in new.items() if value is not None and name != "description"
                 }
         rows.append(row)
     return rows + list(heard.values())
@@ -223,7 +223,7 @@ def is_over(rows: Iterable[LabelledExperiment]) -> bool:
 
 
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
-    """Return a search's state; without a report its experiments tell it."""
+    """Return a search's state from its report, else from its experiments."""
     if not is_over(rows):
         return "RUNNING"
     if document is None:
@@ -267,7 +267,7 @@ async def get_searches(request: ApiRequest) -> Json:
     def read(connection: Connection) -> list[Json]:
         return [
             {
-                # Reports are long; of what goes on, the list says nothing that is in them.
+                # Parse long reports only of ended searches: the list needs nothing from live ones.
                 **_facts(search_id, own, newest_document(own) if is_over(own) else None),
                 "hasReport": any("report.json" in row.notes for row in own),
             }
@@ -279,10 +279,10 @@ async def get_searches(request: ApiRequest) -> Json:
 
 
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
-    """Return the report that knows most of a search; None without one.
+    """Return the most complete report of a search, if any.
 
-    A search that goes on after its end, with a larger budget for example, knows more than the report of that end. A resumed
-    search leaves the report of its interruption with another experiment.
+    A search that continues after its end, for example with a larger budget, makes its final report outdated. A resumed search
+    leaves the report of its interruption with another experiment.
     """
     documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
     return max(
@@ -303,10 +303,10 @@ def _read(connection: Connection, search_id: str) -> Json:
     facts = _facts(search_id, own, document)
     front = None
     if document is not None:
-        told = document.pop("trials")
+        reported = document.pop("trials")
         del document["num_trials"], document["told_s"]
         front = document["pareto"] if document["is_finished"] else None
-        rows = merged_rows(told, rows, facts["experiments"], is_over=facts["state"] != "RUNNING")
+        rows = merged_rows(reported, rows, facts["experiments"], is_over=facts["state"] != "RUNNING")
     return {"search": facts, "report": document, "trials": rows, "pareto": front or pareto(rows)}
 
 

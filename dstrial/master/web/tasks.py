@@ -1,4 +1,4 @@
-"""What the page shows of commands, TensorBoards and generic tasks."""
+"""JSON for the page's view of commands, TensorBoards and generic tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.master.http.serializers import time_or_none
 from dstrial.master.store import commands
 from dstrial.master.store.database import Connection
 
-MAX_TASKS = 1000  # the newest ones, besides all that have not ended
+MAX_TASKS = 1000  # the newest ones, besides all active ones
 
 Json: TypeAlias = dict[str, Any]
 
@@ -24,7 +24,7 @@ def _state(row: commands.CommandInfo) -> str:
 
 
 def _ports(row: commands.CommandInfo) -> list[int]:
-    """Return the ports of a task for which the proxy has an address of its own."""
+    """Return the ports of a task that the proxy serves under separate URLs."""
     config = json.loads(row.config)
     found = (config.get("environment") or {}).get("proxy_ports") or []
     return [one["proxy_port"] for one in found if not one.get("proxy_tcp")]
@@ -56,7 +56,7 @@ def task_json(row: commands.CommandInfo) -> Json:
 
 async def get_tasks(request: ApiRequest) -> Json:
     def read(connection: Connection) -> list[Json]:
-        """Make the answer here and not in the event loop, which others wait for."""
+        """Build the response in the reader thread, not in the event loop."""
         return [task_json(row) for row in commands.newest(connection, MAX_TASKS)]
 
     return {"tasks": await request.services.read(read)}

@@ -1,4 +1,4 @@
-"""What the page draws of one trial by its ranks, and of several side by side."""
+"""JSON for the page's views of a trial's ranks, and of compared trials."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
 from dstrial.master.web.views import Json, finite, metrics_json, trial_json
 
-MAX_COMPARED = 100  # trials side by side
-MAX_RANKS = 64  # with curves in one answer
+MAX_COMPARED = 100  # compared trials per response
+MAX_RANKS = 64  # curves per response
 _RANK_POINTS = 500
 
 
@@ -56,7 +56,7 @@ def _rank_curves(connection: Connection, trial_id: int, name: str) -> Json:
     num_ranks = max(map(len, values), default=0)
     shown = list(range(num_ranks))
     if num_ranks > MAX_RANKS:
-        # Who stands out is looked for: those with the largest newest values.
+        # Outliers are of interest: show the ranks with the largest latest values.
         newest = [-math.inf if value is None or math.isnan(value) else value for value in values[-1]]
         shown = sorted(sorted(range(len(newest)), key=newest.__getitem__, reverse=True)[:MAX_RANKS])
     return _curves(steps, times, values, shown, num_ranks)
@@ -70,7 +70,7 @@ def _curves(
         own = [
             (at, row[rank])
             for at, row in enumerate(values)
-            if rank < len(row) and row[rank] is not None  # Other runs had other numbers of ranks.
+            if rank < len(row) and row[rank] is not None  # the number of ranks may differ between runs
         ]
         ys = [float(value) for _, value in own if value is not None]
         kept = downsample([steps[at] for at, _ in own], ys, _RANK_POINTS)
@@ -86,9 +86,9 @@ def _curves(
 
 
 async def get_rank_curves(request: ApiRequest) -> Json:
-    """Answer with an instrument over a trial, a curve a rank.
+    """Return the curves of an instrument (telemetry metric), one per rank.
 
-    Of more than 64 ranks those with the largest newest values; ``ranks`` says how many there are.
+    With more than 64 ranks, only those with the largest latest values; ``ranks`` is the total number.
     """
     name = request.query("name")
     if not name:
@@ -137,7 +137,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Answer with trials side by side; an experiment stands for its best trial."""
+    """Return trials for a comparison; an experiment id selects its best trial."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

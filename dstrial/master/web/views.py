@@ -1,4 +1,4 @@
-"""What the page draws: lists and curves in few bytes, each read in one snapshot."""
+"""JSON for the page's lists and charts, compact, each read in one snapshot."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
 
-MAX_POINTS = 2000  # of one curve
-_MAX_SERIES_POINTS = 400_000  # of all curves of one answer
-_MAX_TRIALS = 1000  # with curves in one answer
+MAX_POINTS = 2000  # per curve
+_MAX_SERIES_POINTS = 400_000  # per response, over all curves
+_MAX_TRIALS = 1000  # curves per response
 _SPARK_POINTS = 40
 _ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
 
@@ -99,7 +99,7 @@ def trial_json(row: overviews.TrialOverview, names: SecretNames) -> Json:
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return names of metrics by group; ``more`` if there are more."""
+    """Return metric names by group; ``more`` if truncated."""
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
         groups.setdefault(group, []).append(name)
@@ -124,7 +124,7 @@ async def get_experiments(request: ApiRequest) -> Json:
     services, ids = request.services, request.query_ints("ids")
 
     def read(connection: Connection) -> list[Json]:
-        """Make the answer here and not in the event loop, which others wait for."""
+        """Build the response in the reader thread, not in the event loop."""
         return [_experiment(row, services.secret_names) for row in overviews.experiments(connection, ids)]
 
     return {"experiments": await services.read(read), "now": format_us(now_us())}
@@ -141,7 +141,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
 
 
 async def get_sparklines(request: ApiRequest) -> Json:
-    """Answer with the searcher's metric of experiments' best trials, in few points."""
+    """Return the searcher metric of experiments' best trials, downsampled."""
     ids = request.query_ints("ids")[:200]
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 
@@ -185,7 +185,7 @@ async def get_trials(request: ApiRequest) -> Json:
 
 
 def _stall(connection: Connection, trial_id: int) -> str:
-    """Return who holds up the ranks of a trial; empty if nobody does."""
+    """Describe which rank or process stalls a trial; empty if none does."""
     allocation = allocations.live(connection, trial_id)
     found = None if allocation is None else stall_in(Path(allocation.directory))
     return "" if found is None else found[0]
@@ -231,7 +231,7 @@ async def get_trial(request: ApiRequest) -> Json:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Wanted:
+class _SeriesQuery:
     trials: list[int]
     group: str
     name: str
@@ -239,7 +239,7 @@ class _Wanted:
     after: int
 
 
-def _series(connection: Connection, wanted: _Wanted) -> list[Json]:
+def _series(connection: Connection, wanted: _SeriesQuery) -> list[Json]:
     found: list[Json] = []
     for trial_id in wanted.trials:
         steps, times, values = curves.curve(
@@ -259,10 +259,10 @@ def _series(connection: Connection, wanted: _Wanted) -> list[Json]:
 
 
 async def get_series(request: ApiRequest) -> Json:
-    """Answer with curves of a metric, one a trial; ``&points=…&after=…`` may follow.
+    """Return curves of a metric, one per trial; query ``points``, ``after`` optional.
 
-    ``batches``, ``times`` (milliseconds since 1970, UTC) and ``values`` have a value for each point that is kept, of
-    ``points`` that there are; NaN and infinities are words. ``after`` leaves out what is not beyond that batch.
+    ``batches``, ``times`` (milliseconds since the epoch) and ``values`` have an item per kept point; ``points`` is the number
+    before downsampling. Non-finite values are strings. ``after`` skips points up to that batch.
     """
     trials = request.query_ints("trials")
     if not 1 <= len(trials) <= _MAX_TRIALS:
@@ -277,12 +277,12 @@ async def get_series(request: ApiRequest) -> Json:
         )
     points = min(request.query_int("points") or MAX_POINTS, MAX_POINTS, _MAX_SERIES_POINTS // len(trials))
     after = request.query_int("after")
-    wanted = _Wanted(trials, group, name, max(points, 2), -1 if after is None else after)
+    wanted = _SeriesQuery(trials, group, name, max(points, 2), -1 if after is None else after)
     return {"series": await request.services.read(_series, wanted)}
 
 
 async def get_names(request: ApiRequest) -> Json:
-    """Answer with the metrics of some trials; with ``text`` those whose names have it."""
+    """Return the metric names of some trials, optionally filtered by ``text``."""
     found = await request.services.read(
         lambda connection: overviews.metric_names(
             connection, trial_ids=request.query_ints("trials"), text=(request.query("text") or "")[:200]

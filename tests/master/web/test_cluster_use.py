@@ -1,4 +1,4 @@
-"""Use of slots over time, room, and why somebody waits: what is decided without a master."""
+"""Slot usage over time, free slots, and reasons of pending entries, without a master."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dstrial.master.backends import Node
 from dstrial.master.backends.devices import Slot
 from dstrial.master.store.nodes import agent_key
-from dstrial.master.web.cluster import Room, room, usage, why_waiting
+from dstrial.master.web.cluster import SlotCounts, count_slots, pending_reason, usage
 
 
 def test_use_of_a_time_is_told_by_its_parts() -> None:
@@ -42,13 +42,13 @@ def test_slots_that_are_off_or_down_are_no_room() -> None:
         return Node(node_id, f"n{node_id}", "127.0.0.1", found, why_down, 0)
 
     nodes = (node(0, 0, 1, 2), node(1, 1024, 1025), node(2, 2048, why_down="it does not answer"))
-    assert room(nodes, {}, frozenset({0})) == Room(usable=5, free=4)
-    assert room(nodes, {2: True, agent_key(1): False}, frozenset({0})) == Room(usable=2, free=1)
+    assert count_slots(nodes, {}, frozenset({0})) == SlotCounts(usable=5, free=4)
+    assert count_slots(nodes, {2: True, agent_key(1): False}, frozenset({0})) == SlotCounts(usable=2, free=1)
 
 
 def test_the_queue_says_why_somebody_waits() -> None:
-    there = Room(usable=4, free=1)
-    assert why_waiting(2, 0, 3, there) == ""
-    assert why_waiting(1, 1, 0, there) == "waits for 1 slot: 1 of 4 free"
-    assert why_waiting(2, 3, 1, there) == "3 wait for 2 slots each: 1 of 4 free, 1 ahead"
-    assert why_waiting(8, 1, 0, there) == "waits for 8 slots: only 4 can be used now"
+    counts = SlotCounts(usable=4, free=1)
+    assert pending_reason(2, 0, 3, counts) == ""
+    assert pending_reason(1, 1, 0, counts) == "waits for 1 slot: 1 of 4 free"
+    assert pending_reason(2, 3, 1, counts) == "3 wait for 2 slots each: 1 of 4 free, 1 ahead"
+    assert pending_reason(8, 1, 0, counts) == "waits for 8 slots: only 4 can be used now"
