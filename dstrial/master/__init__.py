@@ -1,1 +1,1 @@
-"""The embedded master: one machine's server of Determined's protocol."""
+"""The embedded master: serves Determined's REST API on one machine."""

@@ -1,4 +1,4 @@
-"""Messages of the store's errors for people who use a client."""
+"""Error messages of the store, with hints for users of ``det``."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ WORDS: Mapping[Hint, str] = {
     ),
     Hint.UNARCHIVE_WORKSPACE: " Take it back with `det workspace unarchive`, or name another.",
 }
-"""What follows an error's own text; every hint has its words."""
+"""Hint -> text that is appended to the error message."""
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's whole message, with what to do about it."""
+    """Return an error's message with its hint."""
     if isinstance(error, StoreError) and error.hint is not None:
         return f"{error}{WORDS[error.hint]}"
     return str(error)

@@ -1,4 +1,4 @@
-"""The master's HTTP application: every route of every resource, behind one frame."""
+"""Assembles the master's ASGI application from all routes and middleware."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.master.services import Services
 
 
 def all_routes() -> list[Route]:
-    """Return the routes of every module of ``api`` and ``web``."""
+    """Return the routes of all modules in ``api`` and ``web``."""
     names = [
         name
         for package in (api, web)

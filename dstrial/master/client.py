@@ -1,4 +1,4 @@
-"""A small HTTP client of the local master; standard library only, to start fast."""
+"""HTTP client of the local master; standard library only, for fast imports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TIMEOUT_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Client:
-    """Sends requests to one master."""
+    """Sends requests to a master."""
 
     address: str
-    token: str = ""  # empty for routes that need none
+    token: str = ""  # empty for public routes
     socket: str = ""  # path of the owner's UNIX socket; empty for TCP
-    timeout_s: float = _TIMEOUT_S  # except for streams
+    timeout_s: float = _TIMEOUT_S  # not applied to streams
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:
         return self.send("GET", path, query=query)
@@ -39,14 +39,14 @@ class Client:
         query: Mapping[str, Any] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Send one request and return the JSON object of its answer.
+        """Send a request and return the JSON object of the response.
 
-        ``path`` begins with a slash; in ``query`` None leaves a name out, lists repeat it.
+        ``path`` starts with a slash. In ``query``, None omits a parameter and a list repeats it.
 
         Raises:
-            RequestError: the master refuses; its status and message.
-            MasterError: nobody answers at this address; or the connection was lost before the answer's end, and the request
-                may be done.
+            RequestError: the master returned an error status.
+            MasterError: the master is unreachable, or the connection was lost during the response; in that case the request
+            may have succeeded.
         """
         with self._answer(method, path, query or {}, body, timeout_s=self.timeout_s) as answer:
             text = answer.read()
@@ -59,7 +59,7 @@ class Client:
         return value
 
     def stream(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the objects of a stream as they come; errors as for ``send``."""
+        """Yield the objects of a streaming response; errors as for ``send``."""
         with self._answer("GET", path, query, None, timeout_s=None) as answer:
             for line in answer:
                 message = json.loads(line)
@@ -82,7 +82,7 @@ class Client:
         target = f"{url.path}{path}" + (f"?{words}" if words else "")
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         data = None if body is None else json.dumps(body).encode()
-        # Not by the name localhost, which may be ::1 first; the master listens on 127.0.0.1.
+        # Not localhost, which may resolve to ::1 first; the master listens on 127.0.0.1 only.
         host = "127.0.0.1" if url.hostname == "localhost" else str(url.hostname)
         connection = (
             _UnixConnection(self.socket, timeout_s)
@@ -124,7 +124,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _error_text(body: bytes, reason: str) -> str:
-    """Return an error answer's message, sought in the order of Determined's client."""
+    """Extract the message of an error response, like Determined's client."""
     try:
         value = json.loads(body)
         error = value.get("error") or {}

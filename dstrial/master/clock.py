@@ -1,4 +1,4 @@
-"""The master's clock: integer microseconds since 1970 UTC, and their text form."""
+"""Timestamps of the master: integer microseconds since the epoch, and text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def now_us() -> int:
 
 
 def format_us(us: int) -> str:
-    """Return a time as ``2026-11-21T02:00:00.123456Z``; fixed width, so texts sort."""
-    # Not strftime: of years before 1000 it leaves zeros out.
+    """Format a time as ``2026-11-21T02:00:00.123456Z``; fixed width, so texts sort."""
+    # Not strftime, which does not pad years before 1000.
     return f"{(_EPOCH + us * _US).replace(tzinfo=None).isoformat(timespec='microseconds')}Z"
 
 
 def parse_time(text: str) -> int:
-    """Read a client's time of the years 1 to 9999; without a zone it is UTC."""
+    """Parse a client's ISO time in the years 1 to 9999; without a zone it is UTC."""
     from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
 
     found: datetime.datetime = parser.isoparse(text)

@@ -1,7 +1,7 @@
-"""Starts, finds and ends the background master of a state directory.
+"""Starts, finds and stops the background master of a state directory.
 
-The new process gets its port and options on its command line and reports through a pipe that it serves, or why it cannot.
-Nothing here imports the server's parts.
+The new process gets port and options on its command line and reports through a pipe that it is serving, or why it failed.
+This module does not import the server.
 """
 
 from __future__ import annotations
@@ -26,39 +26,35 @@ from dstrial.master.state_directory import MasterRecord, StateDirectory, process
 from dstrial.master.store.views.observe import supervisors
 from dstrial.process_state import is_stopped
 
-HOST = "127.0.0.1"  # The only address a master listens on
+HOST = "127.0.0.1"  # the only address that a master listens on
 
 DEFAULT_PORT = 8080
 _START_TIMEOUT_S = 60.0
-_CHECK_S_PER_GIB = (
-    30.0  # What looking through a large database may take besides; ten times what was measured after a kill
-)
+_CHECK_S_PER_GIB = 30.0  # start-up verifies the database; ten times what was measured after a kill
 
 _OTHER_TIMEOUT_S = 10.0
 _POLL_PERIOD_S = 0.05
 
-STOP_SIGNAL = (
-    signal.SIGTERM
-)  # Asks the master to preempt its trials, to wait for their checkpoints and to end
+STOP_SIGNAL = signal.SIGTERM  # graceful: preempt all trials, wait for their checkpoints, exit
 
-KILL_SIGNAL = signal.SIGUSR1  # Asks the master to kill its trials and to end
+KILL_SIGNAL = signal.SIGUSR1  # immediate: kill all trials, exit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterOptions:
-    """Options of ``dstrial up``; None leaves a value to the config file."""
+    """Options of ``dstrial up``; None means the value of the config file."""
 
-    port: int | None = None  # 0 lets the system choose
-    num_slots: int | None = None  # CPU slots, how many of the accelerators, or slots in an allocation
+    port: int | None = None  # 0: any free port
+    num_slots: int | None = None  # number of accelerators, CPU slots, or slots in a Slurm allocation
     config_file: str | None = None
-    has_passwords: bool = True  # the first users get random passwords
+    has_passwords: bool = True  # random passwords for the first users
     hostfile: str | None = None
-    include: str = ""  # as DeepSpeed writes filters of hosts and slots
+    include: str = ""  # DeepSpeed's filter syntax for hosts and slots
     exclude: str = ""
-    python: str | None = None  # path of the interpreter on each host
-    is_under_slurm: bool = False  # the hosts are the nodes of the master's own allocation
+    python: str | None = None  # interpreter path on each host
+    is_under_slurm: bool = False  # the hosts are the nodes of the master's own Slurm allocation
     backend: str | None = None
-    owner_pid: int | None = None  # of the parent process with which the master ends
+    owner_pid: int | None = None  # parent process; the master exits when it dies
 
     def to_arguments(self) -> list[str]:
         return [json.dumps(dataclasses.asdict(self))]
@@ -75,14 +71,14 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a background master, or find one just started; wait until it serves.
+    """Start a background master and wait until it serves; reuse one just started.
 
-    ``meanwhile`` is called once while the new process starts. ``may_take_another_port``: any free port will do where another
-    program has the default one.
+    ``meanwhile`` is called once while the new process starts. With ``may_take_another_port``, use any free port if the default
+    port is taken.
 
     Raises:
-        MasterError: a master serves this directory already, the port is taken, trials of an earlier master report to
-            another port, or the new master ended while it started.
+        MasterError: a master already serves this directory, the port is taken, trials of an earlier master report to
+        another port, or the new master exited during startup.
     """
     state.make()
     port = choose_port(state, options)
@@ -94,7 +90,7 @@ def start(
         process.kill()
         process.wait()
         raise MasterError(
-            f"the master did not serve within {_start_timeout_s(state):.0f} s; expected it at once. See {state.log_path}."
+            f"the master did not serve within {_start_timeout_s(state):.0f} s; expected it to start. See {state.log_path}."
         )
     message: dict[str, Any] = json.loads(told) if told else {}
     if "record" not in message:
@@ -103,9 +99,9 @@ def start(
         if other is not None:
             return other
         raise MasterError(message.get("error") or _died(state, process.returncode))
-    process.returncode = 0  # not a child any more, as far as subprocess is concerned
+    process.returncode = 0  # detach: subprocess must not wait for it
     record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
-    # The whole way of a request, not only the port.
+    # Wait for a complete request, not only for an open port.
     Client(record.address).get("/info")
     return record
 
@@ -113,7 +109,7 @@ def start(
 def _launch(
     state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
 ) -> tuple[subprocess.Popen[bytes], bytes | None]:
-    """Start the process; return it and its report, None for no report in time."""
+    """Start the process; return it and its startup report, None after a timeout."""
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
@@ -147,9 +143,9 @@ def _start_timeout_s(state: StateDirectory) -> float:
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
-    """Return the master that another command just started; None if it never serves."""
-    give_up_at_s = time.monotonic() + _OTHER_TIMEOUT_S
-    while time.monotonic() < give_up_at_s:
+    """Wait for a master that another command just started; None if it never serves."""
+    deadline_s = time.monotonic() + _OTHER_TIMEOUT_S
+    while time.monotonic() < deadline_s:
         record = state.running()
         if record is not None:
             return record
@@ -167,11 +163,11 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _read_all(descriptor: int, give_up_at_s: float) -> bytes | None:
-    """Read a pipe to its end; None if it does not come in time."""
+def _read_all(descriptor: int, deadline_s: float) -> bytes | None:
+    """Read a pipe until EOF; None after the deadline."""
     content = b""
     while True:
-        readable, _, _ = select.select([descriptor], [], [], max(0.0, give_up_at_s - time.monotonic()))
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))
         if not readable:
             return None
         chunk = os.read(descriptor, 65536)
@@ -192,7 +188,7 @@ def _died(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port to listen on: the last master's while trials report to it."""
+    """Return the port to listen on: the last master's if running trials use it."""
     asked = options.port
     if asked is None and options.config_file is not None:
         from dstrial.master.settings import MasterSettings
@@ -210,7 +206,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 
 def living_allocations(state: StateDirectory) -> list[str]:
-    """Return allocations with a living supervisor, whether or not a master runs."""
+    """Return allocations with a running supervisor; needs no running master."""
     found = supervisors(state)
     if not found:
         return []
@@ -222,11 +218,11 @@ def living_allocations(state: StateDirectory) -> list[str]:
 def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, KILL_SIGNAL if is_kill else STOP_SIGNAL)
-        _let_go_on(record)
+        _resume_if_stopped(record)
 
 
-def _let_go_on(record: MasterRecord) -> None:
-    """Send SIGCONT to a stopped master, which would not see a request before."""
+def _resume_if_stopped(record: MasterRecord) -> None:
+    """Send SIGCONT to a stopped master, which could not handle requests."""
     if is_stopped(record.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGCONT)
@@ -238,19 +234,19 @@ def wait_for_end(
     timeout_s: float,
     on_progress: Callable[[int], None] = lambda _num_allocations: None,
 ) -> bool:
-    """Wait at most ``timeout_s`` until a master has ended; return whether it has.
+    """Wait at most ``timeout_s`` for a master to exit; return whether it has.
 
-    A master that is stopped meanwhile is continued. ``on_progress`` gets the number of living allocations when it changes.
+    Sends SIGCONT if the master is stopped. ``on_progress`` gets the number of running allocations when it changes.
     """
-    give_up_at_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     told: int | None = None
     next_count_at_s = 0.0
     while process_start_time(record.pid) == record.start_time:
-        if time.monotonic() > give_up_at_s:
+        if time.monotonic() > deadline_s:
             return False
         if time.monotonic() > next_count_at_s:
             next_count_at_s = time.monotonic() + 0.5
-            _let_go_on(record)
+            _resume_if_stopped(record)
             count = len(living_allocations(state))
             if count != told:
                 told = count
@@ -260,7 +256,7 @@ def wait_for_end(
 
 
 def tail(path: Path, num_lines: int) -> list[str]:
-    """Return a text file's last lines without line ends; none if it is missing."""
+    """Return a text file's last lines without newlines; empty if the file is missing."""
     if num_lines <= 0:
         return []
     try:

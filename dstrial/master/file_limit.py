@@ -1,4 +1,4 @@
-"""The open-file limit: the master's own, and the user's for what it starts."""
+"""Open-file limit (RLIMIT_NOFILE): raised for the master, restored for children."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from pathlib import Path
 from dstrial.errors import MasterError
 
 _WANTED_FILES = 4096
-_RESERVED_FILES = 128  # For the database, logs, supervisors and what else the master opens beside connections
-_FILES_PER_CONNECTION = 2  # One that is passed on to a task's service has a second one behind it
+_RESERVED_FILES = 128  # for files other than connections: database, logs, supervisors
+_FILES_PER_CONNECTION = 2  # a proxied connection has a second one to the service
 _MIN_CONNECTIONS = 16
 _MIN_FILES = _RESERVED_FILES + _MIN_CONNECTIONS * _FILES_PER_CONNECTION
 
-_SPARE_FILES = (
-    8  # With fewer left the master is short of them: an answer takes a connection, and a file or two
-)
+_SPARE_FILES = 8  # minimum of free descriptors: a response needs a connection and a file or two
 
 _soft_before: int | None = None
 
 
 def raise_limit() -> int:
-    """Raise this process's limit; return how many connections that is enough for."""
+    """Raise this process's limit; return the number of connections that it allows."""
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
@@ -41,14 +39,14 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Give a new process the user's limit, as ``select`` fails beyond 1024 files."""
+    """Restore the user's limit for a child, as ``select`` fails beyond 1024 files."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))
 
 
 def shortage() -> str:
-    """Return a message if this process can hardly open more files; empty if it can."""
+    """Return a message if file descriptors are running out, else an empty string."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -63,10 +61,10 @@ def shortage() -> str:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Say whether an error, or its cause, is that no more files can be opened."""
+    """Return whether an error or its cause is a lack of file descriptors."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return True
-    # SQLite's words for it, which it has for other failures, too.
+    # SQLite uses this message for other failures, too.
     if "unable to open database file" in str(error) and shortage():
         return True
     return error.__cause__ is not None and is_shortage(error.__cause__)

@@ -1,7 +1,7 @@
-"""Logs the user in with ``det``: this master's entries in its token store.
+"""Logs ``det`` in: writes this master's entries into ``det``'s token store.
 
-``det`` keeps tokens by address, and a master has two: ``localhost`` and ``127.0.0.1``. An entry that this master did not issue
-is a login to another master and is replaced only with the user's consent.
+``det`` stores tokens by address, and a master has two: ``localhost`` and ``127.0.0.1``. An entry with a token that this master
+does not accept belongs to another master and is replaced only with the user's consent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 
-USERNAME = "determined"  # The user as whom the operating system's user is logged in; not an administrator
+USERNAME = "determined"  # default login of the state directory's owner; not an administrator
 
 
 class Login(enum.Enum):
     ADDED = enum.auto()
     KEPT = enum.auto()
     REPLACED = enum.auto()
-    FOREIGN = enum.auto()  # It belongs to another master and stays
-    REFUSED = enum.auto()  # There is none, as the master gives this user no token
+    FOREIGN = enum.auto()  # the entry belongs to another master and was kept
+    REFUSED = enum.auto()  # no entry: the master issued no token for this user
 
 
 def addresses_of(port: int) -> tuple[str, str]:
@@ -32,10 +32,10 @@ def addresses_of(port: int) -> tuple[str, str]:
 
 
 def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str, Login]:
-    """Make ``det`` know this master by both addresses; return address -> result.
+    """Log ``det`` in at both addresses of a master; return address -> result.
 
-    An entry with a token that this master accepts stays, whoever its user is. ``may_replace`` is asked with an address whose
-    entry belongs to another master.
+    A valid entry is kept, whichever user it has. ``may_replace`` is called with an address whose entry belongs to another
+    master.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore (file and places), ``det`` addresses
     of the form ``http://host:port``.
@@ -57,7 +57,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
             outcome[address] = Login.REPLACED if store.get_all_users() else Login.ADDED
             missing.append((address, store))
     if missing:
-        with contextlib.suppress(RequestError):  # A login at the other name serves as well.
+        with contextlib.suppress(RequestError):  # A login at the other address is valid here too.
             known = USERNAME, new_token(record)
     for address, store in missing:
         if known is None:
@@ -71,7 +71,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
 
 
 def log_in_as(record: MasterRecord, username: str) -> None:
-    """Make a user active at both of a master's addresses, and keep others."""
+    """Make a user the active one at both addresses of a master; keep other users."""
     token: str | None = None
     for address in addresses_of(record.port):
         store = _token_store(address)
@@ -95,7 +95,7 @@ def _token_store(address: str) -> Any:
 
 
 def _accepted_user(store: Any, record: MasterRecord) -> str | None:
-    """Return the user of an entry whose token this master accepts, active first."""
+    """Return a user whose stored token this master accepts, the active user first."""
     users = sorted(store.get_all_users(), key=lambda user: user != store.get_active_user())
     return next((user for user in users if is_accepted(record, store.get_token(user))), None)
 
@@ -109,15 +109,15 @@ def is_accepted(record: MasterRecord, token: str) -> bool:
 
 
 def new_token(record: MasterRecord, username: str = USERNAME) -> str:
-    """Return a token for the directory's owner, through the UNIX socket."""
+    """Request a token of a user through the owner's UNIX socket."""
     client = Client(record.address, socket=record.socket)
     return str(client.post("/owner/login", {"username": username})["token"])
 
 
 def browser_link(record: MasterRecord, username: str = USERNAME) -> str:
-    """Return a browser's login link, valid once within ten minutes.
+    """Return a one-time login link for browsers, valid for ten minutes.
 
-    The code stands behind the ``#``, which a browser keeps to itself: no request, log or ``Referer`` has it.
+    The code is in the URL fragment, which browsers do not send: it appears in no request, log or ``Referer``.
     """
     client = Client(record.address, socket=record.socket)
     code = str(client.post("/owner/link", {"username": username})["code"])
@@ -125,7 +125,7 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str:
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
-    """Return username -> password of the first start; empty for blank passwords."""
+    """Return username -> password as generated at the first start; empty if blank."""
     try:
         value = json.loads(state.credentials_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def read_credentials(state: StateDirectory) -> dict[str, Any]:
 
 
 def session(record: MasterRecord) -> Client:
-    """Return a client for ``det``'s logged-in user, else for ``determined``."""
+    """Return a client with the token of ``det``'s user, by default ``determined``."""
     store = _token_store(record.address)
     user = store.get_active_user()
     token = store.get_token(user) if user is not None else None

@@ -1,8 +1,8 @@
-"""The UNIX socket by which the state directory's owner reaches the master.
+"""The UNIX socket through which the state directory's owner reaches the master.
 
-It lies in the state directory, which nobody else can enter. Its address has 108 bytes (unix(7) ``sun_path``), so that a
-longer path is named through ``/proc/self/fd``. On file systems without sockets it lies in a new directory of the user's
-runtime or temporary directory, mode 0700; ``MasterRecord.socket`` says where.
+It is in the state directory, which has mode 0700. A socket address is limited to 108 bytes (unix(7) ``sun_path``), so a longer
+path is addressed through ``/proc/self/fd``. If the file system has no sockets, it is in a new directory (mode 0700) below the
+user's runtime or temporary directory; ``MasterRecord.socket`` is its path.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _BACKLOG = 128
 
 @contextlib.contextmanager
 def listening(state: StateDirectory, last: str) -> Iterator[tuple[socket.socket, Path]]:
-    """Listen while the block lasts; yield the socket and its place.
+    """Context manager: listen on the socket; yield the socket and its path.
 
-    ``last`` is where the last master, which may have been killed, listened; empty for nowhere.
+    ``last`` is the socket path of the last master, which may have been killed; empty for none.
     """
     if last:
         _remove(Path(last))
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
         path = _bind_somewhere(listener, state.path)
         try:
-            # Nobody can connect before it listens.
+            # Connections are impossible before listen().
             path.chmod(0o600)
             listener.listen(_BACKLOG)
             listener.setblocking(False)
@@ -64,7 +64,7 @@ def _bind_somewhere(listener: socket.socket, state_dir: Path) -> Path:
             listener.bind(address)
         return path
     except OSError as error:
-        why = error
+        no_socket = error
     try:
         runtime = os.environ.get("XDG_RUNTIME_DIR")
         directory = Path(
@@ -75,14 +75,14 @@ def _bind_somewhere(listener: socket.socket, state_dir: Path) -> Path:
         return directory / _NAME
     except OSError as error:
         raise MasterError(
-            f"a socket cannot be made in {state_dir} ({why.strerror}) nor in the temporary directory ({error.strerror}); "
+            f"a socket cannot be made in {state_dir} ({no_socket.strerror}) nor in the temporary directory ({error.strerror}); "
             "expected one of them to hold it. Name another --state-dir, or a TMPDIR that can be written to."
         ) from error
 
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """The path itself where it is short enough, else one that is."""
+    """Yield the path, or a short alias of it through ``/proc/self/fd``."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return
@@ -94,7 +94,7 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove an unused socket and the directory made for it, nothing else."""
+    """Remove an unused socket, and its directory if created for it."""
     with contextlib.suppress(OSError):
         if path.name != _NAME or not stat.S_ISSOCK(path.lstat().st_mode):
             return

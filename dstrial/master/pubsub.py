@@ -1,4 +1,4 @@
-"""Topics that writes publish, and the coroutines and threads that wait for them."""
+"""Publish-subscribe for topics of database writes, for coroutines and threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Follower:
         self._future: asyncio.Future[None] | None = None
 
     def tell(self, topics: Iterable[str]) -> None:
-        """Take published topics; the publisher holds the lock."""
+        """Add published topics; the caller must hold the lock."""
         self._topics.update(filter(self._is_wanted, topics))
         if self._topics and self._future is not None:
             self._future.get_loop().call_soon_threadsafe(_finish, self._future)
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Return the topics published since the last call; none after ``timeout_s``."""
+        """Wait for topics published since the last call; empty after ``timeout_s``."""
         with self._lock:
             found, self._topics = self._topics, set()
             if found:
@@ -40,10 +40,9 @@ class Follower:
 
 
 class PubSub:
-    """Wakes a loop's coroutines that wait for topics; any thread may publish.
+    """Notifies coroutines of an event loop; any thread may publish.
 
-    A waiter takes :meth:`version` before it looks at the database and passes it to :meth:`wait`, so that a change
-    between the two is not lost.
+    To avoid lost wake-ups, read :meth:`version` before the database, then pass it to :meth:`wait`.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class PubSub:
         self._followers: set[Follower] = set()
 
     def version(self, topic: str) -> int:
-        """Return how often the topic has been published."""
+        """Return the number of publications of a topic."""
         with self._lock:
             return self._versions.get(topic, 0)
 
@@ -71,7 +70,7 @@ class PubSub:
                     future.get_loop().call_soon_threadsafe(_finish, future)
 
     async def wait(self, topic: str, seen: int, timeout_s: float) -> bool:
-        """Wait for a publication after ``seen``; return False after ``timeout_s``."""
+        """Wait until a topic's version exceeds ``seen``; False after ``timeout_s``."""
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._versions.get(topic, 0) != seen:
@@ -92,7 +91,7 @@ class PubSub:
 
     @contextlib.contextmanager
     def follow(self, is_wanted: Callable[[str], bool]) -> Iterator[Follower]:
-        """Collect all topics for which ``is_wanted`` returns True while the block lasts."""
+        """Context manager: subscribe to all topics for which ``is_wanted`` is true."""
         follower = Follower(is_wanted, self._lock)
         with self._lock:
             self._followers.add(follower)
@@ -103,7 +102,7 @@ class PubSub:
                 self._followers.discard(follower)
 
     def listen(self, topic: str) -> threading.Event:
-        """Return an event set at every publication; a waiting thread clears it itself."""
+        """Return an event that every publication sets; the waiting thread clears it."""
         event = threading.Event()
         with self._lock:
             self._thread_waiters.setdefault(topic, set()).add(event)

@@ -1,4 +1,4 @@
-"""What a person types to mend the database; here since the store knows no client."""
+"""Commands that error messages of the store suggest for recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The master's process: builds its parts, serves on loopback, ends losing nothing.
+"""The master process: assembles its parts, serves on loopback, shuts down cleanly.
 
 ``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS`` is what ``dstrial up`` starts.
 """
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master")
 
-_STREAM_END_S = 2.0  # How long open streams may take to end when the master ends, seconds
+_STREAM_END_S = 2.0  # grace period for open streams at shutdown
 
 _STOP_TIMEOUT_S = 24 * 3600.0
-"""How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
+"""Timeout for checkpoints of trials at shutdown, seconds; each trial has its own, shorter ``preemption_timeout``."""
 
-_DRAIN_S = 5.0  # How long the master goes on to send what webhooks have not been told when it ends, seconds
+_DRAIN_S = 5.0  # time for pending webhook events at shutdown
 
 _PRIVATE_UMASK = 0o077
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -72,7 +72,7 @@ _LOG_INDENT = "    "
 
 
 class MasterServer(uvicorn.Server):
-    """uvicorn's server; calls ``on_ready`` once it answers, leaves signals to us."""
+    """uvicorn server without signal handlers; calls ``on_ready`` once it serves."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class MasterServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone: the first one stops the trials before the server."""
+        """Override: install no handlers, because a signal first stops the trials."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -94,12 +94,12 @@ class MasterServer(uvicorn.Server):
 
         await super().startup(sockets)
         if self.started:
-            # A listener of its own, so that no request of the port can be taken for one of the owner's.
+            # A separate listener distinguishes the owner's requests from those to the TCP port.
             self.servers.append(
                 await asyncio.get_running_loop().create_unix_server(  # type: ignore[call-arg]  # of Python 3.10
                     lambda: OwnerConnection(self.config, self.server_state, self.lifespan.state),
                     sock=self._owner_listener,
-                    # Else uvloop looks, from Python 3.13 on, for the path that the socket was bound by, to remove it at the end.
+                    # Otherwise uvloop, from Python 3.13 on, tries to unlink the path that the socket was bound to.
                     cleanup_socket=False,
                 )
             )
@@ -107,7 +107,7 @@ class MasterServer(uvicorn.Server):
 
 
 class RefuseSubmissions:
-    """Answers 503 to submissions once the master is ending."""
+    """Middleware that returns 503 for submissions during shutdown."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -129,7 +129,7 @@ class RefuseSubmissions:
         try:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:
-            # The server ends what waits or streams; the client sees its connection close.
+            # uvicorn cancels long polls and streams at shutdown; the client sees a closed connection.
             if not self.is_stopping:
                 raise
 
@@ -141,11 +141,11 @@ def serve(
     on_ready: Callable[[MasterRecord], None],
     shows_log: bool = False,
 ) -> None:
-    """Serve until a signal ends the master.
+    """Serve until a signal shuts the master down.
 
-    SIGTERM, SIGINT and SIGHUP stop the trials with a checkpoint first. SIGINT meanwhile, or ``KILL_SIGNAL``, kills them.
-    ``on_ready`` is called once when requests are answered; it must not wait for an answer itself. ``shows_log``: log to the
-    standard error, too.
+    SIGTERM, SIGINT and SIGHUP first stop the trials with a checkpoint. A further SIGINT, or ``KILL_SIGNAL``, kills them.
+    ``on_ready`` is called once, when requests are served; it must not send requests itself. ``shows_log`` logs to stderr as
+    well.
     """
     from dstrial.master.backends import local
     from dstrial.master.backends.devices import find_slots
@@ -155,7 +155,7 @@ def serve(
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     settings = with_options(settings, options)
     with contextlib.ExitStack() as stack:
-        # Trials get the user's umask back: what they write may be meant for others.
+        # Trials use the user's umask, as their files may be meant for other accounts.
         local.trial_umask = os.umask(_PRIVATE_UMASK)
         stack.enter_context(state.lock())
         state.close_to_others()
@@ -185,13 +185,13 @@ def serve(
         )
         stack.callback(services.close)
         record = _record(services, services.slots, port, socket_path)
-        # What start-up made is not looked at again by the garbage collector.
+        # Exclude startup objects from garbage collection.
         gc.freeze()
         _run(state, services, record, listener, owner_listener, num_connections, on_ready)
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
-    """Return the settings overridden by the command line's options. Pure."""
+    """Return the settings with the options of the command line applied; pure."""
     return dataclasses.replace(
         settings,
         hosts_python=options.python or settings.hosts_python,
@@ -200,7 +200,7 @@ def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSett
 
 
 def hosts_of(options: MasterOptions, settings: MasterSettings) -> tuple[Host, ...]:
-    """Return the hosts that run allocations; none where this machine does."""
+    """Return the hosts that run allocations; empty if this machine runs them."""
     if options.is_under_slurm:
         return hosts_of_allocation(own_allocation(), options.num_slots)
     hostfile = options.hostfile or settings.hostfile
@@ -240,7 +240,7 @@ def _listen(port: int) -> socket.socket:
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes messages and indents tracebacks: no user's text looks like a message."""
+    """Escapes messages and indents tracebacks, so that user text cannot forge a line."""
 
     def __init__(self) -> None:
         super().__init__(_LOG_FORMAT, "%Y-%m-%dT%H:%M:%S")
@@ -267,7 +267,7 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     for handler in handlers:
         handler.setFormatter(LogFormatter())
     logging.basicConfig(level=getattr(logging, level.upper(), logging.INFO), handlers=handlers, force=True)
-    # Its warnings are about single requests, and anybody on this machine could fill the disk with them.
+    # uvicorn logs a warning per bad request, with which any local user could fill the disk.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
 
@@ -334,9 +334,9 @@ def _run(
 
 
 class Shutdown:
-    """Ends the master: trials first, while reports are still taken, then the server.
+    """Graceful shutdown: stops the trials first, then the server.
 
-    Meanwhile ``app`` refuses submissions, and ``delivery`` sends the events that webhooks have not received yet.
+    Reports are accepted until the end. Meanwhile ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
     """
 
     def __init__(
@@ -349,9 +349,9 @@ class Shutdown:
         self._is_killing = False
 
     def request(self, cause: str) -> None:
-        """Stop the trials with a checkpoint; Ctrl-C while they stop kills them.
+        """Stop the trials with a checkpoint; kill them on Ctrl-C during that.
 
-        A second `dstrial down` sends SIGTERM again, and a session that ends SIGHUP after it: both ask for the same as the first.
+        Further SIGTERM (a second `dstrial down`) or SIGHUP (a closed session) has no additional effect.
         """
         if self._app.is_stopping:
             if cause == signal.SIGINT.name:
@@ -383,7 +383,7 @@ class Shutdown:
 
 
 def main(words: list[str]) -> int:
-    """Serve for ``dstrial up``, which reads from a pipe whether that succeeded."""
+    """Entry point for ``dstrial up``; reports success or failure through a pipe."""
     state = StateDirectory(Path(words[0]))
     ready = int(words[1])
     os.set_inheritable(ready, False)
@@ -398,7 +398,7 @@ def main(words: list[str]) -> int:
     options = MasterOptions.from_arguments(words[2:])
     if options.owner_pid is not None:
         _end_with(options.owner_pid)
-        # Its agents keep their files here as well, so that nothing of the run is left elsewhere.
+        # Agents of a run's own master store their files here too, so that nothing is left elsewhere.
         os.environ[STATE_DIR_VARIABLE] = str(state.path)
     try:
         serve(state, options, on_ready=on_ready)
@@ -411,7 +411,7 @@ def main(words: list[str]) -> int:
 
 
 def _end_with(owner_pid: int) -> None:
-    """Stop the trials with a checkpoint and end if the parent process dies."""
+    """Shut down gracefully when the parent process dies (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != owner_pid:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What handlers and the scheduler work with, built once at the master's start."""
+"""Shared objects of handlers and the scheduler, created once at startup."""
 
 from __future__ import annotations
 
@@ -47,49 +47,49 @@ _NUM_READERS = 4
 _NUM_CHECKERS = 2
 _SCHEDULER_LATE_S = 30.0
 
-VERSION = "0.38.1"  # The release of Determined whose protocol is spoken; its clients warn about any other
+VERSION = "0.38.1"  # release of Determined whose API is served; clients warn about any other version
 
 
 class Activity:
-    """Remembers each task service's last use in memory; safe from any thread."""
+    """Last use of each task's service, for idle timeouts. In memory, thread-safe."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
 
     def touch(self, task_id: str) -> None:
-        """Note that somebody uses the service of a task now."""
+        """Record a use of a task's service."""
         self._last_s[task_id] = time.monotonic()
 
     def idle_s(self, task_id: str) -> float:
-        """Return the seconds since the last use; the first question begins the count."""
+        """Return the seconds since the last use, or since the first call of this method."""
         return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
 
     def forget(self, task_id: str) -> None:
-        """Drop a task that has ended."""
+        """Remove an ended task."""
         self._last_s.pop(task_id, None)
 
 
 @dataclasses.dataclass(slots=True)
 class Services:
-    """One running master."""
+    """The parts of a running master."""
 
     settings: MasterSettings
     state_dir: Path
     database: Database
     pubsub: PubSub
-    own_slots: tuple[Slot, ...]  # of the master's own machine
+    own_slots: tuple[Slot, ...]  # of the master's machine
     cluster_id: str
-    master_id: str  # another one at every start
+    master_id: str  # new at every start
     agent_id: str
-    address: str  # for processes of this machine, without a trailing slash
-    hosts: tuple[Host, ...] = ()  # empty for this machine
+    address: str  # URL for local processes, without a trailing slash
+    hosts: tuple[Host, ...] = ()  # empty: this machine only
     transport: Transport | None = None  # to hosts; None for ssh
-    engine: str | None = None  # Slurm or Ray; None where nodes are fixed
+    engine: str | None = None  # Slurm or Ray; None if the nodes are fixed
     start_us: int = dataclasses.field(default_factory=now_us)
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
-    # Of its own, so that slow checks hold up no read of the database.
+    # A separate pool, so that slow checks do not delay database reads.
     checker: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
     )
@@ -99,7 +99,7 @@ class Services:
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
     scheduler_step: tuple[str, float] | None = None
-    scheduler_problem: str = ""  # why the scheduler's last attempt failed
+    scheduler_problem: str = ""  # error of the scheduler's last iteration
     tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
@@ -124,7 +124,7 @@ class Services:
             forks_with_accelerators=settings.warm_accelerators,
             on_exit=lambda: self.pubsub.publish(("scheduler",)),
         )
-        (self.state_dir / "engine.json").unlink(missing_ok=True)  # of a master before this one
+        (self.state_dir / "engine.json").unlink(missing_ok=True)  # stale file of an earlier master
         if self.settings.backend == "slurm":
             self.backend = self._over_slurm(local)
         elif self.settings.backend == "ray":
@@ -180,14 +180,14 @@ class Services:
         )
 
     def _without_hosts(self, local: LocalBackend) -> Backend:
-        """Return this machine's back end; an earlier master may have had hosts."""
+        """Return the local back end; delete the host list of an earlier master."""
         from dstrial.master.backends.hosts.backend import SHOWN_NAME
 
         (self.state_dir / SHOWN_NAME).unlink(missing_ok=True)
         return local
 
     def _over_hosts(self, local: LocalBackend) -> Backend:
-        """Return the back end of hosts, which keep their ids and slot ids for good."""
+        """Return the back end of hosts; node and slot ids of a host never change."""
         from dstrial.master.backends.hosts.backend import SHOWN_NAME, HostsBackend
 
         names = [host.name for host in self.hosts]
@@ -203,14 +203,14 @@ class Services:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All slots of all nodes, whether or not they can be used now."""
+        """All slots of all nodes, including unavailable ones."""
         return tuple(slot for node in self.backend.nodes() for slot in node.slots)
 
     def node_name(self, node_id: int) -> str:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of an allocation's nodes, with commas."""
+        """Return the names of an allocation's nodes, comma-separated."""
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
@@ -221,7 +221,7 @@ class Services:
     async def read(
         self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a function of a read-only connection in a thread, inside one snapshot."""
+        """Run ``function(connection, *args)`` in a reader thread, in one snapshot."""
 
         def run() -> T:
             with self.database.read() as connection:
@@ -230,11 +230,11 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
     def note_scheduler(self, step: str) -> None:
-        """Record the scheduler's current step."""
+        """Record the scheduler's current step, for health checks."""
         self.scheduler_step = step, time.monotonic()
 
     def describe_trouble(self) -> str:
-        """Return a message about what keeps the master from its work; empty for nothing."""
+        """Return a message about the master's health problem, if any, else an empty one."""
         what, since_s = self.scheduler_step or ("", math.inf)
         late_s = time.monotonic() - since_s
         scheduler = (
@@ -252,19 +252,19 @@ class Services:
         )
 
     async def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run a function in the writer's thread in a transaction, and wait for its commit."""
+        """Run a function in a transaction of the writer thread; wait for the commit."""
         return await asyncio.wrap_future(self.database.submit(function))
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a blocking function, of the file system for example, in a thread."""
+        """Run a blocking function in a thread, for example file I/O."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     async def check(self, function: Callable[[], T]) -> T:
-        """Run a check of user input so that other requests hardly notice."""
+        """Run a slow validation in its own thread pool, without delaying other requests."""
         return await asyncio.get_running_loop().run_in_executor(self.checker, function)
 
     def close(self) -> None:
-        """End the threads; the caller that opened the database closes it."""
+        """Shut down the thread pools but not the database, which the caller closes."""
         self.backend.close()
         self.webhook_sender.end()
         self.checker.shutdown(wait=True, cancel_futures=True)
@@ -283,10 +283,10 @@ def open_services(
     hosts: tuple[Host, ...] = (),
     transport: Transport | None = None,
 ) -> Services:
-    """Make a master's services; the first start makes its identity and users.
+    """Create the services; the first start creates the cluster id and users.
 
-    With ``has_passwords`` the first users get random passwords, kept in ``credentials.json`` of the existing ``state_dir`` (mode
-    0600), instead of Determined's blank ones.
+    With ``has_passwords`` the first users get random passwords, stored in ``credentials.json`` in ``state_dir`` (mode 0600),
+    instead of Determined's blank ones.
     """
     with database.read() as connection:
         is_new = not users.has_users(connection)
@@ -294,7 +294,7 @@ def open_services(
         passwords = users.new_passwords(is_blank=not has_passwords)
         path = state_dir / "credentials.json"
         if has_passwords:
-            # Before the users, so that no master is left with passwords that nobody knows.
+            # Write the file before the users, so that a crash cannot leave unknown passwords.
             _write_secret(path, passwords)
         else:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The master's settings: Determined's keys that mean something on one machine."""
+"""The master's settings: the subset of Determined's keys that applies here."""
 
 from __future__ import annotations
 
@@ -115,35 +115,31 @@ _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterSettings:
-    """A master's settings."""
+    """Validated settings of a master."""
 
     port: int | None
-    launch_error: bool  # refuse experiments that need more slots than there are
+    launch_error: bool  # reject experiments that need more slots than exist
     log_level: str
-    log_color: bool  # kept and shown, without effect: the log goes to a file
-    checkpoint_storage: Mapping[str, Any]  # its path is None for the state directory's own
+    log_color: bool  # no effect, as the log is a file; only shown
+    checkpoint_storage: Mapping[str, Any]  # path None: in the state directory
     pool_name: str
     environment_variables: tuple[str, ...]  # ``NAME=value`` for every trial
-    startup_hook: str  # shell lines before every entrypoint
-    log_retention_days: int | None  # None and -1 for ever
-    tensorboard_timeout: int  # seconds without a request; 0 for never
+    startup_hook: str  # shell commands before every entrypoint
+    log_retention_days: int | None  # None and -1: forever
+    tensorboard_timeout: int  # idle timeout, seconds; 0: never
     tensorboard_memory_mib: int
-    detached_timeout_s: int  # without a heartbeat, which comes every minute
-    warm: bool  # start trials as forks of a process with torch and DeepSpeed
+    detached_timeout_s: int  # heartbeat timeout; heartbeats are sent every minute
+    warm: bool  # start trials as forks of a process that has imported torch and DeepSpeed
     warm_accelerators: bool
-    warm_idle_timeout: int  # seconds without trials
+    warm_idle_timeout: int  # seconds without trials until the fork server exits
     limits: TextLimits = DEFAULT_LIMITS
     trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
-    token_default_days: int = DEFAULT_TOKEN_DAYS  # -1 for the longest
-    token_max_days: int = -1  # -1 for ever
-    signing_key: str | None = dataclasses.field(
-        default=None, repr=False
-    )  # of webhooks; None for a generated one
-    base_url: str = ""  # of the page for readers of webhooks
-    feature_switches: tuple[
-        str, ...
-    ] = ()  # kept and shown, without effect: parts of Determined's web interface
+    token_default_days: int = DEFAULT_TOKEN_DAYS  # -1: the maximum
+    token_max_days: int = -1  # -1: unlimited
+    signing_key: str | None = dataclasses.field(default=None, repr=False)  # signs webhooks; None: generated
+    base_url: str = ""  # URL of the web page, for links in webhooks
+    feature_switches: tuple[str, ...] = ()  # no effect: switches of Determined's web interface; only shown
     hostfile: str | None = None  # absolute path
     hosts_python: str | None = None
     backend: str = "agent"  # agent (this machine, or hosts), slurm or ray
@@ -152,7 +148,7 @@ class MasterSettings:
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
-        """Read a settings file; raise ConfigError with all of its problems."""
+        """Load a settings file; raise ConfigError with all of its problems."""
         label = "master.yaml" if path is None else str(path)
         given: Any = {}
         lines: dict[Any, str] = {}
@@ -206,7 +202,7 @@ class MasterSettings:
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
-        """Return what this master adds to every experiment."""
+        """Return the defaults that the master merges into every experiment."""
         storage = dict(self.checkpoint_storage)
         key = "host_path" if storage["type"] == "shared_fs" else "container_path"
         storage.setdefault(key, str(state_dir / "checkpoints"))
@@ -248,7 +244,7 @@ class MasterSettings:
                     "max_lifespan_days": self.token_max_days,
                 }
             },
-            # The key is masked even where the master has made it; its owner asks with `dstrial webhook key`.
+            # Mask the key even if generated; `dstrial webhook key` prints it for the owner.
             "webhooks": {"signing_key": MASK, "base_url": self.base_url},
             "feature_switches": list(self.feature_switches),
             **({} if self.hostfile is None else {"hostfile": self.hostfile}),
@@ -261,7 +257,7 @@ class MasterSettings:
 
 
 def _path(text: str | None, config_file: Path | None) -> str | None:
-    """Return a path, which is relative to the settings' own file, as an absolute one."""
+    """Resolve a path relative to the settings file."""
     if text is None:
         return None
     beside = Path.cwd() if config_file is None else config_file.absolute().parent
@@ -269,9 +265,9 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
-    """Return the pool's name; lay its ``task_container_defaults`` over the master's.
+    """Return the pool's name; merge its ``task_container_defaults`` over the master's.
 
-    Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables add up, the pool's hook replaces the master's.
+    Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables are merged, hooks are replaced.
     """
     pools = raw["resource_pools"]
     if len(pools) > 1:

@@ -1,21 +1,21 @@
-"""Where one master keeps its files, and which process, if any, is that master now.
+"""The state directory of a master, and the process that serves it.
 
 ``<state dir>/`` holds::
 
-    master.db         everything the master remembers; -wal, -shm: SQLite's own, while it is open
-    backups/          copies of it: daily ones, of which 7 are kept, and those of `dstrial backup`
-    replaced-*/       what `dstrial restore` has replaced
-    master.json       the process that serves, or served last (``MasterRecord``)
-    master.lock       held by the process that serves
+    master.db         the database; -wal, -shm: SQLite's files while the database is open
+    backups/          backups of the database: 7 daily ones, and those of `dstrial backup`
+    replaced-*/       databases that `dstrial restore` has replaced
+    master.json       the current or last master process (``MasterRecord``)
+    master.lock       locked by the running master
     master.log        the master's own log
-    master.sock       the UNIX socket by which the directory's owner reaches the master without a password
-    credentials.json  passwords of the users that the first start made, mode 0600
-    webhook.key       by which webhooks are signed, unless the settings name a key, mode 0600
+    master.sock       the UNIX socket through which the directory's owner reaches the master without a password
+    credentials.json  generated passwords of the first users, mode 0600
+    webhook.key       signing key of webhooks unless the settings contain one, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
-    venvs/            environments of tasks that install packages, by digest
+    venvs/            virtual environments of tasks that install packages, by digest
 
-This module imports only the standard library, so that every command can look without delay.
+This module imports only the standard library, to keep commands fast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from dstrial.errors import MasterError
 from dstrial.process_state import read_state
 
-STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"  # Environment variable that names the state directory where ``--state-dir`` is not given
+STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"  # default of ``--state-dir``
 
 
 class StateInUseError(MasterError):
@@ -44,7 +44,7 @@ class MasterRecord:
     """The content of ``master.json``."""
 
     pid: int
-    start_time: str  # kernel ticks; tells a reused pid apart
+    start_time: str  # kernel ticks; detects a reused pid
     port: int
     slots: tuple[dict[str, Any], ...]  # ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``
     cluster_id: str
@@ -58,13 +58,13 @@ class MasterRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateDirectory:
-    """One master's state directory; a value, holding nothing open."""
+    """A master's state directory; an immutable value without open files."""
 
     path: Path
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return the user's choice, ``DSTRIAL_STATE_DIR``, or the user's data directory."""
+        """Return the given directory, else ``DSTRIAL_STATE_DIR``, else the default."""
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
             return cls(Path(asked).absolute())
@@ -105,7 +105,7 @@ class StateDirectory:
         return self.path / "checkpoints"
 
     def make(self) -> None:
-        """Make the directory, for its owner only, and the directories in it."""
+        """Create the directory and its subdirectories, accessible to the owner only."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.stat().st_uid != os.getuid():
@@ -123,14 +123,14 @@ class StateDirectory:
             ) from error
 
     def close_to_others(self) -> None:
-        """Make the files of earlier commands private."""
+        """Remove group and other permissions from existing files."""
         for path in self.path.iterdir():
             if path.is_file() and not path.is_symlink():
                 with contextlib.suppress(OSError):
                     path.chmod(0o600)
 
     def read_record(self) -> MasterRecord | None:
-        """Return the serving or last process; None if none, or its record is damaged."""
+        """Return the record of the current or last master; None if missing or damaged."""
         try:
             fields = json.loads(self.record_path.read_text(encoding="utf-8"))
             return MasterRecord(**{**fields, "slots": tuple(fields["slots"])})
@@ -148,7 +148,7 @@ class StateDirectory:
         temporary.replace(self.record_path)
 
     def running(self) -> MasterRecord | None:
-        """Return the record of the master that serves this directory; None if none does."""
+        """Return the record of the running master; None if none runs."""
         record = self.read_record()
         if record is None or process_start_time(record.pid) != record.start_time:
             return None
@@ -156,7 +156,7 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold this directory's lock while the block lasts; the kernel frees it at death."""
+        """Context manager: hold the directory's lock; a crash releases it."""
         with self.lock_path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,9 +173,9 @@ class StateDirectory:
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return a process's start in kernel ticks since boot; None if it has ended.
+    """Return a process's start in kernel ticks since boot; None if it has exited.
 
-    A process that has ended and that its parent has not waited for counts as ended.
+    Zombies count as exited.
     """
     state = read_state(pid)
     return None if state is None or state.has_ended else str(state.start_ticks)

@@ -1,4 +1,4 @@
-"""Reads files that a trial can write: regular, bounded, of this account."""
+"""Reads files that trials can write, without trusting their type, size or owner."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
 
 
 def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
-    """Open a regular file, of this account if ``is_own``; never block on a pipe.
+    """Open a regular file, owned by this account if ``is_own``; never block on a pipe.
 
     Raises:
-        FileNotFoundError: there is no file.
-        ValueError: it is a link, a pipe, a directory or, if ``is_own``, another account's file.
-        OSError: it cannot be opened now.
+        FileNotFoundError: the file does not exist.
+        ValueError: the path is a link, a pipe, a directory or, if ``is_own``, another account's file.
+        OSError: the file cannot be opened.
     """
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -39,7 +39,7 @@ def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """Return a JSON file's content; ValueError, and errors as :func:`open_regular`."""
+    """Parse a JSON file; raises ValueError, and errors of :func:`open_regular`."""
     with open_regular(path) as file:
         content = file.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Return a JSON object as a dataclass; errors as :func:`read_json`."""
+    """Parse a JSON file into a dataclass; raises errors of :func:`read_json`."""
     found = read_json(path)
     fields = {}
     for name, wanted in get_type_hints(kind).items():
