@@ -1,1 +1,1 @@
-"""The ``dstrial`` command: one module per noun, which parses, calls and prints."""
+"""The ``dstrial`` command: one module per subcommand, without business logic."""

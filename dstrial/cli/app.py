@@ -1,8 +1,8 @@
-"""The ``dstrial`` command line: imports only the subcommand's module and calls it.
+"""Entry point of ``dstrial``: imports and runs the module of one subcommand.
 
-A subcommand's module has ``add_parser(subparsers)``, which adds its arguments, and ``main(args)``, which returns the exit
-status; it may have ``completed(words)``, which adds what users may leave out. It imports neither torch, deepspeed nor determined
-at the top.
+A subcommand's module has ``add_parser(subparsers)``, which adds the arguments, and ``main(args)``, which returns the exit
+status. An optional ``completed(words)`` adds default words. The module must not import torch, deepspeed or determined at top
+level.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ COMMANDS = {
     "backup": "copy the master's database, also while it runs",
     "check": "check an experiment config and its DeepSpeed config; starts nothing",
     "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
-    "convert": "make an experiment of another tool's config",
-    "doctor": "say whether this machine has what training needs, or prove it by training",
+    "convert": "convert another tool's config to an experiment config",
+    "doctor": "check whether this machine can train, with --train by a test run",
     "down": "stop all trials with a checkpoint and end the master",
     "dsat": "tune the DeepSpeed configuration of an experiment",
-    "hosts": "look whether the machines of a hostfile can train together",
+    "hosts": "check whether the hosts of a hostfile can train together",
     "login": "log det in to the master of this machine, without a password",
     "logs": "print the master's own log",
-    "memory": "say where a model's memory goes, and whether it needs several devices",
-    "restore": "put a copy of the master's database back",
+    "memory": "predict a model's memory, and whether it needs several devices",
+    "restore": "restore the master's database from a backup",
     "run": "train one experiment on this machine and follow it",
     "status": "show the master's address, slots, experiments and disk use",
     "up": "start the master of this machine in the background",
-    "webhook": "have the master tell an address what happens to experiments",
+    "webhook": "manage webhooks: HTTP requests on events of experiments",
 }
-"""Name of each subcommand (and of its module in this package) and its line in the help."""
+"""Subcommand (and module in this package) -> its line in the help."""
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -55,7 +55,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    That is 0 for success, 1 for an error of the user's, 2 for wrong usage, 130 after Ctrl-C and 141 if nobody reads the output.
+    0: success, 1: user error, 2: wrong usage, 130: Ctrl-C, 141: broken output pipe.
     """
     open_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)

@@ -1,4 +1,4 @@
-"""``dstrial check``: tell what is wrong with an experiment before it starts."""
+"""``dstrial check``: validate an experiment config before it is submitted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 class _PrintSchema(argparse.Action):
-    """Prints the schema while arguments are parsed, so that no config need be named."""
+    """Action that prints the JSON Schema and exits, so that no config is required."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_unused: object, **__unused: object) -> None:
         _print_json(experiment_schema())
@@ -70,7 +70,7 @@ class _PrintSchema(argparse.Action):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if training can start, else 1."""
+    """Return 0 if the config is valid, else 1."""
     try:
         point = chosen_point(args)
         config = load_experiment(
@@ -171,7 +171,7 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, w
         table.add_column(heading, overflow="fold")
     num_hidden = 0
     for row in explained_rows(source, checked, _SECRETS):
-        # One that an "auto" of the config asked for has the place of that behind it, and was decided.
+        # A resolved "auto" has the location of that "auto" appended to its origin; it is not a plain default.
         if row.origin == DEFAULT_ORIGIN and not with_defaults:
             num_hidden += 1
             continue

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint``: looks at checkpoints, compares and converts them."""
+"""``dstrial checkpoint``: inspect, verify, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 ACTIONS = ("inspect", "verify", "diff", "export", "reshape")
-"""Every action; ``dstrial.cli.checkpoint_<action>`` offers ``add_parser(actions)`` and ``main(args)``."""
+"""Actions; ``dstrial.cli.checkpoint_<action>`` has ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
 CHECKPOINT is a checkpoint's directory, the directory of a run (its newest checkpoint), or the UUID of a checkpoint
@@ -40,6 +40,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    # DeepSpeed is imported where a checkpoint holds objects of its classes; it is to look for no device then.
+    # Unpickling DeepSpeed objects imports DeepSpeed, which must not probe for accelerators.
     os.environ["DS_ACCELERATOR"] = "cpu"
     return int(importlib.import_module(f"dstrial.cli.checkpoint_{args.action}").main(args))

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint diff``: how two checkpoints differ."""
+"""``dstrial checkpoint diff``: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class _Side:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 without differences, 1 with some, 2 for an error."""
+    """Return 0 if the checkpoints are equal, 1 if they differ, 2 for an error."""
     try:
         report = _compare(args)
     except DstrialError as error:
@@ -164,7 +164,7 @@ def _compare_state(
     b: _Side,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Add differences of the engines' own files; return a summary of the weights."""
+    """Append differences of the engines' state; return a summary of the weights."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
@@ -234,12 +234,12 @@ def _compare_weights(
 
 
 def _rank(difference: WeightDifference) -> float:
-    """Sort what is no number first, then larger relative differences."""
+    """Sort key: non-finite differences first, then by descending relative difference."""
     return -math.inf if math.isnan(difference.relative) else -difference.relative
 
 
 def _number(value: float) -> float | None:
-    """Write non-finite numbers as strings: JSON has none."""
+    """Return a number for JSON, with non-finite ones as strings."""
     return value if math.isfinite(value) else None
 
 

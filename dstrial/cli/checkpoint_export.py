@@ -1,4 +1,4 @@
-"""``dstrial checkpoint export``: the weights of a checkpoint as one model."""
+"""``dstrial checkpoint export``: consolidate the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def size_argument(text: str) -> int:
-    """Read a size such as ``5GB``, ``500MiB`` or ``1000`` (bytes)."""
+    """Parse a size such as ``5GB``, ``500MiB`` or ``1000`` (bytes)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected for example 5GB or 500MiB")
@@ -107,7 +107,7 @@ def _engine_argument(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0, or 2 for options that exclude each other."""
+    """Return 0, or 2 for incompatible options."""
     for option, value in (("--max-shard-size", args.max_shard_size), ("--files-from", args.files_from)):
         if value is not None and args.format != "hf":
             sys.stderr.write(f"{option} is given with --format {args.format}; expected --format hf.\n")
@@ -157,9 +157,9 @@ def _engine_idx(source: CheckpointSource, layouts: tuple[Layout, ...], asked: in
     if asked is None and count == 1:
         return 0
     if asked is None or asked >= count:
-        got = "not given" if asked is None else str(asked)
+        given = "not given" if asked is None else str(asked)
         raise CheckpointError(
-            f"--engine is {got}, and checkpoint {source.path} holds {count} {'engine' if count == 1 else 'engines'}; expected "
+            f"--engine is {given}, and checkpoint {source.path} holds {count} {'engine' if count == 1 else 'engines'}; expected "
             f"one of 0 to {count - 1}. Name one."
         )
     return asked
@@ -168,7 +168,7 @@ def _engine_idx(source: CheckpointSource, layouts: tuple[Layout, ...], asked: in
 def _require_engine_files(
     source: CheckpointSource, manifest: Manifest, layouts: tuple[Layout, ...], engine_idx: int
 ) -> None:
-    """Raise ``CheckpointLayoutError`` if a trial has written files of its own form."""
+    """Raise ``CheckpointLayoutError`` if an engine's files are not DeepSpeed's."""
     roles = [role_of(path, layouts) for path in manifest.files]
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles):
         raise CheckpointLayoutError(
@@ -185,7 +185,7 @@ def _verify(
     *,
     is_plain: bool,
 ) -> None:
-    """Compare the exported files with their checksums."""
+    """Verify the checksums of the files to export."""
     names = [
         path
         for path in manifest.files
@@ -217,7 +217,7 @@ def _write(
     from dstrial.engine import export
 
     with (
-        _appearing(output) as temporary,
+        _atomic_output(output) as temporary,
         BytesBar("writing", weights.num_bytes, is_plain=args.no_progress) as bar,
     ):
         if args.format == "safetensors":
@@ -232,14 +232,14 @@ def _write(
                 files=[
                     path
                     for path in find_model_files(_places_of_files(args.files_from, source, folder))
-                    if not _is_led_out(path, source.path)
+                    if not _leads_outside(path, source.path)
                 ],
                 on_bytes=bar.advance,
             )
 
 
-def _is_led_out(path: Path, root: Path) -> bool:
-    """Return whether a link of a foreign checkpoint leads out of it."""
+def _leads_outside(path: Path, root: Path) -> bool:
+    """Return whether a path resolves to outside of the checkpoint."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 
@@ -247,7 +247,7 @@ def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -
     if asked is not None:
         yield Path(asked)
     if folder:
-        # What a Trainer writes lies beside its engine's folder.
+        # Hugging Face's Trainer writes these files beside the engine's directory.
         yield (source.path / folder).parent
     if source.run_directory is not None:
         yield Path(source.run_directory.read_record().context_dir)
@@ -256,8 +256,8 @@ def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -
 
 
 @contextlib.contextmanager
-def _appearing(output: Path) -> Iterator[Path]:
-    """Yield a path that is renamed to ``output``, or removed on failure."""
+def _atomic_output(output: Path) -> Iterator[Path]:
+    """Yield a temporary path that is renamed to ``output``, or deleted on failure."""
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.writing")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint inspect``: what a checkpoint holds."""
+"""``dstrial checkpoint inspect``: show the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _counts(layout: Layout) -> dict[str, Any]:
 def _optimizer(
     source: CheckpointSource, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's settings and counters, or why they cannot be read."""
+    """Return the optimizer's settings and counters, or the error of reading them."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint reshape``: change a checkpoint's layout ahead of time."""
+"""``dstrial checkpoint reshape``: convert a checkpoint to another layout offline."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _require_possible(source: CheckpointSource, layouts: tuple[Layout, ...]) -> None:
-    """Refuse what CPU ranks cannot restore, before any is started."""
+    """Raise if CPU ranks cannot restore the checkpoint (fp16)."""
     for engine_idx, layout in enumerate(layouts):
         if layout.precision == "fp16":
             raise CheckpointLayoutError(
@@ -130,7 +130,7 @@ def _require_possible(source: CheckpointSource, layouts: tuple[Layout, ...]) -> 
 
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
-    """Create a directory beside the output, on its disk, and remove it at the end."""
+    """Yield a temporary directory on the file system of ``output``."""
     workspace = output.with_name(f".{output.name}.{secrets.token_hex(4)}.reshaping")
     try:
         workspace.mkdir()
@@ -146,7 +146,7 @@ def _workspace(output: Path) -> Iterator[Path]:
 
 
 def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_vouched: bool) -> Path:
-    """Return the model definition's directory; a foreign checkpoint's own is refused."""
+    """Return the model definition's directory; reject that of an untrusted checkpoint."""
     if asked is not None:
         if not Path(asked).is_dir():
             raise CheckpointError(
@@ -190,7 +190,7 @@ def _experiment(
     is_vouched: bool,
     trusts: bool,
 ) -> ExperimentConfig:
-    """Write and check the checkpoint's experiment in another layout."""
+    """Write and validate the checkpoint's experiment config for the new layout."""
     saved = configuration_of(source.path)
     config, hparams = saved.get("experiment_config"), saved.get("hparams")
     if not isinstance(config, Mapping) or not isinstance(hparams, Mapping):
@@ -202,7 +202,7 @@ def _experiment(
     steps = read_manifest(source.path).steps_completed
     values = _config_for(config, hparams, num_slots, zero_stage, steps)
     if not is_vouched:
-        _leave_out_what_runs(values)
+        _remove_executable_keys(values)
     _set_trust(values, source, trusts=trusts)
     path.write_text(yaml_text(values), encoding="utf-8")
     return load_experiment(
@@ -221,7 +221,7 @@ def _config_for(
     zero_stage: int | None,
     steps_completed: int,
 ) -> dict[str, Any]:
-    """Return an experiment config for ranks that restore and save again."""
+    """Return an experiment config for ranks that restore and save the checkpoint."""
     hyperparameters = copy.deepcopy(dict(hparams))
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
@@ -251,16 +251,16 @@ def _config_for(
     }
 
 
-def _leave_out_what_runs(values: dict[str, Any]) -> None:
-    """Remove from a foreign config, in place, what runs programs."""
+def _remove_executable_keys(values: dict[str, Any]) -> None:
+    """Remove keys that execute code from an untrusted config, in place."""
     from dstrial.local.measuring_variables import AROUND_FIT_KEY
 
-    values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH and the like
-    values["hyperparameters"].pop(AROUND_FIT_KEY, None)  # names a function that is called
+    values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH
+    values["hyperparameters"].pop(AROUND_FIT_KEY, None)  # names a function to call
 
 
 def _set_trust(values: dict[str, Any], source: CheckpointSource, *, trusts: bool) -> None:
-    """Let the ranks trust these files if, and only if, the user does."""
+    """Set whether ranks may unpickle these files, in place."""
     data = values.get("data")
     data = dict(data) if isinstance(data, Mapping) else {}
     section = data.get("dstrial")
@@ -281,11 +281,11 @@ def _rewrite(
     *,
     is_vouched: bool,
 ) -> Path:
-    """Restore the checkpoint on ranks and save it again; return the run.
+    """Restore the checkpoint on CPU ranks and save it; return the run directory.
 
     Raises:
-        CheckpointError: the trial is a script, which cannot be told to end at once.
-        UntrustedCheckpointError: it is a foreign script.
+        CheckpointError: the trial is a script that cannot stop before the first batch.
+        UntrustedCheckpointError: the trial is a script of an untrusted checkpoint.
     """
     from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.rank_main import trial_command
@@ -311,7 +311,7 @@ def _rewrite(
         config=experiment.raw,
     )
     if entrypoint.trial is None:
-        with _in_a_copy(experiment.context_dir, workspace):
+        with _in_working_copy(experiment.context_dir, workspace):
             written = _run_script(source, experiment, entrypoint.words, run_directory, num_slots)
             return _newest(source, run_directory, written)
     command = trial_command(
@@ -332,14 +332,14 @@ def _rewrite(
 
 
 def _is_of_trainer(source: CheckpointSource) -> bool:
-    """Return whether a Trainer with ``DetCallback`` wrote the checkpoint."""
+    """Return whether Hugging Face's Trainer with ``DetCallback`` wrote the checkpoint."""
     layouts = layouts_of(read_manifest(source.path), source.path)
     return any(layout.folder.startswith("checkpoint-") for layout in layouts)
 
 
 @contextlib.contextmanager
-def _in_a_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
-    """Work in a copy of the model definition, because scripts write beside themselves."""
+def _in_working_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
+    """Change into a copy of the model definition, because scripts write files there."""
     before = Path.cwd()
     copied = workspace / "context"
     shutil.copytree(

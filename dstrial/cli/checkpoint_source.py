@@ -1,4 +1,4 @@
-"""Which checkpoint a command means: a directory, a run, or a known UUID."""
+"""Resolves a checkpoint argument: directory, run directory or UUID."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _TRACES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "mo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """A checkpoint, and the run or master that knows it."""
+    """A resolved checkpoint, with its run or master."""
 
     path: Path  # absolute
     run_directory: RunDirectory | None = None
     record: Mapping[str, Any] | None = (
-        None  # the master's ``v1Checkpoint``; None, like the client, if it was not asked
+        None  # the master's ``v1Checkpoint``; None, like ``client``, if no master was queried
     )
     client: Client | None = None
 
     @property
     def needs_mark(self) -> bool:
-        """Whether it must have a completion mark; a cluster's storage has none."""
+        """Whether a completion marker is required; storages of a cluster have none."""
         return self.run_directory is not None
 
 
@@ -53,7 +53,7 @@ def add_checkpoint_argument(
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--runs-dir`` and ``--state-dir``, where UUIDs are looked for."""
+    """Add ``--runs-dir`` and ``--state-dir``, which are searched for UUIDs."""
     parser.add_argument(
         "--runs-dir",
         metavar="DIR",
@@ -74,12 +74,12 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
 def find_checkpoint(
     asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
 ) -> CheckpointSource:
-    """Find a checkpoint by its directory, its run (the newest one) or its UUID.
+    """Resolve a directory, a run (its newest checkpoint) or a UUID to a checkpoint.
 
-    Whether it is whole is not looked at.
+    The checkpoint is not verified.
 
     Raises:
-        MasterError: the master knows it, and its files are not on this machine.
+        MasterError: the master has the checkpoint, but its files are not on this machine.
     """
     path = Path(asked)
     if path.is_dir():
@@ -97,10 +97,10 @@ def find_checkpoint(
 
 
 def is_vouched_for(source: CheckpointSource) -> bool:
-    """Return whether a checkpoint's configuration and code are known to be from here.
+    """Return whether a checkpoint's configuration and code can be trusted.
 
-    They are if this account's signature is on the manifest, or a master that was asked for the checkpoint has its SHA-256, and
-    they are as the manifest says. The other files are not looked at.
+    They must match the manifest, and the manifest must be signed by this account or have the SHA-256 registered with the master.
+    Other files are not checked.
     """
     manifest = read_manifest(source.path)
     reported = ((source.record or {}).get("metadata") or {}).get(MANIFEST_DIGEST)

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint verify``: whether a checkpoint is whole, or what is not."""
+"""``dstrial checkpoint verify``: check the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the checkpoint is whole, else 1."""
+    """Return 0 if the checkpoint is intact, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
         report = verified(source, is_plain=args.no_progress or args.as_json)
@@ -102,13 +102,13 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """Whether the manifest is the registered one."""
+    """Comparison of the manifest with the SHA-256 registered at the master."""
 
     state: Literal["registered", "changed", "unknown"]
-    by: str | None  # address of the master that was asked
-    registered: str | None  # SHA-256 of the manifest, as that master has it
-    found: str  # SHA-256 of the manifest that is there
-    is_signed: bool  # with this account's signature
+    by: str | None  # address of the queried master
+    registered: str | None  # the master's SHA-256 of the manifest
+    found: str  # SHA-256 of the manifest on disk
+    is_signed: bool  # by this account
 
     def __str__(self) -> str:
         if self.state == "registered":
@@ -124,9 +124,9 @@ class Registration:
 
 
 def registration_of(source: CheckpointSource, state: StateDirectory) -> Registration:
-    """Compare the manifest with that which the master has registered.
+    """Compare the manifest with the SHA-256 registered at the master.
 
-    The running master is asked for a checkpoint that was not found through one.
+    If the checkpoint was not resolved through a master, the running master is queried.
     """
     from dstrial.master.login import session
 
@@ -147,7 +147,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 
 
 def _uuid_of(path: Path) -> str:
-    """Return the UUID in a directory's mark, as it may be a copy, else its name."""
+    """Return the UUID in the completion marker (for copies), else the directory name."""
     try:
         name = read_marker(path).get("uuid")
     except CheckpointError:
@@ -156,7 +156,7 @@ def _uuid_of(path: Path) -> str:
 
 
 def verified(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
-    """Read every file of a checkpoint, with a progress bar on a terminal."""
+    """Verify every file of a checkpoint, with a progress bar on terminals."""
     manifest = read_manifest(source.path)
     with BytesBar("verifying", bytes_to_read(manifest), is_plain=is_plain) as bar:
         return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=bar.advance)

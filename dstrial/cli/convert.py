@@ -1,4 +1,4 @@
-"""``dstrial convert``: make an experiment of another tool's config."""
+"""``dstrial convert``: convert another tool's config to an experiment config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FILES = {
     "unknown": "?",
     "nowhere": "-",
 }
-"""What the table shows for each status, in its order."""
+"""Status -> text in the table, in display order."""
 
 _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
@@ -46,7 +46,7 @@ _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "convert",
-        help="make an experiment of another tool's config",
+        help="convert another tool's config to an experiment config",
         description="Make an experiment config and a DeepSpeed JSON of another tool's config, and say where every key went.",
     )
     tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read the file that the config names, from here as accelerate does, or beside it."""
+    """Load the config's DeepSpeed JSON, relative to the working directory or config."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none") or config.get("distributed_type", "DEEPSPEED") != "DEEPSPEED":
@@ -118,7 +118,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Refuse an entrypoint that cannot be converted, before anything is written."""
+    """Raise if the entrypoint cannot be converted."""
     words = [] if entrypoint is None else shlex.split(entrypoint)
     if not words:
         return
@@ -155,7 +155,7 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print where every key is now, unused ones last."""
+    """Print the destination of every key, unused ones last."""
     order = list(_FILES)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
@@ -172,13 +172,13 @@ def _with_status(conversion: Conversion, status: str) -> list[ConvertedKey]:
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
-    """Print what is left to decide, and what the check still misses; neither fails."""
+    """Print open decisions and problems of the result; return 0 in any case."""
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
     for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
         if MARK in line:
             sys.stdout.write(f"choose: {path.name}:{idx}: {line.strip().removeprefix('# ')}\n")
     if conversion.choices.entrypoint is None:
-        # Only the script shows who fills in "auto".
+        # Only the script determines how "auto" values are resolved.
         sys.stdout.write(f"next: name the script in {path}, then `dstrial check {path} {context_dir}`\n")
         return 0
     try:

@@ -1,4 +1,4 @@
-"""``dstrial doctor``: whether training can work here, and with ``--train`` does."""
+"""``dstrial doctor``: check whether training can work on this machine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from dstrial.doctor.proof import Step
 
-SCHEMA = 1  # of what ``--json`` prints; it grows when a key is removed or means something else
+SCHEMA = 1  # version of ``--json``; incremented when a key is removed or changes its meaning
 
 _NEXT = "`dstrial doctor --train` trains on this machine and proves the rest."
-DOCUMENT_NAME = "doctor.json"  # what ``--output`` keeps, the same as ``--json`` prints
+DOCUMENT_NAME = "doctor.json"  # written to ``--output``, same content as ``--json``
 
 _STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _DEFAULT_MINUTES = 5.0
@@ -37,8 +37,8 @@ _DEFAULT_MINUTES = 5.0
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="say whether this machine has what training needs, or prove it by training",
-        description="Look at Python, torch, DeepSpeed, devices, compilers, network, limits, disks and the master; each line "
+        help="check whether this machine can train, with --train by a test run",
+        description="Check Python, torch, DeepSpeed, devices, compilers, network, limits, disks and the master; each line "
         "is ok, a note or a problem, with what to do. Exits 0 if there is no problem, else 1. Trains nothing without --train.",
     )
     parser.set_defaults(usage_error=parser.error)
@@ -105,9 +105,9 @@ def _seconds_argument(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 without a problem and, with ``--train``, if every step was shown."""
+    """Return 0 if there is no problem and all steps of ``--train`` succeeded, else 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What others have named may not be written in every encoding; a sign in its place may.
+        # Names from elsewhere may not be encodable on this terminal: replace such characters.
         sys.stdout.reconfigure(errors="backslashreplace")
     if args.train:
         return _train(args)
@@ -160,7 +160,7 @@ def _train(args: argparse.Namespace) -> int:
         args.usage_error("--fast does not go with --train")
     output = None if args.output is None else Path(args.output)
     if output is not None:
-        _keep(output, RESULT_NAME, "{}\n")  # whether it can be written shows before minutes of training
+        _keep(output, RESULT_NAME, "{}\n")  # fail before minutes of training if it cannot be written
     found = prove(
         minutes=_DEFAULT_MINUTES if args.minutes is None else args.minutes,
         output=output,
@@ -179,12 +179,12 @@ def _show_step(step: Step) -> None:
 
 
 def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
-    """Return what ``--json`` prints.
+    """Return the JSON document of ``--json``.
 
-    ``schema``: an integer; ``dstrial``: the version; ``ok``: whether there is no problem; ``counts``: ``ok``, ``note`` and
-    ``problem`` -> how many; ``seconds``: what all took; ``groups``: in the order of the text, each with ``name``, ``seconds``
-    and ``findings``, each of these with ``name``, ``status`` (``ok``, ``note`` or ``problem``), ``what`` and ``todo`` (empty
-    if nothing is to be done). Names stay between versions; ``what`` and ``todo`` are for people.
+    ``schema``: an integer; ``dstrial``: the version; ``ok``: whether there is no problem; ``counts``: ``ok``, ``note``,
+    ``problem`` -> number; ``seconds``: total time; ``groups``: in the order of the text, each with ``name``, ``seconds`` and
+    ``findings``, each with ``name``, ``status`` (``ok``, ``note`` or ``problem``), ``what`` and ``todo`` (may be empty). Names
+    are stable between versions; ``what`` and ``todo`` are for people.
     """
     found = list(groups)
     counts = count(found)
@@ -208,7 +208,7 @@ def _text_printer() -> Any:
 
 
 def _write_plain(group: Group) -> None:
-    """One line per finding, whatever its length, so that ``grep`` finds all of it."""
+    """Print one unwrapped line per finding, for ``grep``."""
     lines = [f"{group.name} ({group.seconds:.2f} s)"]
     for finding in group.findings:
         lines.append(f"  {finding.status:<8} {finding.name}: {finding.what}")

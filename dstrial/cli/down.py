@@ -1,4 +1,4 @@
-"""``dstrial down``: end the master of this machine."""
+"""``dstrial down``: stop the master of this machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _seconds(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    """End the master; return 0 also if none runs."""
+    """Stop the master; return 0 even if none is running."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
     if record is None:
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
                 sys.stdout.write("the master has ended\n")
                 return 0
         except KeyboardInterrupt:
-            sys.stderr.write("the master goes on stopping; `dstrial down --now` kills what still runs\n")
+            sys.stderr.write("the master is still stopping; `dstrial down --now` kills its trials\n")
             raise
         sys.stderr.write(f"trials have not stopped within {args.deadline:g} s and are killed\n")
         daemon.request_stop(record, is_kill=True)

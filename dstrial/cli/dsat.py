@@ -24,7 +24,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def completed(words: Sequence[str]) -> list[str]:
-    """Return the words after ``dstrial dsat``, with the default method ``predict``."""
+    """Return the words after ``dstrial dsat``, with ``predict`` as default method."""
     return with_method(words)
 
 

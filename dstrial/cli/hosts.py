@@ -1,4 +1,4 @@
-"""``dstrial hosts``: look whether the machines of a hostfile can train together."""
+"""``dstrial hosts``: check whether the hosts of a hostfile can train together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 _PLAIN_COLUMNS = 200
 _DESCRIPTION = """\
-Log in to all hosts at once and look for everything that would keep them from training together: names, keys, Python and its
-packages, slots, clocks, the network between them, and the directory that they share. Starts nothing, and leaves nothing.
+Log in to all hosts in parallel and check everything that training together requires: names, keys, Python and its
+packages, slots, clocks, the network between them, and the shared directory. Starts nothing, and leaves no files.
 `dstrial run --hostfile` and `dstrial up --hostfile` do the same before they start anything.
 """
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("hosts", help="look whether the machines of a hostfile can train together")
+    parser = subparsers.add_parser("hosts", help="check whether the hosts of a hostfile can train together")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser(
         "check",
-        help="find everything that would keep hosts from training together; starts nothing",
+        help="check the hosts; starts nothing",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 if all hosts are ready, 1 if not, 2 for wrong usage.",
@@ -44,7 +44,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check the hosts; print their properties, or all problems."""
+    """Check the hosts; print either their properties or all problems."""
     hosts = hosts_of(args)
     try:
         preflight = check_hosts(

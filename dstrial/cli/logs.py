@@ -27,9 +27,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Print the master's own log. A trial's is printed by `det trial logs`.",
     )
     add_state_dir_argument(parser)
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what is written, until Ctrl-C"
-    )
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the log until Ctrl-C")
     parser.add_argument(
         "-n", "--lines", type=_count, metavar="N", default=200, help="the last N lines (default: %(default)s)"
     )
@@ -58,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _follow(path: Path, position: int) -> None:
-    """Print what is appended, for ever; a shorter file is read from its start."""
+    """Print appended text until interrupted; restart at 0 if the file was truncated."""
     while True:
         size = path.stat().st_size
         if size < position:

@@ -1,6 +1,6 @@
-"""``dstrial memory``: the memory of a model by dry run, and of a run as measured.
+"""``dstrial memory``: predict a model's memory by dry run, or show a run's.
 
-No device is needed: a trial, each stage of a pipeline, or a script up to its first batch is dry-run.
+A dry run needs no device. It covers a trial, each stage of a pipeline, or a script up to its first batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "memory",
-        help="say where a model's memory goes, and whether it needs several devices",
+        help="predict a model's memory, and whether it needs several devices",
         description="Build the trial's engines as one rank of so many virtual devices, with tensors that have a shape and no "
         "content, and train a step: parameters, gradients, optimizer, activations and buffers of one device, or of each stage "
         "of a pipeline. Needs no device. Given the directory of a run, show what it has measured beside that.",
@@ -76,7 +76,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if anything could be predicted or was measured."""
+    """Return 0 if there is a prediction or a measurement, else 1."""
     if Path(args.experiment).is_dir():
         return _show_run(args, RunDirectory.open(args.experiment))
     return _show_prediction(args)
@@ -116,9 +116,9 @@ def _show_prediction(args: argparse.Namespace) -> int:
 
 
 def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
-    """Show a run's measured memory beside its prediction, which is kept with the run."""
-    told = read_json(run.telemetry_path) or {}
-    ranks = told.get("memory_bytes") or []
+    """Show a run's measured memory beside the prediction stored with the run."""
+    telemetry = read_json(run.telemetry_path) or {}
+    ranks = telemetry.get("memory_bytes") or []
     if not memory_rows(ranks):
         raise LaunchError(
             f"{run.path} has no measured parts of memory in telemetry.json; expected a run that has reported once with "
@@ -138,14 +138,14 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
         return 0
     rows = memory_rows(ranks, stages, shows_all=True)
     sys.stdout.writelines(f"{name:<15}{text}\n" for name, text in rows)
-    sys.stdout.write(f"measured by {told.get('memory_found_by')}; each part at its largest\n")
+    sys.stdout.write(f"measured by {telemetry.get('memory_found_by')}; each part at its largest\n")
     if problem:
         sys.stdout.write(f"nothing is predicted: {problem}\n")
     return 0
 
 
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
-    """Predict a run's memory and keep that with it; return why if that fails."""
+    """Predict a run's memory and store it in the run; return the problem if it fails."""
     device_bytes = int(_DEFAULT_DEVICE_GIB * _GIB)
     try:
         placements = _predicted(_requests_of(experiment, num_slots, device_bytes))
@@ -158,7 +158,7 @@ def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int)
 
 
 def stages_of(placements: list[Placement]) -> list[dict[str, float]]:
-    """Return bytes by part of each stage; empty if one could not be predicted."""
+    """Return per stage: part -> bytes; empty if a stage could not be predicted."""
     found = [one.largest() for one in placements]
     return found if found and all(found) else []
 
@@ -210,14 +210,14 @@ def _deciding(experiment: ExperimentConfig) -> str:
 def _requests_of(
     experiment: ExperimentConfig, num_slots: int, device_bytes: int
 ) -> list[tuple[Placement, DryRunRequest]]:
-    """Return one dry run for so many devices, or one for each stage."""
+    """Return the dry runs for a number of devices: one, or one per pipeline stage."""
     from dstrial.dsat.predictor.dry_run_requests import script_request, trial_request
     from dstrial.dsat.predictor.model_memory import Placement
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(experiment.path))
     _require_describable(experiment, entrypoint)
     checked = experiment.deepspeed_check
-    assert experiment.deepspeed is not None  # it is describable
+    assert experiment.deepspeed is not None  # ensured by _require_describable()
     batch = None if checked is None else checked.batch
     solved = {} if batch is None else {key: getattr(batch, key) for key in _BATCH_KEYS}
     config = {
@@ -259,7 +259,7 @@ def _requests_of(
 def _predicted(
     asked: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
 ) -> list[Placement]:
-    """Dry-run all requests; return their placements, with reasons for missing ones."""
+    """Run all dry runs; return their placements, with reasons for failures."""
     from dstrial.engine.dryrun.process import dry_runs
 
     requests = [request for _, request in asked if request is not None]
@@ -300,7 +300,7 @@ def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -
 
 
 def _python_words(words: Sequence[str]) -> list[str]:
-    """Return the script or ``-m MODULE``, and its arguments; empty for other programs."""
+    """Return the words from the script or ``-m`` on; empty for non-Python commands."""
     is_interpreter = bool(words) and Path(words[0]).name.startswith("python")
     rest = list(words[1:] if is_interpreter else words)
     is_script = bool(rest) and (rest[0].endswith(".py") or (is_interpreter and rest[0] == "-m"))

@@ -1,4 +1,4 @@
-"""``dstrial restore``: put a copy of the master's database back."""
+"""``dstrial restore``: restore the master's database from a backup."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "restore",
-        help="put a copy of the master's database back",
-        description="Put a copy of the master's database in its place, while no master runs. What it replaces is kept beside it, "
-        "and numbers of experiments and trials that were given are not given again. Without PATH, list the copies.",
+        help="restore the master's database from a backup",
+        description="Replace the master's database by a backup, while no master runs. The replaced files are kept beside it, "
+        "and ids of experiments and trials are not reused. Without PATH, list the backups.",
     )
     parser.add_argument(
-        "path", metavar="PATH", nargs="?", help="the copy, of `dstrial backup` or of the master itself"
+        "path", metavar="PATH", nargs="?", help="a backup, made by `dstrial backup` or by the master"
     )
     add_state_dir_argument(parser)
 
@@ -73,11 +73,11 @@ def _list(state: StateDirectory) -> int:
 def _warn_of_trials(state: StateDirectory) -> None:
     from dstrial.master.daemon import living_allocations
 
-    with contextlib.suppress(MasterError):  # Of a damaged database nobody knows.
-        living = living_allocations(state)
-        if living:
+    with contextlib.suppress(MasterError):  # a damaged database cannot be queried
+        allocations = living_allocations(state)
+        if allocations:
             sys.stderr.write(
-                f"warning: {len(living)} allocations of an earlier master run on; what a copy does not know of them is lost\n"
+                f"warning: {len(allocations)} allocations of an earlier master run on; results newer than the backup are lost\n"
             )
 
 

@@ -1,4 +1,4 @@
-"""``dstrial status``: what the master of this machine is doing."""
+"""``dstrial status``: show the state of this machine's master."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if a master runs and is not stopped, else 1."""
+    """Return 0 if a master is running and not stopped (SIGSTOP), else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
-    usage, starting, stalled, unusable = _observed(state, record)
+    usage, starting, stalled, unusable = _read_database(state, record)
     stopped = record is not None and is_stopped(record.pid)
     answers, trouble = (False, "") if record is None or stopped else _health(record)
     fields: dict[str, Any] = {
@@ -74,10 +74,10 @@ def main(args: argparse.Namespace) -> int:
     return 0 if record is not None and not stopped else 1
 
 
-def _observed(
+def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return what the database says, and what is wrong with it while a master serves."""
+    """Return usage, pending and stalled trials, and any problem of the database."""
     try:
         usage = observe.usage(state)
         if record is None:
@@ -95,7 +95,7 @@ def _observed(
 
 
 def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
-    """Return what delays trials, with its text under ``key``."""
+    """Convert pending or stalled trials to JSON, with the text under ``key``."""
     return [
         {
             "trial": one.trial_id,
@@ -108,7 +108,7 @@ def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[d
 
 
 def _health(record: MasterRecord) -> tuple[bool, str]:
-    """Return whether the master answers its owner, and what keeps it from working."""
+    """Return whether the master responds, and its health problem or an empty string."""
     try:
         Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/health")
     except RequestError as error:
@@ -132,8 +132,8 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
             ("slots", f"{describe_slots(record)}; {slots['used']} used, {slots['free']} free"),
         ]
         if fields["stopped"]:
-            way = f"let it go on with `kill -CONT {record.pid}`, or end it with `dstrial down`"
-            rows.append(("stopped", f"process {record.pid} is stopped (SIGSTOP) and answers nobody; {way}"))
+            way = f"continue it with `kill -CONT {record.pid}`, or end it with `dstrial down`"
+            rows.append(("stopped", f"process {record.pid} is stopped (SIGSTOP) and does not respond; {way}"))
         elif not fields["answers"]:
             rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
         if fields["trouble"]:
@@ -157,8 +157,8 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         where = f"trial {one['trial']} of experiment {one['experiment']}"
         rows.append(("stalled", f"{where}: {one['text']}, for {one['seconds']:.0f} s"))
     for one in fields["warm"]:
-        does = "imports what trials import" if one["state"] == "importing" else "trials start as its forks"
-        rows.append(("warm", f"process {one['pid']}: {does}; {one['num_forks']} so far"))
+        activity = "importing libraries" if one["state"] == "importing" else "trials start as its forks"
+        rows.append(("warm", f"process {one['pid']}: {activity}; {one['num_forks']} so far"))
     rows.append(("state", f"{fields['state_dir']} ({size_text(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
 

@@ -1,4 +1,4 @@
-"""Output of commands: streams that survive lost readers, tables, bars, names."""
+"""Output helpers: fault-tolerant streams, tables, progress bars, formatting."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class LossTolerantStream:
-    """A text stream that goes silent when it cannot be written any more.
+    """A text stream that discards its output after the first write error.
 
-    That is when a pipe's reader has ended (``| head``), the terminal is gone, or the disk is full. A lost stream leads to the
-    null device, for other users of it.
+    Such an error is a closed pipe (``| head``), a lost terminal or a full disk. The descriptor is then redirected to the null
+    device, for its other users.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -47,7 +47,7 @@ class LossTolerantStream:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: everything is flushed as it is written."""
+        """No-op: every write is flushed."""
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -57,7 +57,7 @@ class LossTolerantStream:
 
 
 def to_null_device(stream: TextIO) -> None:
-    """Lead a stream to the null device, so that its rest is no error at Python's exit."""
+    """Redirect a stream to the null device, to avoid an error at Python's exit."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(descriptor, stream.fileno())
@@ -66,7 +66,7 @@ def to_null_device(stream: TextIO) -> None:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
-    """Return one line per row; columns in ``right`` are right-aligned, None is ``-``."""
+    """Format rows as a table; ``right`` are right-aligned columns, None is ``-``."""
     cells = [
         list(header),
         *([("-" if cell is None else visible_line(str(cell))) for cell in row] for row in rows),
@@ -83,7 +83,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right
 
 
 def field_lines(fields: Sequence[tuple[str, object]]) -> str:
-    """Return names and aligned values, a pair per line; values of None are left out."""
+    """Format name-value pairs, one per line, aligned; skip values of None."""
     shown = [(name, value) for name, value in fields if value is not None]
     width = max((len(name) for name, _ in shown), default=0) + 3
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
@@ -93,7 +93,7 @@ _SMALL_BYTES = 64 << 20
 
 
 class BytesBar:
-    """Shows on a terminal how many bytes of a total are done; none for few bytes."""
+    """Progress bar in bytes; hidden without a terminal and for small totals."""
 
     def __init__(self, what: str, num_bytes: int, *, is_plain: bool = False) -> None:
         self._progress: Progress | None = None
@@ -113,7 +113,7 @@ class BytesBar:
             self._progress.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """Move the bar; thread-safe."""
+        """Advance the bar. Thread-safe."""
         if self._progress is not None:
             self._progress.advance(self._task, num_bytes)
 
@@ -134,7 +134,7 @@ def _progress() -> Progress:
 
 
 def size_text(num_bytes: int) -> str:
-    """Write a size with three significant digits, for example ``1.25 GiB``."""
+    """Format a size with three significant digits, for example ``1.25 GiB``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -144,7 +144,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def context_text(context: Context) -> str:
-    """Return a line on a context directory: its size, what is largest and left out."""
+    """Describe a context directory: size, largest entry, excluded entries."""
     name, size = context.largest()
     text = f"{context.num_files} files, {size_text(context.num_bytes)}"
     if size:
@@ -155,9 +155,9 @@ def context_text(context: Context) -> str:
 
 
 def typed(name: str) -> str:
-    """Return how a command installed beside this Python, such as ``det``, is typed.
+    """Return how to invoke a command installed beside this Python, such as ``det``.
 
-    That is its name where a shell finds that very command; else its path, from the working directory if it lies below.
+    Its name if the shell's PATH finds that file, else its path, relative if below the working directory.
     """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name)
@@ -173,10 +173,10 @@ def det_reaches(address: str) -> bool:
 
 
 def det_for(address: str) -> str:
-    """Return ``det`` for the master at an address, with ``-m`` if it needs it."""
+    """Return the ``det`` command for a master, with ``-m ADDRESS`` if required."""
     return typed("det") if det_reaches(address) else f"{typed('det')} -m {address}"
 
 
 def page_of(address: str, experiment_id: int) -> str:
-    """Return the master's page of an experiment, and how a browser is logged in."""
+    """Return the URL of an experiment's page, with a hint for the login."""
     return f"{address}/det/experiments/{experiment_id} ({typed('dstrial')} login prints a link that logs in)"

@@ -86,7 +86,7 @@ def port_argument(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start a master, or say that one runs."""
+    """Start a master, or report that one is running."""
     state = StateDirectory.choose(args.state_dir)
     options = daemon.MasterOptions(
         port=args.port,
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     record = state.running()
     if record is not None:
         sys.stdout.write("the master is already running\n")
-        ignored = _ignored(args, record)
+        ignored = _ignored_options(args, record)
         if ignored:
             sys.stderr.write(
                 f"warning: {', '.join(ignored)} changes nothing while it runs; end it with `dstrial down` first\n"
@@ -121,9 +121,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemon.MasterOptions) -> bool:
-    """Check whether all hosts can train together, and show them; False without any.
+    """Check and print the hosts; return False if there are none.
 
-    If trials of an earlier master go on there, problems of the hosts raise nothing.
+    Problems of the hosts are not fatal if trials of an earlier master are still running there.
     """
     if options.is_under_slurm and (options.hostfile or options.include or options.exclude):
         problem = ConfigProblem(
@@ -185,7 +185,7 @@ def _show_hosts(
     except HostError as error:
         if not num_live_allocations(state):
             raise
-        # What runs on the others is to be taken back.
+        # The master must still recover the trials on the other hosts.
         sys.stderr.write(f"warning: {error}\n")
         return
     for line in placement_lines(preflight):
@@ -193,7 +193,7 @@ def _show_hosts(
 
 
 def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Check whether Slurm accepts jobs of this master's."""
+    """Check whether Slurm accepts jobs of this master."""
     _refuse_hosts(options, settings, "Slurm")
     from dstrial.master.backends.queued.slurm import check_slurm
 
@@ -203,12 +203,12 @@ def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings:
     except LaunchError as error:
         if not num_live_allocations(state):
             raise
-        # What runs in its jobs is to be taken back.
+        # The master must still recover the trials in its jobs.
         sys.stderr.write(f"warning: {error}\n")
 
 
 def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Check whether the Ray cluster answers, and show its nodes."""
+    """Check that the Ray cluster responds, and print its nodes."""
     _refuse_hosts(options, settings, "Ray")
     from dstrial.master.backends.queued.ray import check_ray
 
@@ -217,7 +217,7 @@ def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
-    """Refuse hosts beside an engine that has its own."""
+    """Raise if hosts are given for an engine (Slurm, Ray) that provides the nodes."""
     given = {
         "--hostfile": options.hostfile or settings.hostfile,
         "--include": options.include,
@@ -240,12 +240,12 @@ def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name:
 
 
 def _import_login() -> None:
-    """Import what logging in needs while the master starts."""
+    """Import the modules for the login while the master starts, to save time."""
     from determined.common.api import authentication  # noqa: F401 - a third of a second
 
 
-def _ignored(args: argparse.Namespace, record: MasterRecord) -> list[str]:
-    """Return the options that a running master does not follow."""
+def _ignored_options(args: argparse.Namespace, record: MasterRecord) -> list[str]:
+    """Return the given options that have no effect on a running master."""
     ignored = []
     if args.port not in (None, 0, record.port):
         ignored.append(f"--port {args.port}")
@@ -277,7 +277,7 @@ def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
     serve(
         state,
         options,
-        # Logging in sends requests to this very process.
+        # The login sends requests to this process, so it needs another thread.
         on_ready=lambda record: threading.Thread(
             target=_print_login, args=(state, record), daemon=True
         ).start(),
@@ -287,7 +287,7 @@ def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
 
 
 def _print_login(state: StateDirectory, record: MasterRecord) -> None:
-    """Log ``det`` in and print what the user has to know."""
+    """Log ``det`` in, and print addresses and credentials."""
     from dstrial.master.login import browser_link, log_in
 
     outcome = log_in(record, _may_replace)
@@ -297,7 +297,7 @@ def _print_login(state: StateDirectory, record: MasterRecord) -> None:
         ("state", str(state.path)),
         *_login_rows(outcome),
     ]
-    with contextlib.suppress(RequestError):  # There is no such user: said above.
+    with contextlib.suppress(RequestError):  # no such user; already reported above
         rows.append(("browser", f"{browser_link(record)} (once, within 10 minutes)"))
     sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
     if record.port != daemon.DEFAULT_PORT or not det_reaches(record.address):

@@ -1,4 +1,4 @@
-"""``dstrial webhook``: let the master tell an address what happens, and show how."""
+"""``dstrial webhook``: create, list, test and delete webhooks."""
 
 from __future__ import annotations
 
@@ -42,51 +42,53 @@ X-Determined-AI-Signature-Timestamp, a comma and the body, with the key that `ds
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "webhook",
-        help="have the master tell an address what happens to experiments",
-        description="Have the master of this machine send an HTTP request when an experiment ends, a line is logged, or a "
-        "trial has something to say with core_context.alert().",
+        help="manage webhooks: HTTP requests on events of experiments",
+        description="Have the master of this machine send an HTTP request when an experiment ends, a log line matches, or a "
+        "trial calls core_context.alert().",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    create = actions.add_parser("create", help="make a webhook; by default it is told of COMPLETED and ERROR")
-    create.add_argument("name", help="by which experiment configs name it")
-    create.add_argument("url", help="an address of http or https")
+    create = actions.add_parser(
+        "create", help="create a webhook; by default for the states COMPLETED and ERROR"
+    )
+    create.add_argument("name", help="name to use in experiment configs")
+    create.add_argument("url", help="http or https URL")
     create.add_argument(
         "--state",
         action="append",
         default=[],
         metavar="STATE",
-        help="tell of experiments in this state; repeatable",
+        help="send when an experiment reaches this state; repeatable",
     )
     create.add_argument(
         "--log",
         action="append",
         default=[],
         metavar="REGEX",
-        help="tell of the first line of each task that matches; repeatable",
+        help="send the first matching log line of each task; repeatable",
     )
     create.add_argument(
-        "--alert", action="store_true", help="tell of core_context.alert() of experiments that name it"
+        "--alert", action="store_true", help="send core_context.alert() of experiments that name the webhook"
     )
     create.add_argument(
         "--specific",
         action="store_true",
-        help="only of experiments that name it under integrations.webhooks; --alert means it, too",
+        help="only for experiments that name it under integrations.webhooks; implied by --alert",
     )
-    create.add_argument("--workspace", metavar="NAME", help="only of this workspace (default: of all)")
-    create.add_argument("--slack", action="store_true", help="send the form that Slack shows")
-    listing = actions.add_parser("list", help="show webhooks, and how sending goes")
+    create.add_argument("--workspace", metavar="NAME", help="only for this workspace (default: all)")
+    create.add_argument("--slack", action="store_true", help="send messages in Slack's format")
+    listing = actions.add_parser("list", help="list webhooks with their delivery status")
     listing.add_argument("--json", action="store_true", dest="as_json", help="print a JSON list")
-    delete = actions.add_parser("delete", help="delete a webhook, and what waits to be sent to it")
-    trial = actions.add_parser("test", help="send one event now, and say whether it was taken")
+    delete = actions.add_parser("delete", help="delete a webhook and its pending events")
+    trial = actions.add_parser("test", help="send a test event now and report the result")
     for action in (delete, trial):
         action.add_argument("id", type=int, help="its number in `dstrial webhook list`")
-    key = actions.add_parser("key", help="print the key by which webhooks are signed")
+    key = actions.add_parser("key", help="print the key that signs webhooks")
     for action in (create, listing, delete, trial, key):
         add_state_dir_argument(action)
         action.add_argument(
-            "--user", metavar="NAME", default="admin", help="the user to ask as (default: %(default)s)"
+            "--user", metavar="NAME", default="admin", help="the user to act as (default: %(default)s)"
         )
 
 
@@ -142,7 +144,7 @@ def _create(client: Client, args: argparse.Namespace) -> str:
         "triggers": triggers,
     }
     made = client.post("/api/v1/webhooks", body)["webhook"]
-    return f"webhook {made['id']} is made; try it with `dstrial webhook test {made['id']}`\n"
+    return f"webhook {made['id']} is created; test it with `dstrial webhook test {made['id']}`\n"
 
 
 def _workspace_id(client: Client, name: str) -> int:
@@ -174,7 +176,7 @@ def _row(one: dict[str, Any], workspace_names: dict[int, str]) -> tuple[object, 
     return (
         one["id"],
         one["name"],
-        ", ".join(_told_of(trigger) for trigger in one["triggers"]),
+        ", ".join(_trigger_text(trigger) for trigger in one["triggers"]),
         f"{where}, if named" if one["mode"] == "WEBHOOK_MODE_SPECIFIC" else where,
         one["webhookType"].removeprefix("WEBHOOK_TYPE_").lower(),
         one["url"],
@@ -187,7 +189,7 @@ def _row(one: dict[str, Any], workspace_names: dict[int, str]) -> tuple[object, 
     )
 
 
-def _told_of(trigger: dict[str, Any]) -> str:
+def _trigger_text(trigger: dict[str, Any]) -> str:
     condition = trigger["condition"]
     if "regex" in condition:
         return f"log {condition['regex']!r}"

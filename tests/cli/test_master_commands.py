@@ -262,7 +262,7 @@ def test_status_says_that_a_master_is_stopped_and_down_ends_it(master: MasterFor
         os.kill(pid, signal.SIGCONT)
     assert shown.returncode == 1
     assert (
-        f"stopped:     process {pid} is stopped (SIGSTOP) and answers nobody; let it go on with `kill -CONT {pid}`"
+        f"stopped:     process {pid} is stopped (SIGSTOP) and does not respond; continue it with `kill -CONT {pid}`"
         in (shown.stdout)
     )
     assert (fields["running"], fields["answers"], fields["stopped"]) == (True, False, True)
