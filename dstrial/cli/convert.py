@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Load the config's DeepSpeed JSON, relative to the working directory or config."""
+    """Load the DeepSpeed JSON; try the working directory, then the config's directory."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none") or config.get("distributed_type", "DEEPSPEED") != "DEEPSPEED":

@@ -60,7 +60,7 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 
 async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
-    """Return a token of any user; the owner can read the database anyway."""
+    """Return a new token of any user; the owner can read the database anyway."""
     username = request.body().required_text("username")
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:

@@ -32,7 +32,7 @@ _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Start of a detached trial's run."""
+    """Checkpoint and batch from which a detached run starts."""
 
     run_id: int
     checkpoint_uuid: str | None  # None for a fresh start

@@ -47,7 +47,7 @@ _LOOPBACK = "0100007F"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """A port of 127.0.0.1 that belongs to an active task."""
+    """A port of 127.0.0.1 that an active task offers."""
 
     task_id: str
     port: int

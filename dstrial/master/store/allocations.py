@@ -16,7 +16,7 @@ from dstrial.master.store.errors import Hint, NotFoundError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """A row of allocations; ``schema.sql`` says what the columns hold."""
+    """A row of allocations; ``schema.sql`` documents the columns."""
 
     id: str
     task_id: str

@@ -18,7 +18,7 @@ _SHOWN_US = 2_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackgroundJob:
-    """A row of background_jobs; ``schema.sql`` says what the columns hold."""
+    """A row of background_jobs; ``schema.sql`` documents the columns."""
 
     id: int
     kind: str

@@ -30,7 +30,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A row of checkpoints; ``schema.sql`` says what the columns hold."""
+    """A row of checkpoints; ``schema.sql`` documents the columns."""
 
     uuid: str
     experiment_id: int

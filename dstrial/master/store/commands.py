@@ -26,7 +26,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A row of commands; ``schema.sql`` says what the columns hold."""
+    """A row of commands; ``schema.sql`` documents the columns."""
 
     task_id: str
     kind: str

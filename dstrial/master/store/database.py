@@ -239,7 +239,7 @@ class Database:
             self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Convert an SQLite error to ours; record damage."""
+        """Convert an SQLite error to ``MasterError`` if it is known; record damage."""
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
         if not is_damage(error):

@@ -17,7 +17,7 @@ from dstrial.master.store.errors import Hint, NotFoundError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experiment:
-    """A row of experiments; ``schema.sql`` says what the columns hold."""
+    """A row of experiments; ``schema.sql`` documents the columns."""
 
     id: int
     job_id: str

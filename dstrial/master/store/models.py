@@ -36,7 +36,7 @@ _VERSION_FIELDS = ("name", "comment", "notes", "metadata", "labels")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """A row of models; ``schema.sql`` says what the columns hold."""
+    """A row of models; ``schema.sql`` documents the columns."""
 
     id: int
     name: str
@@ -54,7 +54,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Version:
-    """A row of model_versions; ``schema.sql`` says what the columns hold."""
+    """A row of model_versions; ``schema.sql`` documents the columns."""
 
     id: int
     model_id: int

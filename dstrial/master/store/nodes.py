@@ -33,7 +33,7 @@ def agent_key(node_id: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationNode:
-    """A row of allocation_nodes; ``schema.sql`` says what the columns hold."""
+    """A row of allocation_nodes; ``schema.sql`` documents the columns."""
 
     allocation_id: str
     node_id: int

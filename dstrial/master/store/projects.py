@@ -30,7 +30,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Project:
-    """A row of projects; ``schema.sql`` says what the columns hold."""
+    """A row of projects; ``schema.sql`` documents the columns."""
 
     id: int
     workspace_id: int
@@ -177,5 +177,5 @@ def change(tx: Transaction, project_id: int, **fields: Any) -> None:
 
 
 def delete(tx: Transaction, project_id: int) -> None:
-    """Delete a project without experiments."""
+    """Delete an empty project."""
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))

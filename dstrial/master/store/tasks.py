@@ -12,7 +12,7 @@ from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """A row of tasks; ``schema.sql`` says what the columns hold."""
+    """A row of tasks; ``schema.sql`` documents the columns."""
 
     id: str
     type: str

@@ -20,7 +20,7 @@ _TERMINAL = "('COMPLETED', 'CANCELED', 'ERROR')"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """A row of trials; ``schema.sql`` says what the columns hold."""
+    """A row of trials; ``schema.sql`` documents the columns."""
 
     id: int
     experiment_id: int
@@ -213,7 +213,7 @@ def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int)
 
 
 def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
-    """Return searcher's request id -> progress of each trial."""
+    """Return request id -> progress of an experiment's trials."""
     rows = connection.execute(
         "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
     )

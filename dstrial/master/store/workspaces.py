@@ -25,7 +25,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workspace:
-    """A row of workspaces; ``schema.sql`` says what the columns hold."""
+    """A row of workspaces; ``schema.sql`` documents the columns."""
 
     id: int
     name: str

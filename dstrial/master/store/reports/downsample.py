@@ -9,7 +9,7 @@ def downsample(xs: Sequence[float], ys: Sequence[float], max_points: int) -> lis
     """Return the sorted indices of at most ``max_points`` points to keep.
 
     They include the first, last, minimum and maximum, and the first NaN, inf and -inf, so that a diverged training is visible.
-    A bucket without finite values keeps a point, which appears as a gap in the line. If ``max_points`` is below seven, the last
+    A bucket without finite values keeps a point, which appears as a gap in the line. With fewer than seven points, the last
     and first points have precedence.
 
     Source: largest triangle three buckets, Steinarsson 2013, section 4.2 (threshold = max_points).

@@ -20,7 +20,7 @@ _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruments:
-    """A telemetry report."""
+    """A telemetry report of a trial's ranks."""
 
     steps: int  # batches completed
     end_us: int

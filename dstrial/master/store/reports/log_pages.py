@@ -17,7 +17,7 @@ _SAMPLE = 5000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogKey:
-    """Identifies a log: a trial's, shared by its tasks, or that of another task."""
+    """Key of a log: a trial (shared by its tasks), or a task without a trial."""
 
     trial_id: int | None = None
     task_id: str | None = None

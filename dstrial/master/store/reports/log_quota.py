@@ -17,7 +17,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogSize:
-    """A row of log_sizes; ``schema.sql`` says what the columns hold."""
+    """A row of log_sizes; ``schema.sql`` documents the columns."""
 
     id: int
     task_id: str
@@ -32,7 +32,7 @@ class LogSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOwner:
-    """Owner of a log: a trial with all of its tasks, or another task."""
+    """Owner of a log: a trial (shared by its tasks), or a task without a trial."""
 
     task_id: str
     trial_id: int | None

@@ -28,7 +28,7 @@ _CHARS_AT_ONCE = 4 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """A row of metrics; ``schema.sql`` says what the columns hold."""
+    """A row of metrics; ``schema.sql`` documents the columns."""
 
     id: int
     trial_id: int
