@@ -516,8 +516,8 @@ def test_what_waits_is_sent_to_a_new_address_and_not_at_all_when_the_webhook_is_
 class HeldUpDelivery(Delivery):
     """One that gets no processor after each look, as on a busy machine: what it has begun ends meanwhile."""
 
-    def _begin_due(self) -> tuple[float, bool]:
-        found = super()._begin_due()
+    def _start_due(self) -> tuple[float, bool]:
+        found = super()._start_due()
         time.sleep(0.05)
         return found
 
