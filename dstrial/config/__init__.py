@@ -1,7 +1,7 @@
 """Experiment config and DeepSpeed JSON: load, merge, solve the batch, check.
 
-Pure but for reading files: no process is started, and torch, deepspeed and determined are never imported. Names are resolved
-lazily: ``dstrial.resume`` needs modules of this package, and one of these the rules of ``dstrial.resume``.
+Reads files only: starts no process and never imports torch, deepspeed or determined. Names are resolved lazily, because this
+package and ``dstrial.resume`` import each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "BatchSolution",
     "resolve_batch",
     "solve_batch",
-    # going on from a checkpoint
+    # resuming from a checkpoint
     "EngineRecord",
     "SavedRun",
     "fitting_slots",

@@ -1,7 +1,7 @@
-"""Values that the Trainer or Accelerate puts in place of ``"auto"``. Pure.
+"""Values with which the Trainer or Accelerate replaces ``"auto"``. Pure.
 
-Accelerate, which the Trainer trains through as well, refuses every ``"auto"`` that is left when it makes the engine, whatever
-DeepSpeed itself would make of it. So an ``"auto"`` that is not listed here is an error for these entrypoints.
+Accelerate, which the Trainer uses too, rejects every ``"auto"`` that remains when it creates the engine, even if DeepSpeed
+would accept it. So an ``"auto"`` that is not listed here is an error for these entrypoints.
 
 Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
 accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
@@ -27,12 +27,12 @@ SIZE_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberPair:
-    """An argument of the Trainer, and DeepSpeed's keys that must have its value."""
+    """A Trainer argument and the DeepSpeed keys that must have the same value."""
 
     argument: str
     keys: tuple[str, ...]  # dotted; the first counts if two differ and neither is overwritten
-    also_removed: tuple[str, ...] = ()  # arguments of the same meaning, removed where the key's number wins
-    minimum: float | None = None  # lowest that DeepSpeed takes
+    also_removed: tuple[str, ...] = ()  # equivalent arguments, also removed if the key's value wins
+    minimum: float | None = None  # lowest value that DeepSpeed accepts
     is_whole: bool = False
 
 
@@ -96,7 +96,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Fills in ``"auto"`` when a script trains: the Trainer, or Accelerate."""
+    """The library that replaces ``"auto"`` for a script: Trainer or Accelerate."""
 
     name: str  # for messages
     is_trainer: bool
@@ -111,7 +111,7 @@ class AutoValues:
         return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
 
     def says(self, key: str) -> str | None:
-        """Return a clause on who fills in the dotted key, and from what; else None."""
+        """Return a clause: the library that sets a dotted key, and its source; else None."""
         if key in _BY_PLUGIN:
             return f"Accelerate fills in {_BY_PLUGIN[key]}"
         if key in _BY_HIDDEN_SIZE:
@@ -130,10 +130,10 @@ class AutoValues:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Solve the batch equation; None if only the script knows the micro batch.
+        """Return the batch sizes; None if only the script knows the micro batch.
 
         A number in the config wins over an argument, as in ``dstrial.dsat.get_hf_args_with_overwrites``.
-        ``where`` has ``file:line: key`` of each size by its name.
+        ``where`` maps the name of each size to its ``file:line: key``.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         given: dict[str, int | None] = {}

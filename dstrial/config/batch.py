@@ -48,9 +48,9 @@ def solve_batch(
 ) -> BatchSolution:
     """Compute the batch sizes that are None or ``"auto"``.
 
-    Of several answers it takes DeepSpeed's: with only one of the first two sizes given, ``gradient_accumulation_steps`` is 1.
-    Where DeepSpeed divides, drops the remainder and fails on an assertion, the ConfigError names the nearest settings that work.
-    ``where`` has ``file:line: key`` of each size by its name, for messages.
+    Of several solutions it returns DeepSpeed's: with only one of the first two sizes given, ``gradient_accumulation_steps`` is 1.
+    Where a size does not divide evenly, DeepSpeed fails an assertion; the ConfigError names the nearest settings that work.
+    ``where`` maps the name of each size to its ``file:line: key``, for messages.
 
     Source: DeepSpeed 0.19.8 runtime/config.py, ``_set_batch_related_parameters``.
     """
@@ -107,7 +107,7 @@ def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[st
 def resolve_batch(config: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any]:
     """Return a copy of a DeepSpeed config in which every batch size is a number.
 
-    DeepSpeed fails with a TypeError on ``"auto"`` at these three keys, unless another tool has replaced it.
+    DeepSpeed raises TypeError for ``"auto"`` at these three keys, unless another tool has replaced it.
     """
     total, micro, steps = (config.get(key) for key in BATCH_KEYS)
     solution = solve_batch(total, micro, steps, data_parallel_size)
@@ -126,7 +126,7 @@ def _underdetermined(places: Mapping[str, str], steps: int | None) -> ConfigProb
 
 
 def _multiples(value: int, step: int) -> str:
-    """Name the multiples of ``step`` next to ``value``: "24 or 32"."""
+    """Return the multiples of ``step`` next to ``value`` as text: "24 or 32"."""
     below = value // step * step
     return " or ".join(str(number) for number in (below, below + step) if number > 0)
 
@@ -158,7 +158,7 @@ def _no_steps(places: Mapping[str, str], total: int, micro: int, replicas: int) 
 
 
 def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
-    """Offer the divisor of the records per replica that is nearest to ``value``."""
+    """Suggest the divisor of the records per replica that is nearest to ``value``."""
     if total % replicas:
         return ""
     per_replica = total // replicas

@@ -1,8 +1,8 @@
 """A command line as ``HfArgumentParser`` reads it: find, change, add flags. Pure.
 
 Source: transformers 4.56 and 5.23 ``hf_argparser.py`` (every field of a dataclass is an option spelled with underscores or with
-dashes; a boolean one may stand without a value) on top of the standard library's ``argparse`` (the last one of a flag counts,
-``--`` ends the options, an unambiguous beginning of a name stands for it).
+dashes; a boolean one needs no value) on top of the standard library's ``argparse`` (the last occurrence of a flag wins,
+``--`` ends the options, an unambiguous prefix abbreviates a name).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _FALSE = ("no", "false", "f", "n", "0")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenFlag:
-    """One flag of a command line."""
+    """One parsed flag of a command line."""
 
     word_idx: int
     spelling: str  # with its dashes
     value: str | None  # None for a flag without a value
-    is_joined: bool  # whether the value stands in the same word, behind `=`
+    is_joined: bool  # whether flag and value are one word, joined by `=`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The words behind a script's name, as the shell splits them."""
+    """The arguments of a script, as the shell splits them."""
 
     words: tuple[str, ...]
 
@@ -37,7 +37,7 @@ class CommandLine:
         return cls(tuple(words))
 
     def find(self, name: str) -> GivenFlag | None:
-        """Return the last flag of a dataclass field's name, which counts; None if absent."""
+        """Return the last occurrence of a field's flag, which wins; None if absent."""
         found = self._all(name)
         return found[-1] if found else None
 
@@ -46,7 +46,7 @@ class CommandLine:
         return None if flag is None else flag.value
 
     def truth(self, name: str) -> bool | None:
-        """Return what a boolean flag says; None if it is absent or no boolean."""
+        """Return a boolean flag's value; None if it is absent or not a boolean."""
         flag = self.find(name)
         if flag is None:
             return None
@@ -55,7 +55,7 @@ class CommandLine:
         return False if flag.value.lower() in _FALSE else None
 
     def with_value(self, name: str, value: str) -> CommandLine:
-        """Return the command line with a flag changed where it counts, or appended."""
+        """Return a copy in which a flag's last occurrence is changed, or one appended."""
         flag = self.find(name)
         words = [*self.words]
         if flag is None:
@@ -77,8 +77,8 @@ class CommandLine:
         return CommandLine(tuple(words))
 
     def abbreviations(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """Return words that abbreviate a flag by at least two parts, each with that flag."""
-        # A shorter beginning is more likely a flag of the script's own.
+        """Return (word, flag) for words that abbreviate a flag with at least two parts."""
+        # A shorter prefix is more likely a flag of the script itself.
         known = list(names)
         found = []
         for word in self.words[: self._end]:
@@ -108,12 +108,12 @@ class CommandLine:
 
 
 def _name(word: str) -> str | None:
-    """Return the field that a word names; None if it is no long option."""
+    """Return the field that a word names; None if it is not a long option."""
     if not word.startswith("--") or len(word) == len("--"):
         return None
     return word[2:].partition("=")[0].replace("-", "_")
 
 
 def _is_value(word: str) -> bool:
-    """Say whether argparse takes a word behind an option for its value."""
+    """Return whether argparse treats the word after an option as its value."""
     return not word.startswith("-") or word == "-" or " " in word or bool(_NEGATIVE_NUMBER.match(word))

@@ -1,10 +1,10 @@
-"""The committed tables of DeepSpeed's config keys, and the installed version.
+"""Read the committed tables of DeepSpeed's config keys and the installed version.
 
-``tools/generate_deepspeed_rules.py`` generates ``deepspeed_tables/RELEASE.json`` from each supported release, which is known
-by that file alone; one may hold only what differs from another one. In a table, ``root`` describes the top level as a
-:class:`dstrial.config.keys.Section`; ``removed`` lists keys that DeepSpeed refuses, by section; ``optimizers`` and
+``tools/generate_deepspeed_rules.py`` generates ``deepspeed_tables/RELEASE.json`` from each supported release. A table may
+hold only the differences from another table. ``root`` describes the top level as a
+:class:`dstrial.config.keys.Section`; ``removed`` lists keys that DeepSpeed rejects, by section; ``optimizers`` and
 ``schedulers`` give for each type the names of its parameters (``params``, absent where any is accepted), those ``required``,
-and whether ZeRO counts the optimizer as tested.
+and whether DeepSpeed lists the optimizer as tested with ZeRO.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _TABLES = importlib.resources.files("dstrial.config").joinpath("deepspeed_tables
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeedRules:
-    """What one DeepSpeed release accepts; see the module for the tables."""
+    """The config keys and types that one DeepSpeed release accepts."""
 
     version: str
     root: Section
-    removed: Mapping[str, tuple[str, ...]]  # keys that it refuses, by dotted section
-    optimizers: Mapping[str, Mapping[str, Any]]  # by name, DeepSpeed's own in lower case
+    removed: Mapping[str, tuple[str, ...]]  # rejected keys, by dotted section
+    optimizers: Mapping[str, Mapping[str, Any]]  # by name; DeepSpeed's own names in lower case
     schedulers: Mapping[str, Mapping[str, Any]]
 
 
 def deepspeed_rules(version: str | None = None) -> DeepSpeedRules:
     """Return the rules of a DeepSpeed release, by default the installed one."""
-    # A release without a table is read by the newest one.
+    # The newest table serves for a release without one.
     wanted = (version or installed_deepspeed_version() or "").split("+")[0]
     return _rules_of(wanted if wanted in releases() else releases()[-1])
 
 
 @functools.cache
 def releases() -> tuple[str, ...]:
-    """Return the releases of DeepSpeed that have a table, the newest last."""
+    """Return the DeepSpeed releases that have a table, newest last."""
     names = [path.name.removesuffix(".json") for path in _TABLES.iterdir() if path.name.endswith(".json")]
     return tuple(sorted(names, key=release_key))
 
@@ -64,10 +64,10 @@ def _rules_of(release: str) -> DeepSpeedRules:
 
 
 def read_table(release: str) -> dict[str, Any]:
-    """Return a release's whole table.
+    """Return a release's table with the differences applied.
 
-    Differences are applied to the table of the release that they name: ``set``, dotted path
-    to what is there in this release, and ``absent``, paths of what is not.
+    Differences name a base release; ``set`` maps dotted paths to new values, and
+    ``absent`` lists the paths to delete.
     """
     table: dict[str, Any] = json.loads(_TABLES.joinpath(f"{release}.json").read_text(encoding="utf-8"))
     if "differs_from" not in table:
@@ -85,7 +85,7 @@ def read_table(release: str) -> dict[str, Any]:
 
 @functools.cache
 def installed_deepspeed_version() -> str | None:
-    """Return the installed DeepSpeed's version without importing it; else None."""
+    """Return the version of the installed DeepSpeed without an import; else None."""
     try:
         return importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:

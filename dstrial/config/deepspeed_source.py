@@ -1,4 +1,4 @@
-"""An experiment's DeepSpeed config: file or mapping, overwrites, line numbers."""
+"""Read an experiment's DeepSpeed config, its overwrites and its line numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeedSource:
-    """A DeepSpeed config before solving and defaults."""
+    """A merged DeepSpeed config, before batch sizes are solved and defaults filled in."""
 
-    path: Path | None  # None if the experiment config itself holds it
-    label: str  # how messages call it
-    base: dict[str, Any]  # as the file or mapping has it
+    path: Path | None  # None if the config is a mapping in the experiment config
+    label: str  # the config's name in messages
+    base: dict[str, Any]  # before the overwrites
     overwrite: dict[str, Any]  # `overwrite_deepspeed_args` with dotted keys nested
     merged: dict[str, Any]  # base with the overwrites in it
     lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
@@ -32,7 +32,7 @@ class DeepSpeedSource:
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return hyperparameters named ``<engine>_deepspeed_config``: further engines."""
+    """Return the names ``<engine>_deepspeed_config``: configs of further engines."""
     return tuple(key for key in hyperparameters if key.endswith(f"_{MAIN_KEY}"))
 
 
@@ -46,8 +46,8 @@ def read_deepspeed(
 ) -> DeepSpeedSource | None:
     """Read and merge one DeepSpeed config of an experiment.
 
-    ``key`` is the hyperparameter that names the config, ``lines`` and ``label`` are the experiment config's. Returns None if the
-    experiment names no DeepSpeed config, or if it cannot be read, which is recorded as a problem.
+    ``key`` is the hyperparameter that names the config; ``lines`` and ``label`` are the experiment config's. Returns None if the
+    experiment has no DeepSpeed config, or if the config cannot be read, which is recorded as a problem.
     """
     overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
     if hyperparameters.get(key) is None:
@@ -86,7 +86,7 @@ def _read_base(
     key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Diagnostics
 ) -> Document | None:
     """Return a DeepSpeed config without its overwrites; None after a problem."""
-    # It comes from its file or from the experiment config.
+    # The config is in a file of its own or in the experiment config.
     where = f"hyperparameters.{key}"
     if isinstance(given, Mapping):
         return Document(label, dict(given), _below(lines, ("hyperparameters", key)))
@@ -118,7 +118,7 @@ def _read_base(
 def _merged_lines(
     base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
 ) -> dict[KeyPath, str]:
-    """Return where each key of the merged config stands: its file or the overwrites."""
+    """Return the ``file:line`` of each key of the merged config."""
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     for dotted_path, line in [*overwrite_lines.items()]:
         overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)
@@ -131,7 +131,7 @@ def _merged_lines(
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
-    """Return a trial's merged DeepSpeed configs that can be read, the main one first."""
+    """Return a trial's readable DeepSpeed configs, merged, the main one first."""
     ignored = Diagnostics({}, "")
     found = [
         read_deepspeed(key, hyperparameters, context_dir, {}, "", ignored)
@@ -141,13 +141,13 @@ def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> 
 
 
 def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
-    """Return the lines of one part of a document, with paths that start there."""
+    """Return the lines of one part of a document, by paths relative to that part."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
     inside.setdefault((), locate(lines, prefix, ""))
-    # What came from the command line has no line to look at, so its message needs the whole key.
+    # A value from the command line has no line, so its message needs the whole key.
     whole_key = f"{OVERRIDE_LABEL}: {dotted(prefix)}"
     inside = {path: whole_key if line == OVERRIDE_LABEL else line for path, line in inside.items()}
-    # A constant may be written {type: const, val: …}; its keys then stand one level deeper.
+    # A constant may be written {type: const, val: …}; its keys are then one level deeper.
     for path, line in [*inside.items()]:
         if "val" in path:
             inside.setdefault(tuple(part for part in path if part != "val"), line)

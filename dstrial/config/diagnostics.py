@@ -1,4 +1,4 @@
-"""Collect errors, warnings and notes about a config, each with its place."""
+"""Collect errors, warnings and notes about a config, each with file and line."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dstrial.errors import ConfigError, ConfigProblem
 _T = TypeVar("_T")
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""Keys and list positions from the top of a document down to one value."""
+"""Keys and list indexes from the root of a document to one value."""
 
 Lines: TypeAlias = Mapping[KeyPath, str]
-"""Where each key stands, as ``file:line`` or another short label such as ``--config``."""
+"""Position of each key: ``file:line`` or another short label such as ``--config``."""
 
 OVERRIDE_LABEL = "--config"
-"""Label of what the command line gave; ``--config: key`` where that key is the top of what is checked."""
+"""Label of values from the command line; ``--config: key`` if only the section ``key`` is checked."""
 
 MAX_PROBLEMS = 100
-"""After so many problems a check stops, so that a hostile config costs little and an answer stays short."""
+"""Maximum number of problems before a check stops: a hostile config costs little, and the response stays short."""
 
 _MAX_RENDERED_CHARS = 80
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a key path as a person writes it: ``searcher.metric``, ``labels[0]``."""
+    """Return a key path as text: ``searcher.metric``, ``labels[0]``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -35,7 +35,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def nested_form(parts: Sequence[str], value: Any) -> str:
-    """Return how a value below several keys is written, ``a: {b: 3}`` for example."""
+    """Return a value under several keys as YAML, for example ``a: {b: 3}``."""
     *outer, last = parts
     text = f"{last}: {render(value)}"
     for part in reversed(outer):
@@ -44,7 +44,7 @@ def nested_form(parts: Sequence[str], value: Any) -> str:
 
 
 def key_path(text: str) -> KeyPath:
-    """Return a dotted key's path (no list positions); the empty text is the top."""
+    """Split a dotted key (without list positions); an empty text is the root path."""
     return tuple(text.split(".")) if text else ()
 
 
@@ -52,7 +52,7 @@ def render(value: Any) -> str:
     """Return a value as JSON, shortened to about 80 characters."""
     text = ""
     try:
-        # Piece by piece: a whole config is large, and many problems may be about the same part of it.
+        # In chunks: a whole config is large, and many problems may render the same part of it.
         for piece in _ENCODER.iterencode(value):
             text += piece
             if len(text) > _MAX_RENDERED_CHARS:
@@ -63,9 +63,9 @@ def render(value: Any) -> str:
 
 
 def locate(lines: Lines, path: KeyPath, default: str) -> str:
-    """Return where a key stands: its own label, or the nearest one above it.
+    """Return the ``file:line`` of a key, or of its nearest parent that has one.
 
-    The key need not exist; ``default`` is the label when nothing above it has one either.
+    The key need not exist; ``default`` is returned if no parent has a line either.
     """
     for length in range(len(path), -1, -1):
         label = lines.get(path[:length])
@@ -95,7 +95,7 @@ class Diagnostics:
         return f"{label}{separator}{dotted(parts)}"
 
     def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
-        """Record an error; raise ConfigError with all if this is number ``MAX_PROBLEMS``."""
+        """Record an error; at ``MAX_PROBLEMS`` errors raise ConfigError with all of them."""
         _add_new(self.problems, self._known[0], ConfigProblem(self.place(path), got, expected, fix))
         if len(self.problems) >= MAX_PROBLEMS:
             more = ConfigProblem(
@@ -107,7 +107,7 @@ class Diagnostics:
             raise ConfigError([*self.problems, more])
 
     def warn(self, path: KeyPath | str, text: str) -> None:
-        """Record a warning; ``text`` follows ``file:line: key``."""
+        """Record a warning; the message is ``file:line: key`` and then ``text``."""
         _add_new(self.warnings, self._known[1], f"{self.place(path)} {text}")
 
     def note(self, path: KeyPath | str, text: str) -> None:
@@ -120,8 +120,8 @@ class Diagnostics:
 
 
 def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
-    """Append an item unless it is there; ``known`` has the items of the last call."""
-    # Others append too.
+    """Append an item unless the list has it; ``known`` is the list as a set."""
+    # Other code appends to the list as well.
     if len(known) != len(found):
         known.update(found)
     if one not in known:

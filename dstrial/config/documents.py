@@ -1,9 +1,9 @@
-"""The one way in for users' YAML and JSON: plain values with line numbers.
+"""Parse users' YAML and JSON safely into plain values with line numbers.
 
-YAML is read by version 1.2's core rules, as Determined's client does: ``1e-5`` is a number and ``yes`` is a word. JSON is
-strict, as ``overwrite_deepspeed_config`` has it. A key given twice is a problem in both. A text of 700 bytes can expand to
-19 GiB (nine levels of nine aliases), and 20,000 brackets exhaust the stack of what walks them, so size, number of values and
-depth are limited. Whatever the text is, nothing here raises another error than ConfigError.
+YAML follows the core schema of version 1.2, as in Determined's client: ``1e-5`` is a number and ``yes`` is a string. JSON is
+strict, as in ``overwrite_deepspeed_config``. A duplicate key is an error in both. A text of 700 bytes can expand to 19 GiB
+(nine levels of nine aliases), and 20,000 brackets overflow the stack of a recursive reader. So size, number of values and
+depth are limited. For any text, the only error raised is ConfigError.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from dstrial.config.diagnostics import MAX_PROBLEMS, KeyPath, dotted
 from dstrial.errors import ConfigError, ConfigProblem
 
 MAX_DEPTH = 100
-"""Deepest nesting of lists and mappings in anything that users send; the code that walks configs recurses this far."""
+"""Maximum nesting of lists and mappings in user input; code that traverses configs recurses this deep."""
 
 MAX_KEY_CHARS = 1024
-"""Longest key; YAML has the same limit for all that is not written behind ``?``."""
+"""Maximum length of a key; YAML has the same limit for keys without ``?``."""
 
 _MAX_DIGITS = 1000
-"""More than any number has; Python itself refuses integers of more than 4300 digits, with an error of its own."""
+"""Maximum digits of a number; Python itself raises ValueError for integers of more than 4300 digits."""
 
 _MAX_TAG_DIRECTIVES = 100
-"""libyaml compares each ``%TAG`` with all before it."""
+"""Maximum number of ``%TAG`` directives, because libyaml takes quadratic time for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextLimits:
-    """The bounds of one config."""
+    """Limits on the size of one config."""
 
     text_bytes: int = 2**20  # of UTF-8
-    num_values: int = 100_000  # scalars, keys, lists and mappings, with every alias written out
-    raised_by: str = ""  # how to get more, a sentence; empty if impossible
+    num_values: int = 100_000  # scalars, keys, lists and mappings, after alias expansion
+    raised_by: str = ""  # sentence: how to raise the limits; empty if impossible
 
 
 DEFAULT_LIMITS = TextLimits()
-"""What the command line uses, and a master whose settings say nothing else."""
+"""Limits of the command line, and the default of a master."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file."""
+    """A parsed file with the line of each key."""
 
     label: str  # the file's name in messages
     value: Any  # dictionaries, lists and scalars
@@ -57,7 +57,7 @@ class Document:
 
 
 class _InvalidError(ValueError):
-    """A value that no config may have; the arguments are parts of a message."""
+    """An illegal value; the arguments are parts of the message."""
 
     def at(self, where: str) -> ConfigError:
         got, expected, fix = self.args
@@ -94,13 +94,13 @@ def _num_bytes(text: str) -> int:
 
 
 def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
-    """Refuse plain values beyond the limits, which were read without them.
+    """Apply the limits to values that were parsed without them.
 
-    None of the dictionaries, lists and scalars in ``value`` holds itself.
+    ``value`` must have no reference cycles.
 
     Raises:
-        ConfigError: there are more than ``num_values``, or they are nested deeper than ``MAX_DEPTH``, or the strings among
-            them are together longer than ``text_bytes``, or one of them has a character that no text can have.
+        ConfigError: there are more than ``num_values`` values, they are nested deeper than ``MAX_DEPTH``, all strings
+        together are longer than ``text_bytes``, or a string has an illegal character.
     """
     level: list[Any] = [value]
     num_values = num_bytes = depth = 0
@@ -150,7 +150,7 @@ def _float(text: str) -> float:
 
 
 def _number(value: float) -> float:
-    """Return a number that JSON has and that databases can hold."""
+    """Return the number; reject one that JSON or a database cannot represent."""
     if not (-(2**63) <= value < 2**64 if isinstance(value, int) else math.isfinite(value)):
         raise _InvalidError(str(value)[:40], "a finite number of 64 bits", "Put it into quotes.")
     return value
@@ -170,7 +170,7 @@ def _short(digits: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Return a string that files, environment variables and UTF-8 can hold."""
+    """Return the string; reject characters illegal in UTF-8 or environment variables."""
     if "\0" in text:
         raise _InvalidError("a text with a NUL character", "text without NUL", "Remove the character.")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
@@ -199,20 +199,20 @@ _PLAIN = {
     "null": (r"~|null|Null|NULL|", ("~", "n", "N", "")),
     "merge": ("<<", "<"),
 }
-"""Tag -> plain scalars of it in YAML 1.2's core schema, and the characters with which they begin."""
+"""Tag -> pattern of its plain scalars in YAML 1.2's core schema, and their possible first characters."""
 
 
 class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml is ten times as fast
-    """Composes nodes whose scalars have the tags of YAML 1.2's core schema."""
+    """A loader that resolves scalars by the core schema of YAML 1.2."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would read as another type."""
+    """A dumper that quotes strings which YAML 1.1 or 1.2 would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Write line breaks that YAML 1.2 has not as escapes; other quotes fold them."""
+        """Escape line breaks that YAML 1.2 does not know; other quotes would fold them."""
         style = '"' if re.search("[\x85\u2028\u2029]", text) else None
         return self.represent_scalar(f"{_TAG}str", text, style=style)
 
@@ -224,25 +224,25 @@ for _kind, (_pattern, _first) in _PLAIN.items():
 
 
 def parse_yaml_value(text: str, label: str = "the value") -> Any:
-    """Read a value as a config does: ``4`` an int, ``1e-5`` a float, ``[1]`` a list.
+    """Parse a value as in a config: ``4`` is an int, ``1e-5`` a float, ``[1]`` a list.
 
     Raises:
-        ConfigError: it is not YAML, gives a key twice, or is beyond the limits of a config; ``label`` names it.
+        ConfigError: the text is not YAML, has a duplicate key, or exceeds the limits; ``label`` names it.
     """
     return read_yaml_text(text, label).value
 
 
 def yaml_text(value: Any) -> str:
-    """Write plain values as YAML that 1.2 and 1.1 both read as the same values.
+    """Return plain values as YAML that has the same meaning in versions 1.1 and 1.2.
 
-    PyYAML alone would write the word ``"2e-3"`` without quotes, which version 1.2 reads as a number.
+    PyYAML alone would write the string ``"2e-3"`` without quotes, which version 1.2 reads as a number.
     """
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)  # a SafeDumper
     return text
 
 
 def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a YAML file without repeated keys, within the limits."""
+    """Read a YAML file; duplicate keys and exceeded limits are errors."""
     return read_yaml_text(_read_text(path, label, limits), label, limits)
 
 
@@ -273,7 +273,7 @@ def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
         fix = "Correct this line."
         if "duplicate anchor" in got:
             got, fix = "an anchor defined a second time", "Rename one of the two anchors."
-        if "nesting depth" in got:  # libyaml's own limit
+        if "nesting depth" in got:  # the limit in libyaml
             return _too_deep().at(f"{where}: the text")
         if "a tab " in got or (mark and text[mark.index : mark.index + 1] == "\t"):
             got, fix = "indented with a tab", "Indent with spaces."
@@ -281,7 +281,7 @@ def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
 
 
 def _check_events(text: str, label: str, limits: TextLimits) -> None:
-    """Refuse a text before its nodes are composed, which recurses and takes memory."""
+    """Check the limits before nodes are composed, which recurses and takes memory."""
     num_values = depth = 0
     for event in yaml.parse(text, Loader=YamlLoader):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -295,7 +295,7 @@ def _check_events(text: str, label: str, limits: TextLimits) -> None:
 
 
 class _YamlReader:
-    """Makes values of composed nodes: an alias becomes a copy, and counts as one."""
+    """Converts composed nodes to values; an alias becomes a copy and counts as one."""
 
     def __init__(self, label: str, limits: TextLimits) -> None:
         self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
@@ -303,10 +303,10 @@ class _YamlReader:
         self._label = label
         self._limits = limits
         self._num_values = 0
-        self._open: list[yaml.Node] = []  # from the root down
+        self._open: list[yaml.Node] = []  # path of nodes from the root
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return the value of a node, and record the lines of everything below it."""
+        """Return the value of a node; record the line of each of its descendants."""
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self._begin(node)
@@ -324,7 +324,7 @@ class _YamlReader:
         return self.value(node, path)
 
     def _begin(self, node: yaml.Node) -> None:
-        """Open a list or mapping; its caller closes it."""
+        """Push a list or mapping on the stack of open nodes; the caller pops it."""
         self._count(node)
         kind, tag = ("list", "seq") if isinstance(node, yaml.SequenceNode) else ("mapping", "map")
         if node.tag != f"{_TAG}{tag}":
@@ -341,7 +341,7 @@ class _YamlReader:
         self._open.append(node)
 
     def _pairs(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[Any, yaml.Node, yaml.Node]]:
-        """Return a mapping's keys and values by the key's text, its own over merged ones."""
+        """Return a mapping's items by key text; its own keys override merged ones."""
         own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         texts: dict[Any, str] = {}
@@ -365,7 +365,7 @@ class _YamlReader:
                     self._open.pop()
                 continue
             name = self._scalar(key, _check_key)
-            text = texts.setdefault(name, str(name))  # 1, 1.0 and true are one key
+            text = texts.setdefault(name, str(name))  # 1, 1.0 and true are the same dictionary key
             if text in own:
                 self._given_twice(key, own[text][1], (*path, text))
             own[text] = (name, key, value)
@@ -378,7 +378,7 @@ class _YamlReader:
 
     def _scalar(self, node: yaml.ScalarNode, check: Callable[[str], object] = _string) -> Any:
         self._count(node)
-        # `<<` is a merge as a key alone.
+        # `<<` means a merge only as a key.
         kind = "str" if node.tag == _MERGE else node.tag.removeprefix(_TAG)
         if kind not in _READERS:
             raise self._tagged(node, "a scalar")
@@ -423,7 +423,7 @@ def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Do
 def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
     _check_text(text, label, limits)
     try:
-        # The parser recurses in C and raises RecursionError long before the stack ends; what it survives is counted.
+        # The parser recurses in C and raises RecursionError long before the stack ends; other documents are checked for depth.
         value = json.loads(text, parse_constant=_float, parse_int=_int, parse_float=_float)
     except json.JSONDecodeError as error:
         raise _InvalidError(
@@ -449,7 +449,7 @@ def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
 
 def _json_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
     """Yield the path and line of each key and list item of valid JSON."""
-    path: list[Any] = []  # ends with None where a key comes next
+    path: list[Any] = []  # ends with None if a key comes next
     line, end = 1, 0
     for match in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]|[^\s{}\[\],:"]+', text):
         line += text.count("\n", end, match.start())
@@ -472,7 +472,7 @@ def _json_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
 def _read_text(path: Path, label: str, limits: TextLimits) -> str:
     try:
         with path.open("rb") as file:
-            # Not the file's size, which says nothing of devices and pipes.
+            # Not the file's size, which is 0 for devices and pipes.
             content = file.read(limits.text_bytes + 1)
         if len(content) > limits.text_bytes:
             raise _too_large(f"more than {limits.text_bytes} bytes", limits).at(f"{label}: the text")

@@ -1,7 +1,7 @@
-"""Dotted keys of ``--config key=value`` and of old configs' overwrites. Pure.
+"""Dotted keys in ``--config key=value`` and in overwrites of old configs. Pure.
 
-Old configs write ``zero_optimization.stage: 3`` for a key inside another. Determined puts such an overwrite at the top of the
-DeepSpeed config, where DeepSpeed of that time ignored it.
+Old configs write ``zero_optimization.stage: 3`` for a nested key. Determined puts such an overwrite at the top level of the
+DeepSpeed config, where old DeepSpeed releases ignored it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
 
 
 def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
-    """Return what nested mappings have at a dotted key or path; else ``default``."""
+    """Return the value at a dotted key or path of nested mappings; else ``default``."""
     for part in key_path(path) if isinstance(path, str) else path:
         if not isinstance(config, Mapping) or part not in config:
             return default
@@ -43,7 +43,7 @@ def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the ends of nested mappings with their paths; an empty mapping is an end."""
+    """Yield path and value of each leaf of a mapping; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -52,7 +52,7 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return ``data.dstrial``, our settings in an experiment config; else empty."""
+    """Return ``data.dstrial``, dstrial's section of an experiment config; else empty."""
     section = value_at(config, "data.dstrial")
     return section if isinstance(section, Mapping) else {}
 
@@ -62,15 +62,15 @@ def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
 
 
 def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed overwrites with dotted keys nested; what comes later wins.
+    """Return DeepSpeed overwrites with dotted keys nested; later keys win.
 
-    Only keys whose first part is a section of DeepSpeed's are nested. Values that need no change are shared.
+    Only keys that begin with the name of a DeepSpeed section are nested. Unchanged values are shared, not copied.
     """
     return _nested(overwrite, deepspeed_rules().root)
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Report hyperparameters that DeepSpeed misses for the dots in their names."""
+    """Report hyperparameters with dotted names that never reach DeepSpeed."""
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
         if not (dot and rest):
@@ -131,7 +131,7 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
 
 
 def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge at every depth; ``other`` wins, and null is a value."""
+    """Merge two mappings at every depth; ``other`` wins, and null is a value."""
     result = dict(one)
     for key, value in other.items():
         below = result.get(key)
@@ -188,14 +188,14 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
-    """Return the problem of an override that names none of the user's own keys."""
+    """Return a problem if an override names a key that the user's config lacks."""
     section = value_at(config, path[:1])
     if len(path) < 2 or path[0] not in _FREE:
         return None
     known = section if isinstance(section, Mapping) else {}
     for depth in range(1, len(path)):
         part = path[depth]
-        # Keys of dstrial, of DeepSpeed and of a search space ("type") are checked with the config.
+        # Keys of dstrial, DeepSpeed and search spaces ("type") are checked later, with the config.
         if path[:2] == ("data", "dstrial") or str(part).endswith(_HOLDERS) or (depth > 1 and "type" in known):
             return None
         if part not in known:

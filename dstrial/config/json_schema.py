@@ -1,4 +1,4 @@
-"""The table of the experiment config as a JSON Schema, for editors. Pure."""
+"""Convert the experiment config's table to a JSON Schema for editors. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _keys(section: Section) -> dict[str, Any]:
 def _value(rule: Rule) -> dict[str, Any]:
     schema: dict[str, Any] = {"description": rule.about} if rule.about else {}
     if "any" not in rule.types:
-        # Null means that a key is not given.
+        # Null means that the key is missing.
         types = {*rule.types, "null", *(["string"] if rule.parse is not None else [])}
         schema["type"] = sorted(_TYPES.get(name, name) for name in types)
     if rule.enum is not None:

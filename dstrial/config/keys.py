@@ -1,6 +1,6 @@
 """Check a document's keys, types and bounds against a table; fill in defaults.
 
-The same walk serves DeepSpeed's JSON and the experiment config; a :class:`Dialect` says where they differ.
+The same code checks DeepSpeed's JSON and the experiment config; a :class:`Dialect` has their differences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORDS = {
 class Rule:
     """The legal values of one key."""
 
-    types: tuple[str, ...]  # names of _WORDS, or "any"
+    types: tuple[str, ...]  # keys of _WORDS, or "any"
     default: Any = None
     enum: tuple[Any, ...] | None = None
     ignores_case: bool = False
@@ -40,17 +40,17 @@ class Rule:
     exclusive_minimum: float | None = None
     maximum: float | None = None  # inclusive
     exclusive_maximum: float | None = None
-    section: Section | None = None  # keys inside, for a mapping that is checked
-    items: Rule | None = None  # of each item of a list
+    section: Section | None = None  # nested keys, for a mapping that is checked
+    items: Rule | None = None  # rule of each list item
     max_items: int | None = None
-    # Returns what is expected instead of a value; None if the value is right. It sees values of any type.
+    # Returns the expected value as text, or None if the value is valid. Called with values of any type.
     check: Callable[[Any], str | None] | None = None
-    parse: Callable[[Any], Any] | None = None  # writes a text that stands for a mapping as the mapping
-    expected: str = ""  # for messages, in place of what follows from the fields above
+    parse: Callable[[Any], Any] | None = None  # converts a text short form to a mapping
+    expected: str = ""  # for messages; overrides the text derived from the fields above
     fix: str = ""  # for messages, a sentence with an example
     about: str = ""  # one clause for the reference page and for editors
     also: tuple[str, ...] = ()  # other legal spellings of the key
-    replaced_by: str | None = None  # set if the key is deprecated; empty if nothing replaces it
+    replaced_by: str | None = None  # set if the key is deprecated; empty if it has no replacement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,16 +58,16 @@ class Section:
     """The legal keys of one mapping."""
 
     keys: Mapping[str, Rule]
-    # Whether the reader rejects unknown keys and converts quoted numbers (DeepSpeed's pydantic).
+    # Whether the consumer rejects unknown keys and converts quoted numbers (DeepSpeed's pydantic models).
     strict: bool = False
     required: tuple[str, ...] = ()
     is_open: bool = False  # whether unknown keys are legal
-    # Whether the result has defaults for what is not given; otherwise it is a copy of what is given.
+    # Whether missing keys get defaults; otherwise the result is a copy of the input.
     fills_in: bool = True
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Section:
-        """Build a section from the JSON of the rule generator."""
+        """Build a section from the rule generator's JSON table."""
         return cls({key: _rule_from_table(rule) for key, rule in table["keys"].items()}, table["strict"])
 
 
@@ -83,26 +83,26 @@ def _rule_from_table(table: Mapping[str, Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dialect:
-    """How the reader of one kind of document behaves."""
+    """How the consumer of a document treats unknown keys, null and ``"auto"``."""
 
-    name: str  # the reader, for messages: "DeepSpeed 0.19.8"
-    consequence: str = ""  # what an unknown key does in a section that is not strict, as a clause
-    null_is_absent: bool = False  # whether null means that a key is not given
+    name: str  # the consumer, for messages: "DeepSpeed 0.19.8"
+    consequence: str = ""  # clause: the effect of an unknown key in a section that is not strict
+    null_is_absent: bool = False  # whether null means a missing key
     auto: str = "value"  # "error" or "warning" for `"auto"`, "value" for an ordinary string
-    filler: AutoValues | None = None  # fills in `"auto"`, and then decides instead of `auto`
+    filler: AutoValues | None = None  # replaces `"auto"`; if set, it overrides `auto`
     unknown_is_warning: bool = False
-    # Keys that were legal once, by dotted section.
+    # Keys that older releases accepted, by dotted section.
     removed: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def check_keys(
     section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Diagnostics, path: KeyPath = ()
 ) -> dict[str, Any]:
-    """Check one mapping, which stands at ``path``, and everything below it.
+    """Check the mapping at ``path`` and everything in it; fill in defaults.
 
     Returns:
-        A new mapping with every key of the table that is not deprecated: what was given where it is legal,
-        the default otherwise. Given keys that are deprecated, or that the table does not know, are kept.
+        A new mapping with every key of the table that is not deprecated: the given value if legal, else the
+        default. Given keys that are deprecated or unknown are kept.
     """
     spelled = {other: key for key, rule in section.keys.items() for other in (key, *rule.also)}
     effective: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def _unknown_key(
     section: Section, key: str, value: object, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> None:
     if key.startswith(("_", "//", "comment")) and dialect.consequence and not section.strict:
-        return  # a comment: the reader ignores the key, and its author knows
+        return  # a comment key, which the consumer ignores
     inner = (*path, key)
     owner = dotted(path)
     if key in dialect.removed.get(owner, ()):
@@ -172,7 +172,7 @@ def _unknown_key(
 def _check_value(
     rule: Rule, value: Any, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
-    """Return whether a value is usable, and the value with its own defaults filled in."""
+    """Return whether a value is legal, and the value with its defaults filled in."""
     if (
         value == AUTO
         and dialect.auto != "value"
@@ -283,7 +283,7 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Return a quoted or numeric value as the reader converts it, else None."""
+    """Convert a quoted or numeric value as the consumer does; None if impossible."""
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

@@ -23,8 +23,8 @@ from dstrial.errors import ConfigError, ConfigProblem
 def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two DeepSpeed configs, key by key at every depth, into a new one.
 
-    A mapping merges into a mapping; anything else (lists too) replaces what was there; ``None`` deletes the key. A dotted
-    key of the overwrite, ``zero_optimization.stage``, stands for the nested one.
+    A mapping merges into a mapping; any other value (lists too) replaces the old one; ``None`` deletes the key. A dotted
+    key in the overwrite, such as ``zero_optimization.stage``, means the nested key.
     """
     return _merged(base, nested(overwrite))
 
@@ -45,19 +45,19 @@ def _merged(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, 
 def overwrite_deepspeed_config(
     base_ds_config: str | dict[str, Any], source_ds_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a DeepSpeed config with values of the experiment config put into it.
+    """Return a DeepSpeed config with the experiment config's overwrites applied.
 
     Unlike Determined's function of this name, a ``None`` deletes the key.
 
     Args:
         base_ds_config: path of a DeepSpeed JSON file, or its content.
-        source_ds_dict: what to change, usually ``hyperparameters.overwrite_deepspeed_args``.
+        source_ds_dict: values to set, usually ``hyperparameters.overwrite_deepspeed_args``.
 
     Returns:
         A new dictionary, to hand to ``deepspeed.initialize``; neither argument is changed.
 
     Raises:
-        ConfigError: the file cannot be read, is not JSON, holds no object, or gives a key twice.
+        ConfigError: the file cannot be read, is not a JSON object, or has a duplicate key.
         TypeError: ``base_ds_config`` is neither a path nor a dictionary.
 
     Source: determined.pytorch.deepspeed.overwrite_deepspeed_config (0.38.1).
@@ -88,13 +88,13 @@ _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest
 
 
 def merge_template(template: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with a template's fields where it gives none or null.
+    """Return a config in which a template's values replace missing or null ones.
 
-    Mappings are merged at every depth. Exceptions: labels are united; bind mounts, devices and proxy ports of the template
-    are added where the config uses their container path or port for nothing else; environment variables of the template come
-    before the config's; log policies are merged by name; a hyperparameter is taken whole, unless both are nested mappings; of
-    another searcher or storage only the fields that all of them have are taken; a period is one, never a blend of two units.
-    Both arguments are parts of configs that were not checked, and neither is changed.
+    Mappings are merged at every depth. Exceptions: the union of labels; bind mounts, devices and proxy ports of the template
+    are added unless the config uses their container path or port; environment variables of the template come before the
+    config's; log policies are merged by name; hyperparameters are not merged, unless both are groups; of another type of
+    searcher or storage only the fields common to all types are merged; periods are not merged, as units may differ.
+    Both arguments are unchecked partial configs; neither is modified.
     """
     return _mapping(template, config, ())
 
@@ -132,7 +132,7 @@ def _whole(_base: Any, over: Any) -> Any:
 
 
 def _union_of(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
-    """Return the rule of a section whose fields depend on one of them, ``kind``."""
+    """Return the merge rule of a section whose fields depend on its field ``kind``."""
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, Mapping) or not isinstance(over, Mapping):
@@ -146,7 +146,7 @@ def _union_of(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
 
 
 def _shallow(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of both, those of ``over`` first, none of them blended."""
+    """Merge the top level only; ``over`` wins."""
     given = {key: value for key, value in over.items() if value is not None or key not in base}
     return copy.deepcopy({**base, **given})
 
@@ -159,14 +159,14 @@ def _united(base: Any, over: Any) -> Any:
 
 
 def _frozen(item: Any) -> Hashable:
-    """Return a key that is equal for equal items, so that long lists merge quickly."""
+    """Return a hashable key that is equal for equal items."""
     if isinstance(item, Mapping):
         return frozenset((key, _frozen(value)) for key, value in item.items())
     return tuple(_frozen(one) for one in item) if isinstance(item, list) else item
 
 
 def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the merge rule of a list whose items are told apart by ``name(item)``."""
+    """Return the merge rule of a list whose items are identified by ``name(item)``."""
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, list) or not isinstance(over, list):
@@ -178,7 +178,7 @@ def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _container_path(item: Any) -> Any:
-    """Return the container path, a field or the second of ``host:container[:mode]``."""
+    """Return a container path: a field, or the middle of ``host:container[:mode]``."""
     if isinstance(item, Mapping):
         return item.get("container_path")
     return item.split(":")[1] if isinstance(item, str) and ":" in item else item
@@ -189,7 +189,7 @@ def _proxy_port(item: Any) -> Any:
 
 
 def _variables(base: Any, over: Any) -> Any:
-    """Return the variables of both, per device unless both are lists; later ones win."""
+    """Concatenate environment variables, per device unless both are lists."""
     if isinstance(base, list) and isinstance(over, list):
         return [*base, *over]
     if not isinstance(base, (list, Mapping)) or not isinstance(over, (list, Mapping)):
@@ -205,7 +205,7 @@ def _of_device(given: Any, device: str) -> list[Any]:
 
 
 def _image(base: Any, over: Any) -> Any:
-    """Return the image of each device; a text stands for all of them."""
+    """Merge images per device; a string applies to all devices."""
     if isinstance(over, Mapping):
         below = with_new_names(base) if isinstance(base, Mapping) else dict.fromkeys(DEVICES, base)
         return _shallow(below, with_new_names(over))

@@ -1,4 +1,4 @@
-"""How the ranks of a job are divided: one value, known once and asked everywhere."""
+"""The parallel dimensions of a job, computed once and passed everywhere."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from dstrial.errors import ConfigError, ConfigProblem
 
 DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp"}
-"""Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for every part of a replica that works."""
-# Fields that take ranks of their own in a replica.
+"""Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for each supported dimension of a replica."""
+# Fields that multiply the ranks of a replica.
 _IN_REPLICA = ("pp", "tp", "sp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """The division of the ranks: ``world_size = dp x pp x tp x sp``, or ValueError."""
+    """The parallel dimensions: ``world_size = dp x pp x tp x sp``, or ValueError."""
 
     world_size: int
     pp: int = 1  # pipeline stages
     tp: int = 1  # ranks that share each layer, through an mpu
     sp: int = 1  # ranks that share each sequence (`sequence_parallel_size`)
-    ep: int = 1  # ranks that share a layer's experts: of other replicas, so none of its own
+    ep: int = 1  # ranks that share a layer's experts; these belong to different replicas
     is_pipeline: bool = False  # a `PipelineModule`, even of a single stage
 
     def __post_init__(self) -> None:
@@ -38,12 +38,12 @@ class ParallelDims:
 
     @classmethod
     def of_replica(cls, **sizes: Any) -> ParallelDims:
-        """Return one replica on as many ranks as it needs."""
+        """Return the dimensions of a job with a single replica."""
         return cls(math.prod(sizes.get(field, 1) for field in _IN_REPLICA), **sizes)
 
     @property
     def dp(self) -> int:
-        """Replicas of the model, each with records of its own."""
+        """The number of model replicas, each with its own shard of the records."""
         return self.world_size // self.ranks_per_replica
 
     @property
@@ -57,23 +57,23 @@ class ParallelDims:
 
     @property
     def has_mpu(self) -> bool:
-        """Whether DeepSpeed asks an ``mpu``, which is a pipeline's or the trial's own."""
+        """Whether DeepSpeed uses an ``mpu``, either a pipeline's or the trial's."""
         return self.has_pipeline_engine or self.tp > 1
 
     def on(self, world_size: int) -> ParallelDims:
-        """Return replicas of the same kind on another number of ranks.
+        """Return the same replica layout on another number of ranks.
 
         Raises:
-            ValueError: the ranks cannot be divided so.
+            ValueError: the ranks are no multiple of the replica's.
         """
         return dataclasses.replace(self, world_size=world_size)
 
     def replicas_on(self, world_size: int) -> int:
-        """Return how many such replicas some ranks hold, at least 1."""
+        """Return the number of replicas on ``world_size`` ranks, at least 1."""
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return one replica with the sizes that ``data.dstrial`` gives."""
+        """Return one replica with the sizes from ``data.dstrial``."""
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
         for key, field in DIM_KEYS.items():
@@ -83,7 +83,7 @@ class ParallelDims:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
 
     def to_layout(self) -> dict[str, Any]:
-        """Return the fields of an engine's layout, in its order."""
+        """Return the dimensions as fields of an engine's ``Layout``, in its order."""
         return {
             "world_size": self.world_size,
             "data_parallel_size": self.dp,
@@ -94,10 +94,10 @@ class ParallelDims:
 def replicas_of(
     data_config: Mapping[str, Any], world_size: int, asked: int | None = None, *, otherwise: int = 1
 ) -> int:
-    """Return the data-parallel size by the rule of ``dstrial check``, or ConfigError.
+    """Return the data-parallel size, or raise ConfigError, as ``dstrial check`` does.
 
-    ``data_config`` is the ``data`` section. ``asked`` are the ranks of one replica by user code; ``otherwise`` they are a resumed
-    checkpoint's, if neither the section nor user code says.
+    ``data_config`` is the ``data`` section. ``asked`` is the number of ranks per replica from user code. ``otherwise`` is the
+    resumed checkpoint's, used if neither the section nor user code has one.
     """
     section = data_config.get("dstrial")
     given = section if isinstance(section, Mapping) else {}

@@ -1,8 +1,8 @@
 """The table of the experiment config: Determined's version 0 and ``data.dstrial``.
 
-Types, bounds, defaults and a clause on each key. The check, the completed config, the reference page and the JSON Schema
-(``dstrial check --schema``) all follow from it. Source: Determined 0.38.1 schemas/expconf/v0. Fields that mean nothing without
-Determined's containers are passed through.
+Types, bounds, defaults and a description of each key. The check, the completed config, the reference page and the JSON
+Schema (``dstrial check --schema``) are derived from it. Source: Determined 0.38.1 schemas/expconf/v0. Fields that only
+affect Determined's containers are passed through.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import re2
 from dstrial.config.keys import Dialect, Rule, Section
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 600
-"""How long ranks may take to save and end after a request to stop, seconds. Determined gives an hour, in which a hung rank
-holds its slots."""
+"""Grace period of ranks to save and exit after a stop request, seconds. Determined's hour lets a hung rank hold its
+slots too long."""
 
 _MAX_PATTERN_CHARS = 2000
 _MAX_PATTERN_BYTES = 2**23
-"""What one compiled pattern may take; RE2's own default."""
+"""Memory limit of one compiled pattern; RE2's default."""
 
 Unit = Literal["batches", "epochs", "records"]
 
@@ -33,12 +33,12 @@ UNITS: tuple[Unit, ...] = ("batches", "epochs", "records")
 class Length:
     """A number of batches (optimizer steps), epochs or records."""
 
-    value: int  # 0 means "never" where a period is asked for
+    value: int  # 0 means "never" for a period
     unit: Unit
 
     @classmethod
     def from_config(cls, value: int | Mapping[str, Any]) -> Length:
-        """Read a checked value: ``100`` (batches) or ``{epochs: 2}``."""
+        """Parse a validated value: ``100`` (batches) or ``{epochs: 2}``."""
         if isinstance(value, Mapping):
             ((unit, number),) = value.items()
             return cls(int(number), cast(Unit, unit))
@@ -68,10 +68,10 @@ def _is_count(value: object) -> bool:
 
 
 def compile_pattern(text: str) -> Any:
-    """Compile a RE2 pattern whose ``^`` and ``$`` match at the lines of a text.
+    """Compile a RE2 pattern in multi-line mode.
 
     Python's own search backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours.
-    The result has ``search(str)``; ValueError says why a pattern is none.
+    The result has ``search(str)``. An invalid pattern raises ValueError.
     Syntax: https://github.com/google/re2/wiki/Syntax.
     """
     options = re2.Options()
@@ -132,7 +132,7 @@ def _check_digest(value: Any) -> str | None:
 
 
 def _parse_device(text: str) -> Any:
-    """Return ``host:container[:mode]`` as its fields; anything else as it is."""
+    """Split ``host:container[:mode]`` into its fields; return other values unchanged."""
     parts = text.split(":")
     return (
         dict(zip(("host_path", "container_path", "mode"), parts, strict=False))
@@ -188,12 +188,12 @@ _WORD = Rule(types=("string",), fix="Put it into quotes.")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearcherKeys:
-    """The keys that the config of one searcher may have."""
+    """The config keys of one searcher."""
 
-    keys: tuple[str, ...] = ()  # with an effect, beside the keys of every searcher
-    requires: tuple[str, ...] = ()  # must be given
-    is_timed: bool = False  # whether `max_time` and `time_metric` must be given
-    is_independent: bool = False  # no trial depends on another: the rest can go on after the search
+    keys: tuple[str, ...] = ()  # in addition to the keys of every searcher
+    requires: tuple[str, ...] = ()  # required keys
+    is_timed: bool = False  # whether `max_time` and `time_metric` are required
+    is_independent: bool = False  # no trial depends on another, so trials can continue after the search
 
 
 _ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
@@ -206,7 +206,7 @@ SEARCHERS: dict[str, SearcherKeys] = {
     ),
     "async_halving": SearcherKeys((*_ASHA, "num_rungs"), ("max_trials", "num_rungs"), is_timed=True),
 }
-"""Name -> what its config may have; ``dstrial.search.searcher`` says what runs it."""
+"""Name -> keys of its config; ``dstrial.search.searcher`` maps names to implementations."""
 ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),
@@ -234,7 +234,7 @@ SEARCHER_COMMON: dict[str, Rule] = {
     "max_time": _count("maximum training time of a trial, in `time_metric`", minimum=1, maximum=10**15),
     "time_metric": _text("unit of `max_time`: `batches`, `epochs`, or a metric that the trial reports"),
 }
-"""The keys that every searcher may have."""
+"""Keys common to all searchers."""
 
 _SEARCHER = _section(
     "number of trials and length of each",
@@ -305,7 +305,7 @@ _ENVIRONMENT = _section(
         default=[],
     ),
     image=_rule(_UNREAD, "string", "mapping"),
-    # Determined's master refuses it, and takes data.dstrial.requirements.
+    # Determined's master rejects this key but accepts data.dstrial.requirements.
     requirements=_text("file of the model definition that pip installs first; Determined does not know it"),
     pod_spec=_rule(_UNREAD, _ANY),
     ports=_rule(_UNREAD, "mapping", default={}),
@@ -404,7 +404,7 @@ DSTRIAL = Section(
     },
     fills_in=False,
 )
-"""Our own settings, which Determined's master passes through."""
+"""The section ``data.dstrial``: dstrial's own settings, which Determined's master passes through."""
 
 _WEBHOOKS = Section(
     {
@@ -577,7 +577,7 @@ DIALECT = Dialect(name="the experiment config", null_is_absent=True)
 
 
 def section_of(key: str) -> Section:
-    """Return the keys inside a mapping of the experiment config."""
+    """Return the section at a dotted key of the experiment config."""
     section = EXPERIMENT.keys[key].section
     assert section is not None, key
     return section

@@ -1,8 +1,8 @@
 """Mask secrets in a shown config; restore them when it is submitted again.
 
-Names decide what is secret. Environment variables are judged broadly, since they are where secrets are handed over and
-a masked harmless one costs little; other fields narrowly, since ``num_key_value_heads`` and ``pad_token`` are hyperparameters.
-Pure; the caller keeps the real config.
+Names decide what is secret. Patterns for environment variables are broad, because most secrets are passed in them and a
+false positive costs little. Patterns for other fields are narrow: ``num_key_value_heads`` and ``pad_token`` are
+hyperparameters. Pure; the caller keeps the real config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dstrial.config.documents import DEFAULT_LIMITS, TextLimits, YamlLoader, rea
 from dstrial.errors import ConfigError, ConfigProblem
 
 MASK = "********"
-"""What stands for a secret. Source: Determined 0.38.1 ``checkpoint_storage_config.go``, which hides keys of a storage so."""
+"""Placeholder of a secret, as in Determined 0.38.1 ``checkpoint_storage_config.go``."""
 
 Path: TypeAlias = "tuple[str | int, ...]"
 
@@ -45,7 +45,7 @@ _FIELD = re.compile(
     r"|github|gitlab|git|wandb|sas|login|bot)_?tokens?)$"
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.\s]+")
-# What a text must have for anything in it to be secret; most configs have none of it and are never parsed.
+# Pre-filter: a text without a match has no secrets and is not parsed, like most configs.
 _HINTS = (
     "key",
     "token",
@@ -60,31 +60,31 @@ _HINTS = (
 )
 _RARE_HINTS = ("_pat", "-pat", ".pat", ".pass", "auth", "cookie", "@")
 _NO_REGISTRY = re.compile(rf"{_REGISTRY}[\"']?\s*:\s*(?:null|~)")
-# What may stand before a scalar.
+# YAML properties before a scalar: anchor and tag.
 _PROPERTIES = re.compile(r"(?:[&!]\S*\s+)*")
 _ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|]+)""")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SecretNames:
-    """Decides by name what is secret; ``patterns`` (``*``, ``?``) are further names."""
+    """Decides by name whether a value is secret; ``patterns`` are further globs."""
 
     patterns: tuple[str, ...] = ()
 
     def has_variable(self, name: str, value: str = "") -> bool:
-        """Say whether a variable is secret: by its name, or a URL with a password."""
+        """Return whether a variable is secret, by its name or as a URL with a password."""
         upper = _CAMEL.sub("_", name).upper()
         if _VARIABLE.search(upper):
             return not (_PLURAL.search(upper) and _is_number(value))
         return bool(_URL_WITH_PASSWORD.search(value)) or self._is_listed(name)
 
     def has_field(self, name: str, value: object) -> bool:
-        """Say whether a field of a config, a hyperparameter for example, is a secret."""
+        """Return whether a config field, for example a hyperparameter, is secret."""
         lower = _CAMEL.sub("_", name).lower()
         if lower in (
             "token",
             "tokens",
-        ):  # a text that opens something, or a number of them, or a list of words
+        ):  # a string may be a credential; a number or list of strings is a count or tokens
             return isinstance(value, str)
         return bool(_FIELD.search(lower)) or self._is_listed(name)
 
@@ -102,11 +102,11 @@ def _is_number(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Secret:
-    """One secret of a config."""
+    """One secret value in a config."""
 
     path: Path
     identity: Path  # the path with a variable's name in place of its list index
-    prefix: str  # precedes it in the same text, `NAME=` for a variable
+    prefix: str  # text before the secret in the same scalar, `NAME=` for a variable
     value: Any
 
     def __repr__(self) -> str:
@@ -114,13 +114,13 @@ class Secret:
 
 
 def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
-    """Return the secrets of a config, or of a part that is named like the whole."""
+    """Return the secrets of a config or of one of its sections."""
     return list(_Finder(names, lambda _leaf: False).below(value, ()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Finder:
-    """Walks a config; values that ``takes`` accepts are secrets whatever their name."""
+    """Finds the secrets of a config; values that ``takes`` accepts always count."""
 
     names: SecretNames
     takes: Callable[[Any], bool]
@@ -146,7 +146,7 @@ class _Finder:
             yield from self.below(value, path)
 
     def _variables(self, value: Any, path: Path, identity: Path) -> Iterator[Secret]:
-        """Yield secrets of a ``NAME=value`` list, one list per device, or a mapping."""
+        """Yield secret variables of a ``NAME=value`` list, of lists by device, or a mapping."""
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 if isinstance(inner, (list, tuple, Mapping)):
@@ -185,8 +185,8 @@ def masked(value: Any, names: SecretNames) -> Any:
 
 
 def _may_have_secrets(text: str) -> bool:
-    """Say whether a config must be looked at."""
-    # Every complete config has a `registry_auth`, which is null.
+    """Return whether a config may contain secrets and must be parsed."""
+    # Every complete config has the key `registry_auth`, mostly null.
     lower = _NO_REGISTRY.sub("", text.lower())
     return any(hint in lower for hint in (*_HINTS, *_RARE_HINTS))
 
@@ -195,8 +195,8 @@ _REMEMBERED_CHARS = 2**16
 
 
 def _remembered(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
-    """Mask a text; cache small results, as a thousand large ones fill the memory."""
-    # A thousand large texts would fill the memory.
+    """Mask a text; cache the result if it is small."""
+    # A thousand large cached texts would fill the memory.
     return _mask_once(mask, text, names) if len(text) <= _REMEMBERED_CHARS else mask(text, names)
 
 
@@ -206,7 +206,7 @@ def _mask_once(mask: Callable[[str, SecretNames], str], text: str, names: Secret
 
 
 def masked_json(text: str, names: SecretNames) -> str:
-    """Return a config in JSON with its secrets masked."""
+    """Return a JSON config with its secrets masked."""
     return _remembered(_masked_json, text, names) if names.patterns or _may_have_secrets(text) else text
 
 
@@ -217,7 +217,7 @@ def _masked_json(text: str, names: SecretNames) -> str:
 
 
 _STORED = TextLimits(text_bytes=2**24, num_values=10**6)
-"""The most that a master's settings let in, when a text was accepted."""
+"""Limits for stored texts: the maximum that a master's settings allow for submitted configs."""
 
 
 def masked_yaml(text: str, names: SecretNames) -> str:
@@ -229,7 +229,7 @@ def _masked_yaml(text: str, names: SecretNames) -> str:
     try:
         value = read_yaml_text(text, "the config", _STORED).value
     except ConfigError:
-        return ""  # it was never accepted, and nobody can tell what is secret in it
+        return ""  # invalid YAML, in which secrets cannot be found
     return _replaced_yaml(text, value, [(secret, MASK) for secret in secrets_in(value, names)])
 
 
@@ -245,7 +245,7 @@ def masked_shell(text: str, names: SecretNames) -> str:
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
     """Return a config with each mask replaced by the first source's secret.
 
-    The sources are configs of a parent or a template. The ConfigError names every mask for which no source has a secret.
+    The sources are configs of a parent or a template. A ConfigError names every mask for which no source has a secret.
     """
     found = _put_back(value, sources, where)
     return _replaced(value, found) if found else value
@@ -254,13 +254,13 @@ def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> A
 def unmasked_yaml(
     text: str, sources: Sequence[Any], where: str = "the config", limits: TextLimits = DEFAULT_LIMITS
 ) -> str:
-    """Unmask a YAML text, comments and order kept; other texts stay as they are."""
+    """Unmask a YAML config, comments and order kept; return invalid YAML unchanged."""
     if MASK not in text:
         return text
     try:
         value = read_yaml_text(text, where, limits).value
     except ConfigError:
-        return text  # its own check says what is wrong with it
+        return text  # the config's check reports the syntax error
     return _replaced_yaml(text, value, _put_back(value, sources, where))
 
 
@@ -288,7 +288,7 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
 
 
 def _anywhere(identity: Path) -> Path:
-    """Return a variable's name whatever the device: a plain list is for every kind."""
+    """Return an identity without the device, as a plain list is for every device."""
     if _VARIABLES in identity:
         return (_VARIABLES, identity[-1])
     return identity
@@ -316,10 +316,10 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
 
 
 def _replaced_yaml(text: str, value: Any, changes: Sequence[tuple[Secret, Any]]) -> str:
-    """Replace scalars of a YAML text; write ``value`` anew if that is impossible."""
+    """Replace scalars in a YAML text; if that fails, dump ``value`` instead."""
     if not changes:
         return text
-    shown = None if text.startswith("\ufeff") else _replaced_text(text, changes)  # libyaml counts no BOM
+    shown = None if text.startswith("\ufeff") else _replaced_text(text, changes)  # offsets omit a BOM
     return yaml_text(_replaced(value, changes)) if shown is None else shown
 
 
@@ -330,10 +330,10 @@ def _replaced_text(text: str, changes: Sequence[tuple[Secret, Any]]) -> str | No
         node = _node_at(root, secret.path)
         if not isinstance(node, yaml.ScalarNode):
             return None
-        # A value in double quotes is one of YAML, too, and never anything but what it says.
+        # A JSON string is valid YAML and never has another type.
         written = json.dumps(f"{secret.prefix}{new}" if secret.prefix else new, ensure_ascii=False)
         scalar = text[node.start_mark.index : node.end_mark.index]
-        # An anchor stays: others may refer to it.
+        # Keep the anchor: aliases may refer to it.
         properties = _PROPERTIES.match(scalar)
         start = node.start_mark.index + (properties.end() if properties is not None else 0)
         end = node.start_mark.index + len(scalar.rstrip())

@@ -1,1 +1,1 @@
-"""What DeepSpeed says of its configuration only after the ranks have started."""
+"""Checks that DeepSpeed itself makes only after the ranks have started."""

@@ -1,4 +1,4 @@
-"""Check a whole DeepSpeed config, and say where each effective value comes from."""
+"""Check a whole DeepSpeed config and explain the origin of each effective value."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _WHO_FILLS_IN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The problems of a config, and what DeepSpeed would run with."""
+    """The problems of a config, and the values that DeepSpeed would use."""
 
-    problems: tuple[ConfigProblem, ...]  # to be changed before training
-    warnings: tuple[str, ...]  # settings without effect and the like, as whole sentences
+    problems: tuple[ConfigProblem, ...]  # errors: training is refused
+    warnings: tuple[str, ...]  # whole sentences, mostly about settings without effect
     # Every key that DeepSpeed reads: given, solved or default; a wrong value is replaced by the default.
     effective: dict[str, Any]
-    batch: BatchSolution | None  # None if there is no solution, or only the script knows its sizes
-    notes: tuple[str, ...] = ()  # correct and worth knowing, as whole sentences
-    # Who fills in each `"auto"`, by dotted key.
+    batch: BatchSolution | None  # None if there is no solution or only the script knows the sizes
+    notes: tuple[str, ...] = ()  # information about valid settings, as whole sentences
+    # By dotted key: the library that replaces `"auto"`, and its source.
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:
@@ -57,15 +57,15 @@ def check_deepspeed(
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the supported release. Pure.
 
-    ``where`` labels keys without a line, such as "deepspeed config of engine 0". ``auto`` judges ``"auto"`` outside the batch
-    sizes: "warning" if another tool may still fill it in; a ``filler`` decides instead. ``installed`` is the version of
-    DeepSpeed that will run, by default the installed one, found without importing it.
+    ``where`` labels keys without a line, such as "deepspeed config of engine 0". ``auto`` is the severity of ``"auto"`` outside
+    the batch sizes: "warning" if another tool may still replace it. If there is a ``filler``, it decides instead. ``installed``
+    is the DeepSpeed version that will run, by default the installed one, found without an import.
     """
     findings = Diagnostics(lines or {}, where)
     try:
         return _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
     except ConfigError as error:
-        # So many that the check stopped in the middle.
+        # The check stopped at the maximum number of problems.
         return CheckResult(error.problems, tuple(findings.warnings), {}, None, tuple(findings.notes), {})
 
 
@@ -120,7 +120,7 @@ def _check(
 
 
 def _filled(config: Mapping[str, Any], filler: AutoValues, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key that is "auto" and filled in, with who does it."""
+    """Yield each "auto" key that a library replaces, with a clause that names both."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _filled(value, filler, f"{prefix}{key}.")
@@ -129,7 +129,7 @@ def _filled(config: Mapping[str, Any], filler: AutoValues, prefix: str = "") -> 
 
 
 def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:
-    """Rewrite DeepSpeed's old spellings the way DeepSpeed does, with a warning each."""
+    """Replace deprecated keys as DeepSpeed does, with a warning for each."""
     normalised = dict(config)
     zero = normalised.get("zero_optimization")
     if isinstance(zero, bool):
@@ -167,7 +167,7 @@ def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | No
     if tensor > 1 and not sizes.has_pipeline_engine:
         # DeepSpeed parses the config before it makes AutoTP's groups, so it divides by all ranks.
         replicas = sizes.world_size
-    elif sequence > 1 and sizes.world_size % sequence == 0 and not sizes.has_mpu:  # which is asked instead
+    elif sequence > 1 and sizes.world_size % sequence == 0 and not sizes.has_mpu:  # an mpu decides instead
         replicas = ParallelDims(sizes.world_size, sp=sequence).dp
     where = {key: findings.place(key) for key in BATCH_KEYS}
     solution: BatchSolution | None
@@ -214,11 +214,11 @@ DEFAULT_ORIGIN = "DeepSpeed's default"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """One setting."""
+    """One setting with its value and origin."""
 
     key: str  # dotted
-    value: str  # that DeepSpeed runs with, as JSON
-    # `file:line`, "overwrite_deepspeed_args (file:line)", "solved", "DeepSpeed's default", or who fills it in.
+    value: str  # effective value, as JSON
+    # `file:line`, "overwrite_deepspeed_args (file:line)", "solved", "DeepSpeed's default", or the library that sets it.
     origin: str
 
 

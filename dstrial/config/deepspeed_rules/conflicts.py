@@ -1,6 +1,6 @@
-"""Settings of DeepSpeed 0.19 that exclude each other, refused before any process.
+"""Reject settings of DeepSpeed 0.19 that exclude each other, before ranks start.
 
-Some of them DeepSpeed refuses itself, late and rank by rank; with others it silently trains something else.
+DeepSpeed itself rejects some of them late, on each rank; with others it silently trains something else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LINEAR_IN_GRADIENT = (
     "sgd",
     "asgd",
     "musgd",
-)  # whose step shrinks with the gradient; Adam and its like rescale
+)  # their step is proportional to the gradient; Adam and similar ones normalise it
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 
 
@@ -94,7 +94,7 @@ def _loss_scale(s: Settings) -> None:
             if s.value(key) < 1:
                 s.problem(key, "an integer of at least 1 with dynamic loss scaling", "Set it to 1 or more.")
     if s.value("fp16.enabled") and not s.value("bf16.enabled") and s.stage == 0 and scale != 1:
-        # engine.py 3417 scales losses for ZeRO's optimizers only; those of fp16/ divide by the scale all the same.
+        # engine.py 3417 scales losses for ZeRO's optimizers only; the fp16 optimizers still divide by the scale.
         cause = (
             "In stage 0 DeepSpeed 0.19 divides gradients by a loss scale by which it has not multiplied the loss "
             "(its pull request 8393)"

@@ -1,4 +1,4 @@
-"""Settings that DeepSpeed 0.19 accepts, then ignores or alters: warnings."""
+"""Warn of settings that DeepSpeed 0.19 accepts, then ignores or changes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def zero_keys_without_effect(stage: int) -> tuple[str, ...]:
 
 
 def check_ignored(settings: Settings) -> None:
-    """Warn of every given setting that does nothing, or not what it says.
+    """Warn of every given setting that has no effect or an unexpected one.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py 1745 and the constructor calls 2670-2795; utils/groups.py 925;
     runtime/config.py 458; runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.
@@ -119,7 +119,7 @@ def check_ignored(settings: Settings) -> None:
 
 
 def check_on_cpu(effective: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn of every setting whose operator DeepSpeed has for accelerators only.
+    """Warn of every setting whose operator exists only for accelerators.
 
     Source: DeepSpeed 0.19.8 accelerator/cpu_accelerator.py, ``get_op_builder``.
     """

@@ -20,11 +20,11 @@ _VALUES: Mapping[str, Rule] = {
     **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad"), _FLAG),
     **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Rule(("integer",), minimum=1)),
     **dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), Rule(("number", "list", "null"), minimum=0)),
-    "eps": Rule(("number", "list"), minimum=0),  # Adafactor has two
+    "eps": Rule(("number", "list"), minimum=0),  # Adafactor has two values
     "betas": Rule(("list",)),
     "warmup_type": Rule(("string",), enum=("log", "linear")),
 }
-"""Parameters by name. DeepSpeed and PyTorch look at few of them, late and in each rank."""
+"""Rules of parameters, by name. DeepSpeed and PyTorch check few of them, and only on each rank."""
 
 _KNOWN = {
     "optimizer": "adam, adamw, adagrad, lamb, lion, muon, or the exact name of a torch.optim class",
@@ -36,7 +36,7 @@ _KNOWN = {
 def check_optimizer_and_scheduler(
     settings: Settings, rules: DeepSpeedRules, *, auto: str, filler: AutoValues | None = None
 ) -> None:
-    """Record wrong types and parameters of both sections, where they are given.
+    """Record wrong types and parameters in both sections, if they are given.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py, ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
     """
@@ -46,7 +46,7 @@ def check_optimizer_and_scheduler(
             fix = 'Add "type": "AdamW", or whichever optimizer you mean.'
             settings.findings.problem("optimizer.type", "not given", "the name of an optimizer", fix)
         elif name is not None:
-            # DeepSpeed lowers only its own names; torch.optim's are looked up as they are written.
+            # DeepSpeed lowercases only its own names; names of torch.optim are case-sensitive.
             rule = rules.optimizers.get(name) or rules.optimizers.get(name.lower())
             if rule is None:
                 _unknown_type(settings, "optimizer", name, list(rules.optimizers))

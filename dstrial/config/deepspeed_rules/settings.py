@@ -1,4 +1,4 @@
-"""A DeepSpeed config in one view: effective and given values, sizes of the job."""
+"""A DeepSpeed config for the rules: effective and given values, and job sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.config.parallel_dims import ParallelDims
 
 
 class Settings:
-    """A DeepSpeed config as rules look at it, and where they put what they find.
+    """A DeepSpeed config that the rules check, and the list of their findings.
 
     ``effective`` is ``config`` with defaults filled in, from :func:`dstrial.config.keys.check_keys`.
     """
@@ -34,7 +34,7 @@ class Settings:
         return value_at(self._effective, key)
 
     def is_given(self, key: str) -> bool:
-        """Say whether the config has the dotted key; null and "auto" count as absent."""
+        """Return whether the dotted key is set; null and "auto" count as unset."""
         return value_at(self._config, key) not in (None, AUTO)
 
     @property
@@ -43,7 +43,7 @@ class Settings:
 
     @property
     def optimizer(self) -> str | None:
-        """Optimizer type as DeepSpeed compares it: its own names in lower case."""
+        """The optimizer's type; DeepSpeed's own names in lower case."""
         name = self.value("optimizer.type")
         return name.lower() if isinstance(name, str) else None
 

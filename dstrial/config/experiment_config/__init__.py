@@ -1,1 +1,1 @@
-"""The experiment config: its sections, their checks, and how it is submitted."""
+"""Check the experiment config, section by section, and complete it for a master."""

@@ -1,4 +1,4 @@
-"""Rules of the experiment config that a table of fields cannot hold."""
+"""Check rules of the experiment config that involve several fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrial.config.dotted_keys import value_at
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHER_COMMON, SEARCHERS, Length
 
-# By section; what needs containers, or what the DeepSpeed trials of Determined 0.38.1 do not read either.
+# By section: keys that need containers, or that DeepSpeed trials of Determined 0.38.1 ignore too.
 _UNUSED = {
     "": "bind_mounts data_layer internal optimizations pbs security tensorboard_storage",
     "environment": "add_capabilities drop_capabilities force_pull_image image pod_spec ports registry_auth",
@@ -79,7 +79,7 @@ def _check_searcher_fields(
 
 
 def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
-    """Return the keys that a run ignores although they differ from the default."""
+    """Return the keys without effect on a run whose values are not the defaults."""
     unused = [f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")]
     unused += [f"{section}.{key}".lstrip(".") for section in _UNUSED for key in _UNUSED[section].split()]
     if not has_slurm:
@@ -89,15 +89,15 @@ def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
 
 
 def period(raw: Mapping[str, Any], key: str) -> Length | None:
-    """Return a checked period; None if it is 0."""
+    """Return a validated period; None if it is 0."""
     length = Length.from_config(raw[key])
     return length if length.value else None
 
 
 def check_profiling(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that profiling begins before it ends, and name what has no effect.
+    """Check that profiling begins before it ends; warn of keys without effect.
 
-    Source: Determined 0.38.1 reads ``enabled`` alone (``pytorch/deepspeed/_deepspeed_trial.py:343``).
+    Source: Determined 0.38.1 reads only ``enabled`` (``pytorch/deepspeed/_deepspeed_trial.py:343``).
     """
     profiling = raw["profiling"]
     begin, end = profiling["begin_on_batch"], profiling["end_after_batch"]

@@ -1,8 +1,8 @@
-"""The config of a process without a trial: command, TensorBoard, generic task.
+"""Check the config of a task without a trial: command, TensorBoard, generic task.
 
-Fields that mean nothing without containers are accepted, completed and kept, as those of experiments are.
+Fields that only affect containers are accepted, filled in and kept, as in experiment configs.
 
-Source: Determined 0.38.1, command configs (fields, defaults, an entrypoint of one word is run by a shell).
+Source: Determined 0.38.1, command configs (fields, defaults; a shell runs an entrypoint that is one string).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dstrial.config.schema import EXPERIMENT, section_of
 CommandKind = Literal["COMMAND", "TENSORBOARD", "GENERIC"]
 
 NAMES: Mapping[str, str] = {"COMMAND": "Command", "TENSORBOARD": "TensorBoard", "GENERIC": "Generic Task"}
-"""Kind -> what a person calls it."""
+"""Kind -> display name."""
 
 DEFAULT_PRIORITY = 42
 
@@ -67,7 +67,7 @@ _STRING = Rule(types=("string",))
 _FALSE = Rule(types=("boolean",), default=False)
 _COUNT = Rule(types=("integer",), minimum=0)
 _RESOURCES = Section(
-    # `slots_per_trial` is of experiments, with which commands share templates.
+    # `slots_per_trial` comes from templates that experiments share.
     {**section_of("resources").keys, "slots": _COUNT, "slots_per_trial": _COUNT}
 )
 _COMMAND = Section(
@@ -96,9 +96,9 @@ _DIALECT = Dialect(name="the config of a command", null_is_absent=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandConfig:
-    """A checked command's config."""
+    """The checked config of a command."""
 
-    config: dict[str, Any]  # with every field and default, JSON values
+    config: dict[str, Any]  # complete with defaults, JSON values
     words: tuple[str, ...]  # the command line; empty for a TensorBoard
 
     @property
@@ -121,9 +121,9 @@ def check_command(
 ) -> CommandConfig:
     """Check a config and fill in every default; ConfigError with all problems.
 
-    A TensorBoard takes no slots, another ``kind`` one unless its config says otherwise. ``num_slots`` are the most of one
-    machine; a config that asks for more is refused, and so is a ``template`` with ``launch_error``, else it is queued.
-    ``template`` gives what the config leaves out. ``environment_variables``, ``NAME=value`` each, come before the config's.
+    A TensorBoard takes no slots; any other ``kind`` takes one by default. ``num_slots`` is the largest number on one machine.
+    A config that requests more is rejected; a ``template`` that does is rejected only with ``launch_error``, else queued.
+    ``template`` has values for missing keys. ``environment_variables``, ``NAME=value`` each, precede the config's.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)
@@ -155,7 +155,7 @@ def check_command(
             "that needs none.",
         )
     if kind == "COMMAND" and raw["entrypoint"] is None:
-        # As Determined 0.38.1, whose script then has nothing to execute and ends well.
+        # As in Determined 0.38.1, whose script then executes nothing and exits 0.
         raw["entrypoint"] = ["true"]
     words = () if kind == "TENSORBOARD" else _words(raw["entrypoint"], findings)
     findings.raise_if_any()
@@ -165,7 +165,7 @@ def check_command(
 
 
 def _check_devices(environment: dict[str, Any], findings: Diagnostics) -> None:
-    """Check the values by kind of device; complete the variables in place."""
+    """Check values that are given per device kind; complete the variables in place."""
     for key in ("image", "environment_variables"):
         given = environment.get(key)
         if isinstance(given, Mapping):
@@ -189,7 +189,7 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Python that a completed config asks for; None for the master's."""
+    """Return the Python interpreter of a completed config; None for the master's."""
     variables = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(variables, Mapping):
         variables = variables.get("cpu") or []

@@ -1,7 +1,7 @@
-"""The experiment config as the package sees it: read, checked, defaulted, frozen.
+"""Load the experiment config: parsed, checked, completed with defaults, frozen.
 
-Off a cluster ``experiment_seed`` defaults to 0 (Determined takes the time) and ``name`` to the file's stem, so that the same
-command finds and repeats its own runs.
+Off a cluster ``experiment_seed`` defaults to 0 (Determined uses the time) and ``name`` to the file's stem, so that the same
+command finds and reproduces its earlier runs.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class ExperimentConfig:
     """A checked experiment config."""
 
     path: Path
-    context_dir: Path  # of the model definition; paths in the config are relative to it
+    context_dir: Path  # directory of the model definition; the config's paths are relative to it
     name: str
     entrypoint: str | list[str] | None
     hyperparameters: dict[str, Any]  # as the trial sees them, nested mappings kept
-    raw: dict[str, Any]  # with defaults, but `save_…` of `checkpoint_storage` is None where not given
+    raw: dict[str, Any]  # with defaults, but `save_…` of `checkpoint_storage` is None if not given
     metric: str  # validation metric that decides which checkpoint is best
     smaller_is_better: bool
     max_length: Length | None
-    min_validation_period: Length | None  # None for only at the end
-    min_checkpoint_period: Length | None  # None for only at the end, and by policy
+    min_validation_period: Length | None  # None: only at the end
+    min_checkpoint_period: Length | None  # None: only at the end and by `checkpoint_policy`
     scheduling_unit: int  # batches between two training reports
     perform_initial_validation: bool
     checkpoint_policy: Literal["best", "all", "none"]
@@ -75,9 +75,9 @@ class ExperimentConfig:
     preemption_timeout_s: int
     max_restarts: int
     warnings: tuple[str, ...]  # whole sentences with `file:line`
-    notes: tuple[str, ...]  # what the check assumed or could not see, as whole sentences
+    notes: tuple[str, ...]  # whole sentences: assumptions of the check, and parts that it could not check
     deepspeed: DeepSpeedSource | None
-    deepspeed_check: CheckResult | None  # under `sizes`; None without `deepspeed`
+    deepspeed_check: CheckResult | None  # for `sizes`; None without `deepspeed`
     # By hyperparameter, `<engine>_deepspeed_config`.
     other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
     sizes: ParallelDims
@@ -104,7 +104,7 @@ def load_experiment(
     slots: int | None = None,
     resumed: SavedRun | None = None,
 ) -> ExperimentConfig:
-    """Read and check an experiment config and its DeepSpeed configs. Starts nothing.
+    """Read and check an experiment config and its DeepSpeed configs.
 
     Args:
         path: the experiment's YAML file.
@@ -113,10 +113,10 @@ def load_experiment(
         require_concrete: whether a hyperparameter that is a search space is a problem.
         require_entrypoint: whether a missing ``entrypoint`` is a problem.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.
-        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
+        resumed: the checkpoint to resume from, whose batch size is kept; None for a new run.
 
     Raises:
-        ConfigError: with all problems of all files.
+        ConfigError: a file is wrong; carries all problems of all files.
     """
     path = Path(path)
     return check_experiment(
@@ -131,7 +131,7 @@ def load_experiment(
 
 
 def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return an experiment's name, which finds its earlier runs; check nothing."""
+    """Return an experiment's name, the key of its earlier runs, without a check."""
     path = Path(path)
     given = apply_overrides(read_yaml(path, str(path)), overrides).value
     name = given.get("name") if isinstance(given, Mapping) else None
@@ -150,10 +150,10 @@ def check_experiment(
     has_files: bool = True,
     more_checks: Callable[[Mapping[str, Any], dict[str, Any], Diagnostics], None] | None = None,
 ) -> ExperimentConfig:
-    """Check an experiment config that has been read, as :func:`load_experiment` does.
+    """Check a parsed experiment config, as :func:`load_experiment` does.
 
-    ``path`` is what messages call the config. With ``has_files`` there is a model definition, in which the entrypoint's files are
-    looked for. ``more_checks`` is called with the config as written, the one with defaults, and the findings.
+    Messages call the config ``path``. ``has_files``: whether there is a model definition that must contain the entrypoint's
+    files. ``more_checks`` is called with the config as written, the config with defaults, and the findings.
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
@@ -167,7 +167,7 @@ def check_experiment(
         more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
     check_requirements(raw, context_dir, findings)
-    # A master checks what its trials may install, or run with another interpreter.
+    # A master makes this check itself: its trials may install packages or run another interpreter.
     installs_itself = requirements_of(raw) is not None or (context_dir / HOOK_NAME).is_file()
     check_loggers(raw, findings, installs_itself=installs_itself or more_checks is not None)
     raw["name"] = raw["name"] or path.stem
@@ -233,7 +233,7 @@ def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) -> Mapping[str, Any]:
-    """Return the config as written; raise what has been found if it is no mapping."""
+    """Return the config as written; raise ConfigError if it is not a mapping."""
     if not context_dir.is_dir():
         fix = "Pass the directory that holds the model definition."
         findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
@@ -248,7 +248,7 @@ def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) ->
 def _check_hyperparameters(
     raw: dict[str, Any], findings: Diagnostics, *, require_concrete: bool
 ) -> dict[str, Any]:
-    """Return each hyperparameter's value; leave their specs in a trial's form."""
+    """Return each hyperparameter's value; normalise the specifications in ``raw``."""
     hyperparameters = concrete_values(
         raw["hyperparameters"],
         findings,
@@ -268,7 +268,7 @@ def _read_engines(
     findings: Diagnostics,
     notes: list[str],
 ) -> Iterator[tuple[str, DeepSpeedSource]]:
-    """Yield readable DeepSpeed configs with their hyperparameters, the main one first."""
+    """Yield hyperparameter name and DeepSpeed config if readable, the main one first."""
     if MAIN_KEY not in hyperparameters:
         notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
@@ -365,7 +365,7 @@ def _check_entrypoint(
         return TrialSource(None)
     num_chars = len(entrypoint) if isinstance(entrypoint, str) else sum(len(str(word)) for word in entrypoint)
     if num_chars > _MAX_ENTRYPOINT_CHARS:
-        # The system takes no longer word, and taking a text apart takes the square of its length.
+        # The system rejects longer arguments, and splitting a text takes quadratic time.
         fix = "Put it into a script of the model definition."
         findings.problem(
             "entrypoint", f"{num_chars} characters long", f"at most {_MAX_ENTRYPOINT_CHARS} characters", fix
@@ -389,7 +389,7 @@ def _sizes(
     findings: Diagnostics,
     notes: list[str],
 ) -> ParallelDims:
-    """Return the config's, checkpoint's or source's layout, or replicas of one rank."""
+    """Return the layout by config, checkpoint or source; else one rank per replica."""
     told = {field: count_in(dstrial_section(raw), key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
@@ -412,7 +412,7 @@ def _sizes(
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
     per_replica = replica.ranks_per_replica
     if world_size % per_replica and is_resumed:
-        # The check of the resumption reports it.
+        # The resume check reports this error.
         return ParallelDims(world_size, is_pipeline=replica.is_pipeline)
     if world_size % per_replica:
         below = world_size // per_replica * per_replica
@@ -435,7 +435,7 @@ def _stages_of_source(
     engines: Sequence[tuple[str, DeepSpeedSource]],
     world_size: int,
 ) -> int | None:
-    """Return the ``num_stages`` of the source, else the least that the batch allows."""
+    """Return ``num_stages`` from the source, else the smallest that fits the batch."""
     if not source.mentions_pipeline:
         return None
     for name in source.num_stages:
@@ -463,7 +463,7 @@ def _max_length(searcher: Mapping[str, Any]) -> Length | None:
 
 
 def _device_kind() -> Literal["cpu", "cuda", "rocm"]:
-    """Return this machine's accelerator, by its device files and environment."""
+    """Return the kind of this machine's accelerator, by device files and environment."""
     chosen = os.environ.get("DS_ACCELERATOR", "")
     if chosen == "cpu":
         return "cpu"

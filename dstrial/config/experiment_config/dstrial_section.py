@@ -1,4 +1,4 @@
-"""``data.dstrial``: checks of training, numbers of slots, requirements. Pure."""
+"""Read ``data.dstrial``: training checks, elastic slots, requirements. Pure."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _INSTALLING = re.compile(r"\b(?:install|develop|sync|easy_install)\b")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingChecks:
-    """Checks of running training, and their consequences; see docs/trials.md."""
+    """Settings of the checks during training; see docs/trials.md."""
 
-    # For reports in a row without a finite loss or an optimizer step; `fail` saves no such weights.
+    # Action after consecutive reports without a finite loss or optimizer step; `fail` does not save the weights.
     non_finite: Literal["fail", "warn", "ignore"] = _DEFAULTS["non_finite"]
-    non_finite_patience: int = _DEFAULTS["non_finite_patience"]  # reports in a row
-    stall_timeout: float = _DEFAULTS["stall_timeout"]  # seconds beyond the longest of its kind so far
+    non_finite_patience: int = _DEFAULTS["non_finite_patience"]  # consecutive reports
+    stall_timeout: float = _DEFAULTS["stall_timeout"]  # seconds beyond the longest such phase so far
     stall_action: Literal["report", "restart"] = _DEFAULTS["stall_action"]
 
     @classmethod
     def from_config(cls, exp_conf: Mapping[str, Any] | None) -> TrainingChecks:
-        """Read an experiment config; ConfigError for impossible values."""
+        """Read the checks from an experiment config; ConfigError for invalid values."""
         section = dstrial_section(exp_conf)
         findings = Diagnostics({}, "experiment config")
         known = Section({key: DSTRIAL.keys[key] for key in _TRAINING_CHECKS}, is_open=True)
@@ -43,7 +43,7 @@ class TrainingChecks:
 
 
 def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return dotted key, value and whether it is given, of each check of training."""
+    """Return (dotted key, value, whether it is given) of each training check."""
     section = dstrial_section(exp_conf)
     checks = TrainingChecks.from_config(exp_conf)
     return [
@@ -54,12 +54,12 @@ def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elasticity:
-    """The numbers of slots on which a trial may go on once it has a checkpoint."""
+    """The numbers of slots with which a trial may resume from a checkpoint."""
 
-    wish: int  # `resources.slots_per_trial`, with which it begins
-    at_least: int | None  # `min_slots`; None for any number that works, where more slots do not exist
-    at_most: int  # `max_slots`, or the wish
-    period_s: float  # how long it keeps a number of slots before it grows
+    wish: int  # `resources.slots_per_trial`, the initial number
+    at_least: int | None  # `min_slots`; None for any valid number if the machine has fewer slots
+    at_most: int  # `max_slots`, else `wish`
+    period_s: float  # minimum time between two increases, seconds
 
     @property
     def is_asked_for(self) -> bool:
@@ -67,13 +67,13 @@ class Elasticity:
 
 
 def count_in(section: Any, key: str) -> int | None:
-    """Return a number of at least 1 of ``data.dstrial``; None for anything else."""
+    """Return a key of ``data.dstrial`` if it is an integer of at least 1; else None."""
     value = section.get(key) if isinstance(section, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
 
 
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
-    """Read ``data.dstrial``; a value that is no number counts as not given."""
+    """Read the elastic settings; a value that is not a number counts as missing."""
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
     given = section.get("resize_period")
     period_s = given if isinstance(given, (int, float)) and given else _DEFAULTS["resize_period"]
@@ -104,7 +104,7 @@ def check_shared_batch(
     ranks_per_replica: int,
     findings: Diagnostics,
 ) -> None:
-    """Report that a batch leaves no choice of slots although the user asked for one."""
+    """Report elastic settings if the batch size allows no other number of slots."""
     elasticity = elasticity_of(section, wish)
     most = elasticity.at_most
     least = elasticity.at_least if elasticity.at_least is not None else wish
@@ -128,7 +128,7 @@ def check_shared_batch(
 
 
 def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
-    """Say whether the replicas of so many slots can share a batch evenly."""
+    """Return whether the replicas on ``num_slots`` slots divide a batch evenly."""
     replicas, rest = divmod(num_slots, ranks_per_replica)
     return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
 
@@ -147,14 +147,14 @@ def _named(config: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def may_install(text: str) -> bool:
-    """Say whether shell lines look as if they installed packages."""
+    """Return whether shell lines look like commands that install packages."""
     return _INSTALLERS.search(text) is not None and _INSTALLING.search(text) is not None
 
 
 def check_requirements(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check a config's requirements; delete the key from ``raw`` if it is empty."""
+    """Check the requirements file; delete the key from ``raw`` if it is empty."""
     if raw["environment"].get("requirements") is None:
-        # Clients compare configs with what Determined's master fills in.
+        # Clients compare configs with those that Determined's master completes.
         raw["environment"].pop("requirements", None)
     key, name = _named(raw)
     other = dstrial_section(raw).get("requirements")

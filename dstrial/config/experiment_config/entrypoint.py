@@ -1,4 +1,4 @@
-"""Read the trial class that an entrypoint names from its source, not importing it."""
+"""Find an entrypoint's trial class in its source code, without an import."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSource:
-    """The facts that the source of a trial shows."""
+    """Facts about a trial, read from its source code."""
 
     trial: str | None  # `module:Class`
-    mentions_pipeline: bool = False  # `PipelineModule` appears in the class, or in definitions that it uses
+    mentions_pipeline: bool = False  # whether the class, or a definition that it uses, names `PipelineModule`
     # Values passed as `num_stages`: numbers, and names that may be hyperparameters.
     num_stages: tuple[int | str, ...] = ()
-    filler: AutoValues | None = None  # fills in `"auto"` for a script; None for a trial, and if unknown
-    trees: tuple[ast.Module, ...] = ()  # of a script and the own modules that it imports, unless too large
+    filler: AutoValues | None = None  # replaces `"auto"` for a script; None for a trial or if unknown
+    trees: tuple[ast.Module, ...] = ()  # of a script and its own modules, unless too large
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
-    """Return ``module:Class``: the entrypoint itself, or a command's ``--trial``."""
+    """Return ``module:Class``: the entrypoint itself or the value of its ``--trial``."""
     words = _words(entrypoint)
     if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
         return words[0]
@@ -52,7 +52,7 @@ def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
 def check_entrypoint(
     entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Diagnostics
 ) -> TrialSource:
-    """Check that the files an entrypoint names below ``context_dir`` hold the class."""
+    """Check that the entrypoint's file in ``context_dir`` defines the trial class."""
     trial = trial_spec(entrypoint)
     if trial is None:
         _check_script(entrypoint, context_dir, findings)
@@ -85,7 +85,7 @@ def check_entrypoint(
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
-    """Check that a module outside the model definition can be an installed one."""
+    """Check that a module outside the model definition is an installed package."""
     module, _, class_name = trial.partition(":")
     top_level = module.split(".")[0]
     if not (context_dir / top_level).is_dir() and _is_importable(top_level):
@@ -121,9 +121,9 @@ def _trees(script: ScriptSource | None, context_dir: Path) -> tuple[ast.Module, 
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return a definition and those of its module to which it refers."""
-    # A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the
-    # module does not define the name itself, everything in it counts.
+    """Return a definition and all definitions of its module that it uses."""
+    # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out. If the module does
+    # not define the name itself, everything in it counts.
     definitions = {
         node.name: node
         for node in tree.body
@@ -143,7 +143,7 @@ def _names(root: ast.AST) -> set[str]:
 
 
 def _num_stages(used: Sequence[ast.AST]) -> Iterator[int | str]:
-    """Yield the numbers and names in each value of a keyword ``num_stages``."""
+    """Yield the numbers and names in the values of keyword arguments ``num_stages``."""
     nodes = [node for root in used for node in ast.walk(root)]
     waiting = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "num_stages"]
     values = {
@@ -200,7 +200,7 @@ def _is_importable(top_level: str) -> bool:
 
 
 def _top_level_names(tree: ast.Module) -> tuple[set[str], bool]:
-    """Return the names a module binds, and whether that is all (no ``import *``)."""
+    """Return a module's top-level names, and whether they are all (no ``import *``)."""
     names: set[str] = set()
     is_complete = True
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Environment variables and images of a config, by kind of device.
+"""Complete a config's environment variables and images, by kind of device.
 
 Source: Determined 0.38.1 schemas/expconf/v0 and schemas/test_cases/v0/defaults.yaml.
 """
@@ -11,20 +11,20 @@ from typing import Any
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 
 INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
-# Names of Determined's that users set for their own trials.
+# Determined's names that users may set for their own trials.
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 DEVICES = ("cpu", "cuda", "rocm")
 _OLD_CUDA = "gpu"
 
 
 def of_device(given: Mapping[str, Any], device: str) -> Any:
-    """Return what a mapping gives for a kind of device; None if nothing."""
+    """Return a mapping's value for a kind of device; None if it has none."""
     value = given.get(device)
     return given.get(_OLD_CUDA) if value is None and device == "cuda" else value
 
 
 def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None:
-    """Put environment variables before those of a config, for every kind of device."""
+    """Prepend environment variables to a config's, for every kind of device."""
     given = environment.get("environment_variables") or []
     if isinstance(given, Mapping):
         given = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
@@ -34,7 +34,7 @@ def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None
 
 
 def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with ``cuda`` in place of ``gpu``; other keys as they are."""
+    """Return a mapping with the key ``gpu`` renamed to ``cuda``."""
     renamed = {key: value for key, value in given.items() if key != _OLD_CUDA}
     if _OLD_CUDA in given:
         renamed["cuda"] = of_device(given, "cuda")
@@ -42,7 +42,7 @@ def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
-    """Report unknown kinds of device, and one device under both of its names."""
+    """Report unknown kinds of device, and ``gpu`` beside ``cuda``."""
     for key in given:
         if key not in (*DEVICES, _OLD_CUDA):
             findings.problem(
@@ -53,7 +53,7 @@ def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics
 
 
 def images(given: Any, default: str) -> dict[str, Any]:
-    """Return the image of every kind of device: ``environment.image``, or a default."""
+    """Return the image for every kind of device: ``environment.image`` or the default."""
     # `given` is one image for all, or a mapping.
     if not isinstance(given, Mapping):
         return dict.fromkeys(DEVICES, given or default)

@@ -1,7 +1,7 @@
-"""Hyperparameters: check their shapes, and give one trial concrete values.
+"""Check the specifications of hyperparameters; choose one trial's values.
 
-A value that is no mapping is a constant; a mapping without ``type`` is nested; a mapping with ``type`` is ``const``, or a
-search space (``int``, ``double``, ``log``, ``categorical``).
+A value that is not a mapping is a constant. A mapping without ``type`` is a group; with ``type`` it is ``const`` or a search
+space (``int``, ``double``, ``log``, ``categorical``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dstrial.config.keys import Rule, Section, check_keys
 from dstrial.config.schema import DIALECT
 
 DEEPSPEED_KEYS = ("deepspeed_config", "overwrite_deepspeed_args")
-"""Hyperparameters that hold DeepSpeed settings, where a ``type`` may be an optimizer's."""
+"""Hyperparameters with DeepSpeed settings, in which ``type`` may be that of an optimizer."""
 
 
 def _check_int(value: Any) -> str | None:
@@ -45,7 +45,7 @@ _KINDS: dict[str, Section] = {
         {"vals": Rule(("list",), check=_check_values, fix="List the values.")}, required=("vals",)
     ),
 }
-"""The fields of each type, besides ``type``."""
+"""Type -> its fields, besides ``type``."""
 
 
 def concrete_values(
@@ -56,11 +56,11 @@ def concrete_values(
     needs_counts: bool,
     path: KeyPath = ("hyperparameters",),
 ) -> dict[str, Any]:
-    """Return the values that one trial sees.
+    """Return concrete hyperparameters for one trial.
 
-    With ``require_concrete`` every search space is a problem; otherwise it gives its middle (numbers) or first value
-    (categorical), with a warning. ``needs_counts``: numbers need a ``count``, as for the grid searcher. ``path`` is the
-    mapping's own.
+    With ``require_concrete`` every search space is an error; otherwise its middle (numbers) or first value (categorical) is
+    used, with a warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher. ``path`` is the path
+    of the mapping.
 
     Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """
@@ -93,7 +93,7 @@ def concrete_values(
 def normalised_specs(
     hyperparameters: Mapping[str, Any], path: KeyPath = ("hyperparameters",)
 ) -> dict[str, Any]:
-    """Return the form that a Determined trial reads: ``{type: const, val: …}``."""
+    """Return hyperparameters in Determined's full form: ``{type: const, val: …}``."""
     specs: dict[str, Any] = {}
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
@@ -107,22 +107,22 @@ def normalised_specs(
 
 
 def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
-    """Say whether a mapping is one hyperparameter rather than a group of them."""
-    # Below DeepSpeed settings a `type` may be an optimizer's.
+    """Return whether a mapping is one hyperparameter rather than a group of them."""
+    # In DeepSpeed settings `type` may be that of an optimizer.
     if "type" not in spec:
         return False
     return _is_known(spec["type"]) or not set(path) & set(DEEPSPEED_KEYS)
 
 
 def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
-    """Say whether trials may differ: whether any hyperparameter is no constant."""
+    """Return whether any hyperparameter is a search space."""
     return next(searched_values(hyperparameters, {}), None) is not None
 
 
 def searched_values(
     hyperparameters: Mapping[str, Any], values: Any, path: KeyPath = ("hyperparameters",)
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield path and value (None if missing) of each hyperparameter that varies."""
+    """Yield path and value (None if missing) of each searched hyperparameter."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if not isinstance(spec, Mapping):
@@ -135,8 +135,8 @@ def searched_values(
 
 
 def _is_known(kind: object) -> bool:
-    """Say whether ``type`` is a hyperparameter's and not, say, an optimizer's."""
-    # Normalised, an optimizer's `type` is a mapping itself.
+    """Return whether ``type`` is a hyperparameter type and not, say, an optimizer's."""
+    # In the full form, an optimizer's `type` is itself a mapping.
     return isinstance(kind, str) and kind in _KINDS
 
 

@@ -1,4 +1,4 @@
-"""``data.dstrial.loggers``: loggers of a run besides its own record. Pure."""
+"""Read ``data.dstrial.loggers``: loggers such as W&B for a run. Pure."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _NAMED_TEXTS = _rule(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggerKind:
-    """The options of a logger."""
+    """The options that one kind of logger accepts."""
 
     options: Section
-    secret: str  # how its secret is given, for messages
+    secret: str  # how users provide the secret, for messages
 
 
 def _kind(secret: str, **options: Rule) -> LoggerKind:
@@ -68,21 +68,21 @@ LOGGERS: Mapping[str, LoggerKind] = {
     ),
     "trackio": _kind("HF_TOKEN", **dict.fromkeys(("project", "group", "space_id"), _TEXT)),
 }
-"""Every logger by its name, which is that of its package and of dstrial's extra as well."""
+"""Loggers by name; the package and dstrial's extra have the same name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggerSpec:
-    """One logger of a run."""
+    """One logger of a run, with its options."""
 
     name: str  # a key of `LOGGERS`
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def is_installed(name: str) -> bool:
-    """Say whether a logger's package can be imported, without importing it."""
+    """Return whether a logger's package is installed, without importing it."""
     spec = importlib.util.find_spec(name)
-    # A directory of the same name, as W&B leaves in the working directory, has no origin.
+    # A directory of the same name, as W&B creates in the working directory, has no origin.
     return spec is not None and spec.origin is not None
 
 
@@ -91,7 +91,7 @@ def how_to_install(name: str) -> str:
 
 
 def logger_specs(exp_conf: Mapping[str, Any] | None) -> tuple[LoggerSpec, ...]:
-    """Read the loggers of an experiment config; ConfigError with all problems."""
+    """Read the loggers of an experiment config; raise ConfigError with all problems."""
     findings = Diagnostics({}, "experiment config")
     specs = _read(dstrial_section(exp_conf).get("loggers"), findings)
     findings.raise_if_any()
@@ -117,7 +117,7 @@ def check_loggers(
 
 
 def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
-    """Add ``--logger`` to a config's loggers, each once; None if they are no list."""
+    """Add names of ``--logger`` to a config's loggers; None if those are not a list."""
     if given is not None and not isinstance(given, list):
         return None
     entries = list(given or [])

@@ -1,6 +1,6 @@
-"""Where each value of a submitted experiment's config comes from.
+"""Find the origin of each value in a submitted experiment's configs.
 
-And of its DeepSpeed configs. Pure but for reading files.
+Includes the DeepSpeed configs. Only reads files.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _CHANGEABLE: tuple[KeyPath, ...] = (
     *(("resources", key) for key in ("max_slots", "priority", "weight")),
     *(("checkpoint_storage", f"save_{key}") for key in ("experiment_best", "trial_best", "trial_latest")),
 )
-"""What can be changed of an experiment that has been submitted."""
+"""Keys that can be changed after an experiment is submitted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigValue:
-    """One value of the config that an experiment runs with."""
+    """One value of an experiment's effective config."""
 
     key: str  # dotted
-    value: Any  # as JSON has it; an empty mapping or a list is one value
+    value: Any  # as JSON; an empty mapping or a list is one value
     origin: str  # `experiment config:LINE`, or one of the origins above
 
 
 def config_values(
     effective: Mapping[str, Any], submitted: Document, template: Mapping[str, Any] | None
 ) -> list[ConfigValue]:
-    """List every value of a completed config in its order, with its origin."""
+    """List every value of a completed config with its origin, in the config's order."""
     return [
         ConfigValue(dotted(path), value, _origin(path, value, submitted, template))
         for path, value in leaves(effective, ())
@@ -65,11 +65,11 @@ def _origin(path: KeyPath, value: Any, submitted: Document, template: Mapping[st
 
 
 def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
-    """Say whether a value is neither the given one nor, if none is given, the default."""
+    """Return whether a value differs from the given one, or from the default if none."""
     if given is not None:
         before = given[0]
         return bool(sorted(map(str, before)) != value if isinstance(before, list) else before != value)
-    # A name that is not given is made up, and storages have defaults of the master.
+    # A missing name is generated, and storages have the master's defaults.
     return path[0] not in ("name", "checkpoint_storage") and bool(
         (value or None) != value_at(_defaults(), path, None)
     )
@@ -82,7 +82,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return a config's value at a path or, in a shorter form, above it; else None."""
+    """Return a config's value at a path, or its short form above the path; else None."""
     for part in path:
         if not isinstance(config, Mapping):
             return (config,)
@@ -100,7 +100,7 @@ def checked_again(
     has_files: bool,
     limits: TextLimits = DEFAULT_LIMITS,
 ) -> ExperimentConfig:
-    """Check a submitted config once more, with its files, to explain it."""
+    """Check a submitted config again, with its files, in order to explain it."""
     document = read_yaml_text(original, LABEL, limits)
     if template is not None and isinstance(document.value, dict):
         document.value.update(merge_template(template, document.value))
@@ -115,7 +115,7 @@ def checked_again(
 
 
 def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckResult]]:
-    """Return each DeepSpeed config by its hyperparameter's name, the main one first."""
+    """Return DeepSpeed configs by hyperparameter name, the main one first."""
     if config.deepspeed is None or config.deepspeed_check is None:
         return dict(config.other_deepspeed)
     return {MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
@@ -124,7 +124,7 @@ def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSourc
 def explained_rows(
     source: DeepSpeedSource, checked: CheckResult, names: SecretNames
 ) -> tuple[ExplainedValue, ...]:
-    """List a DeepSpeed config's settings as :func:`explain` does, secrets masked."""
+    """List a DeepSpeed config's settings as :func:`explain` does, with secrets masked."""
     return tuple(
         dataclasses.replace(row, value=MASK) if _is_secret(row, names) else row
         for row in explain(source, checked)

@@ -1,4 +1,4 @@
-"""Which library trains in a script, read from its source; nothing is imported."""
+"""Find the library that trains in a script from its source, without an import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
 _ACCELERATE_NAMES = ("Accelerator",)
 _MAX_SOURCE_BYTES = 2**18
 _MAX_SOURCE_WORDS = 40_000
-"""Larger sources are not looked at: Python parses a file in one piece, during which nothing else of the process runs."""
+"""Maximum size of a source that is parsed, in words: ``ast.parse`` holds the GIL and blocks the process meanwhile."""
 _MAX_MODULES = 50
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -30,12 +30,12 @@ class ScriptSource:
     """A script that an entrypoint starts."""
 
     path: Path
-    arguments: CommandLine  # passed to it by the entrypoint
-    library: Library | None  # that trains in it; None if its source does not tell
+    arguments: CommandLine  # that the entrypoint passes to the script
+    library: Library | None  # that trains; None if the source does not show it
 
 
 def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
-    """Return an entrypoint's first Python file, or the module of its last ``-m``."""
+    """Return the script of an entrypoint: its first Python file or last ``-m`` module."""
     for word_idx, word in enumerate(words):
         if word.endswith(".py") and (context_dir / word).is_file():
             return _script(context_dir / word, words[word_idx + 1 :], context_dir)
@@ -55,7 +55,7 @@ def _script(path: Path, arguments: Sequence[str], context_dir: Path) -> ScriptSo
 
 
 def own_modules(path: Path, context_dir: Path) -> list[Path]:
-    """Return the first ``_MAX_MODULES`` own files that a script imports."""
+    """Return the files in ``context_dir`` that a script imports, with a maximum."""
     roots = (path.parent, context_dir)
     found = {
         file: None for module in _imported_modules(path) if (file := _module_file(module, roots)) is not None
@@ -64,7 +64,7 @@ def own_modules(path: Path, context_dir: Path) -> list[Path]:
 
 
 def _libraries(path: Path) -> set[str]:
-    """Return which libraries a module mentions the entry points of."""
+    """Return the libraries of which a module names an entry point."""
     tree = tree_of(path)
     if tree is None:
         return set()
@@ -93,7 +93,7 @@ def _module_aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _imported_modules(path: Path) -> list[str]:
-    """Return a file's imported modules; its own package's without leading dots."""
+    """Return a file's imported modules; relative ones without leading dots."""
     tree = tree_of(path)
     if tree is None:
         return []
@@ -103,7 +103,7 @@ def _imported_modules(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = node.module or ""
-            # What is imported from a package may be a module of it.
+            # A name imported from a package may be a module.
             found += [package, *(f"{package}.{alias.name}".lstrip(".") for alias in node.names)]
     return found
 
@@ -124,7 +124,7 @@ def tree_of(path: Path) -> ast.Module | None:
     try:
         return parsed(path)
     except (OSError, UnicodeDecodeError, SyntaxError):
-        # Whoever runs it is told where.
+        # Python reports the place when the script runs.
         return None
 
 

@@ -1,4 +1,4 @@
-"""``checkpoint_storage`` of configs, masters and workspaces."""
+"""Check and complete ``checkpoint_storage`` of configs, masters and workspaces."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) 
 
 
 def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that no path leads out of where the storage lies.
+    """Check that no path leads out of the storage directory.
 
     Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
-    passes for a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
+    counts as a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
     """
     host_path, prefix = storage["host_path"], storage["prefix"]
     for key in ("storage_path", "checkpoint_path", "tensorboard_path"):
@@ -76,9 +76,9 @@ def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> Non
 
 
 def _check_azure(storage: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that one way to log in is given.
+    """Check that exactly one kind of credentials is given.
 
-    Source: Determined 0.38.1 common/storage/azure_client.py, which silently takes the connection string of several.
+    Source: Determined 0.38.1 common/storage/azure_client.py, which silently prefers the connection string.
     """
     has_string = storage["connection_string"] is not None
     if has_string and (storage["account_url"] is not None or storage["credential"] is not None):
@@ -99,7 +99,7 @@ def _check_azure(storage: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checked storage with all fields of its type and Determined's defaults."""
+    """Return a checked storage with all fields of its type, filled with defaults."""
     kind = storage["type"]
     kept = {field: storage.get(field) for field in _FIELDS[kind]}
     saved = {
@@ -112,7 +112,7 @@ def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Check a storage that stands by itself; messages call its owner ``label``."""
+    """Check a storage outside an experiment config; messages name it ``label``."""
     check_value(given, label)
     findings = Diagnostics({}, label)
     section = Section({"checkpoint_storage": EXPERIMENT.keys["checkpoint_storage"]})
@@ -128,7 +128,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def merged_storage(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a storage completed by another; of another type only by its counts."""
+    """Fill missing fields from ``below``; only the ``save_…`` counts if types differ."""
     kind = storage.get("type")
     if kind not in (None, below["type"]):
         below = {key: value for key, value in below.items() if key in _SAVE_DEFAULTS}

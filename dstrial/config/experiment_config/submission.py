@@ -1,6 +1,6 @@
-"""Check and complete an experiment config that is submitted to a master.
+"""Check and complete an experiment config that a client submits to a master.
 
-The result has the fields and defaults that Determined's master stores, so that clients and trials find what they expect.
+The result has the fields and defaults that Determined's master stores, because clients and trials rely on them.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ _NOUNS = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterDefaults:
-    """A master's additions to every experiment."""
+    """Settings that a master adds to every experiment config."""
 
-    # For experiments without one, or with fields missing of the same type.
+    # For experiments without a storage, or with missing fields of the same type.
     checkpoint_storage: Mapping[str, Any]
-    environment_variables: tuple[str, ...] = ()  # `NAME=value` each, before those of the experiment
-    # Whether to refuse an experiment that needs more slots than exist or are allowed.
+    environment_variables: tuple[str, ...] = ()  # `NAME=value` each, placed before the experiment's
+    # Whether to reject an experiment that needs more slots than exist or are allowed.
     launch_error: bool = True
     limits: TextLimits = DEFAULT_LIMITS
 
@@ -102,11 +102,11 @@ class MasterDefaults:
 class Submission:
     """A checked experiment config."""
 
-    config: dict[str, Any]  # with every field and default, JSON values
+    config: dict[str, Any]  # complete with defaults, JSON values
     original: str  # YAML as written
     warnings: tuple[str, ...]
-    interpreter: str | None  # Python that the config asks for; None for the master's
-    exceeds_slots: bool  # whether a trial waits for more slots than exist
+    interpreter: str | None  # Python interpreter of the config; None for the master's
+    exceeds_slots: bool  # whether a trial needs more slots than exist, and so stays queued
     template: Mapping[str, Any] | None = None
 
 
@@ -122,18 +122,18 @@ def check_submission(
     document: Document | None = None,
     has_files: bool = True,
 ) -> Submission:
-    """Check a config with its model definition, and fill in every default.
+    """Check a submitted config and its model definition; fill in all defaults.
 
     Args:
         config_text: YAML.
         context_dir: the unpacked model definition; an empty directory for none.
         defaults: the master's.
-        num_slots: how many slots there are; None to leave that out.
-        resumed: the checkpoint that its trial resumes from; its batch is kept.
-        template: a part of a config that gives what the config leaves out.
-        is_detached: whether its trials run elsewhere: no entrypoint is needed, and the idle searcher may have any name.
-        document: the same YAML, if it has been read; its value is changed.
-        has_files: whether to look for the entrypoint's files, which may be installed on this machine (Determined 0.38.1).
+        num_slots: number of slots that exist; None to skip this check.
+        resumed: the checkpoint to resume from; its batch size is kept.
+        template: a partial config with values for missing keys.
+        is_detached: whether trials run outside the master: they need no entrypoint, and the searcher is unused.
+        document: the same YAML, if already parsed; modified in place.
+        has_files: whether to check that the entrypoint's files exist; they may be installed instead (Determined 0.38.1).
     """
     document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
@@ -183,7 +183,7 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> bool:
-    """Check a trial's slots; return whether it needs more than there are."""
+    """Check a trial's slots; return whether it needs more than exist."""
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
     if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
@@ -201,7 +201,7 @@ def _check_slots(
             "resources.slots_per_trial",
             str(slots),
             f"at most {num_slots}, the slots of this master",
-            # The sentence of Determined 0.38.1 (agentrm, ValidateResources), which clients match.
+            # Clients match this message of Determined 0.38.1 (agentrm, ValidateResources).
             f"request unfulfillable, please try requesting less slots: set it to {num_slots} or less, or set launch_error to "
             "false in the master's settings to queue it.",
         )
@@ -223,9 +223,9 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Reduce a detached run's searcher to its metric; return it as it was.
+    """Reduce a detached run's searcher to its metric; return the original searcher.
 
-    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher names a metric and tells one trial from many.
+    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and shows whether there are several trials.
     """
     searcher = config.get("searcher") if isinstance(config, dict) else None
     if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
@@ -238,7 +238,7 @@ def _strip_searcher(config: Any) -> dict[str, Any]:
 
 
 def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
-    """Say whether a checkpoint's run can go on with some or all of the slots."""
+    """Return whether a checkpoint can be resumed on at most ``num_slots`` slots."""
     section = dstrial_section(raw)
     at_least = section.get("min_slots")
     return resumed.keeps_batch and bool(
@@ -252,7 +252,7 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Return ``hyperparameters`` and ``searcher`` with defaults, for a preview."""
+    """Check ``hyperparameters`` and ``searcher`` for a preview; fill in defaults."""
     check_value(given, LABEL, limits)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):
@@ -303,8 +303,8 @@ def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check how many trials a search creates at once."""
-    # The master holds them in memory and in one commit.
+    """Check the number of trials that a search creates at once."""
+    # The master keeps them in memory and writes them in one commit.
     if findings.problems:
         return
     searcher = raw["searcher"]
@@ -315,7 +315,7 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         num_trials = _num_grid_points(raw["hyperparameters"])
     else:
         num_trials = 1
-    # Without a limit some searchers begin fewer, which only they know.
+    # Without a limit some searchers start fewer trials.
     at_once = min(limit or num_trials, num_trials)
     size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
     if at_once * size > _MAX_BYTES_AT_ONCE:
@@ -335,8 +335,8 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _check_grid(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Refuse a grid too large for any search to finish."""
-    # Its number of points may have more digits than Python writes.
+    """Reject a grid that is too large for a search to finish."""
+    # The number of points may have more digits than Python prints.
     if findings.problems or raw["searcher"]["name"] != "grid":
         return
     if _num_grid_points(raw["hyperparameters"]) > _MAX_GRID_POINTS:
@@ -362,7 +362,7 @@ def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] =
             num_points *= min(spec["count"], spec["maxval"] - spec["minval"] + 1)
         elif spec["type"] != "const":
             num_points *= spec["count"]
-        # Enough is known; a product of thousands of counts is a number of as many digits.
+        # Stop early: the product of thousands of counts has thousands of digits.
         num_points = min(num_points, _MANY)
     return num_points
 
@@ -377,7 +377,7 @@ def _check_project(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
-    """Merge by name with the defaults; a null pattern or a bare name switches one off."""
+    """Merge log policies with the defaults by name; a null pattern disables a policy."""
     named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
     unnamed = []
     for policy in given:
@@ -388,7 +388,7 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
             is_off = set(policy) == {"name"}
             named[name] = {**({} if is_off else named.get(name, {})), **policy}
     merged = [*named.values(), *unnamed]
-    # What is switched off stays, so that the shown config means the same when it is submitted.
+    # Disabled policies stay, so that the stored config means the same when it is submitted again.
     return [
         {"name": None, "action": None, "pattern": None, **policy}
         for policy in merged
@@ -397,13 +397,13 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def random_name(what: str) -> str:
-    """Return a name for an unnamed object, ``Experiment (calm-otter)`` for example."""
+    """Return a random name for an object, for example ``Experiment (calm-otter)``."""
     chosen = random.SystemRandom()
     return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
 
 
 def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Return the changes of ``det experiment continue``, which sends ``{}`` for none."""
+    """Parse the config overrides of ``det experiment continue`` (``{}`` for none)."""
     changes = read_yaml_text(text, "the changed config", limits).value or {}
     if not isinstance(changes, dict):
         raise ConfigError(
@@ -413,10 +413,10 @@ def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, A
 
 
 def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    """Return the config with which an experiment goes on, as YAML.
+    """Return the config of a continued experiment, as YAML.
 
-    ``active`` is the current config, not the submitted one: labels, the policy for checkpoints and more may have changed since.
-    ``changes`` are laid over it as a config over its template. ConfigError if the searcher's type changes.
+    ``active`` is the current config, not the submitted one: labels, checkpoint policy and more may have changed since.
+    ``changes`` override it as a config overrides its template. ConfigError if the searcher's type changes.
 
     Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """

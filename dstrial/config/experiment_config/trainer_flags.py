@@ -1,6 +1,6 @@
-"""What a Trainer's command line says beside the configs. Pure.
+"""Compare a Trainer's command line with the configs. Pure.
 
-Source: transformers 4.56 and 5.24 ``integrations/deepspeed.py``, which refuses what contradicts the DeepSpeed config.
+Source: transformers 4.56 and 5.24 ``integrations/deepspeed.py``, which rejects arguments that contradict the DeepSpeed config.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_trainer_flags(
     context_dir: Path,
     findings: Diagnostics,
 ) -> None:
-    """Warn of arguments that the Trainer refuses or ignores.
+    """Warn of arguments that the Trainer rejects or ignores.
 
     ``source`` is the DeepSpeed config of the experiment, and ``trees`` are those of the script and the modules that it imports.
     """
@@ -72,15 +72,15 @@ _UNITS = ("batches", "epochs")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainerLength:
-    """How long the Trainer's arguments say to train."""
+    """The length of training by the Trainer's arguments."""
 
     value: float
-    unit: str  # batches or epochs
-    argument: str  # the command-line argument that gives it
+    unit: str  # `batches` or `epochs`
+    argument: str  # the command-line argument that sets it
 
     @classmethod
     def of(cls, max_steps: int, num_train_epochs: float) -> TrainerLength:
-        """Return what ``TrainingArguments`` mean: ``max_steps`` above 0, else epochs."""
+        """Return the length of training: ``max_steps`` if above 0, else epochs."""
         if max_steps > 0:
             return cls(max_steps, "batches", "--max_steps")
         return cls(num_train_epochs, "epochs", "--num_train_epochs")
@@ -92,10 +92,9 @@ class TrainerLength:
 def length_problems(
     searcher: Mapping[str, Any], length: TrainerLength, train_batch_size: int
 ) -> list[ConfigProblem]:
-    """Return the contradictions between the searcher's lengths and the Trainer's.
+    """Return contradictions between the searcher's length and the Trainer's.
 
-    A ``max_time`` in anything but batches and epochs is the searcher's own and agrees with any length. ``train_batch_size`` is
-    over all ranks; it converts lengths in records.
+    Only a ``max_time`` in batches or epochs is compared. ``train_batch_size`` (over all ranks) converts lengths in records.
     """
     problems = []
     max_length = searcher.get("max_length")
