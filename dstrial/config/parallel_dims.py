@@ -10,7 +10,7 @@ from typing import Any
 from dstrial.errors import ConfigError, ConfigProblem
 
 DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp"}
-"""Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for each supported dimension of a replica."""
+"""Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for each dimension of a replica."""
 # Fields that multiply the ranks of a replica.
 _IN_REPLICA = ("pp", "tp", "sp")
 

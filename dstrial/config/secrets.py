@@ -146,7 +146,7 @@ class _Finder:
             yield from self.below(value, path)
 
     def _variables(self, value: Any, path: Path, identity: Path) -> Iterator[Secret]:
-        """Yield secret variables of a ``NAME=value`` list, of lists by device, or a mapping."""
+        """Yield secret variables: a ``NAME=value`` list, lists by device, or a mapping."""
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 if isinstance(inner, (list, tuple, Mapping)):

@@ -1,7 +1,7 @@
-"""Searchers: which trials an experiment runs, how, and which of them stop early.
+"""Search methods: create an experiment's trials and stop some of them early.
 
-Events go in, actions come out. Everything is seeded, a snapshot after any event restores the rest of the search exactly,
-and nothing here reads a clock, a file or a network. The semantics are those of Determined 0.38.1's experiment config v0.
+A searcher receives events and returns actions. It is deterministic: seeded, restorable from a snapshot after any event, and
+without access to clock, files or network. The semantics are those of Determined 0.38.1's experiment config v0.
 """
 
 from dstrial.search.method import Action, Create, ExitReason, PreviewedTrials, Shutdown, Stop
@@ -15,7 +15,7 @@ __all__ = [
     "Searcher",
     "Shutdown",
     "Stop",
-    # without trials
+    # preview, without trials
     "PreviewedTrials",
     "SearchSummary",
     "preview",

@@ -1,6 +1,6 @@
-"""The searcher ``async_halving``: it stops trials and never pauses one.
+"""The searcher ``async_halving``, which stops trials and never pauses them.
 
-A trial reports at any time. At each rung (a time) only the best ``1 / divisor`` of those that got there go on.
+Trials report at any time. At each rung (a training time) only the best ``1 / divisor`` of the trials there continue.
 Source: Determined 0.38.1, searcher ``async_halving``; Li et al., "A System for Massively Parallel Hyperparameter
 Tuning", MLSys 2020, in the variant that stops instead of pausing.
 """
@@ -23,12 +23,12 @@ _OVERSHOOT = 1.2
 
 
 def rung_units(num_rungs: int, divisor: float, max_time: int) -> list[int]:
-    """Return the time of each rung, lowest first, in units of the time metric."""
+    """Return each rung's training time, lowest first, in units of the time metric."""
     return [max(int(max_time / power(divisor, num_rungs - 1 - i)), 1) for i in range(num_rungs)]
 
 
 def power(divisor: float, exponent: int) -> float:
-    """Return ``divisor ** exponent``, infinity where it is too large for a float."""
+    """Return ``divisor ** exponent``; infinity if a float overflows."""
     try:
         return float(divisor) ** exponent
     except OverflowError:
@@ -66,7 +66,7 @@ class AsyncHalving:
         max_time: int,
         num_rungs: int,
         divisor: float,
-        max_trials: int,  # invalid ones that are replaced do not count
+        max_trials: int,  # without invalid trials that were replaced
         max_concurrent_trials: int,  # 0 for ``divisor ** (num_rungs - 1)``
     ) -> None:
         self._hyperparameters = hyperparameters
@@ -120,7 +120,7 @@ class AsyncHalving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in every rung it has reached; stop it if not among the best."""
+        """Rank the trial in each rung it has reached; stop it unless it is among the best."""
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -141,8 +141,8 @@ class AsyncHalving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Count a failed trial as its rung's worst; forget one that was invalid."""
-        # A trial with invalid hyperparameters is forgotten and replaced.
+        """Rank a failed trial last in its rung; replace an invalid trial."""
+        # A trial with invalid hyperparameters leaves the bracket.
         if request_id in self._stopped:
             return []
         if reason is ExitReason.INVALID_HP and self._num_invalid < self._max_replaced:
@@ -155,12 +155,12 @@ class AsyncHalving:
         return self._replacement(random)
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
-        """Count a trial that ended by itself; only a stop makes room for another."""
+        """Count an exited trial; only a stop or early exit creates a successor."""
         self._num_completed += 1
         return []
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the share of trials that got to the first rung, then of those that ended."""
+        """Return the fraction of trials at the first rung, later of trials that exited."""
         del trial_progress, closed
         lowest = len(self._rungs[0])
         share = lowest / (_OVERSHOOT * self._max_trials)
@@ -202,9 +202,9 @@ class AsyncHalving:
 def previewed_brackets(
     searcher: Mapping[str, Any], geometry: Iterable[tuple[int, int]]
 ) -> tuple[PreviewedTrials, ...]:
-    """Return the trials of brackets by how long they train, shortest first.
+    """Return how many trials train how long, over all brackets, shortest first.
 
-    ``geometry`` has the number of rungs and of trials of each bracket.
+    ``geometry`` has (number of rungs, number of trials) of each bracket.
     """
     stops: Counter[int] = Counter()
     for num_rungs, max_trials in geometry:
@@ -217,7 +217,7 @@ def previewed_brackets(
 
 
 def bracket_stops(num_rungs: int, max_trials: int, divisor: float, max_time: int) -> dict[int, int]:
-    """Return how many trials of one bracket end at each rung's time."""
+    """Return training time -> number of trials of one bracket that stop there."""
     stops: Counter[int] = Counter()
     left = max_trials
     for rung, units in enumerate(rung_units(num_rungs, divisor, max_time)):

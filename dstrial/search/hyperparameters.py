@@ -1,4 +1,4 @@
-"""Concrete hyperparameters of a trial: sampled at random, or a point of a grid."""
+"""Choose a trial's hyperparameters: a random sample or a grid point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Route = tuple[str, ...]
 
 
 def sample(hyperparameters: Mapping[str, Any], random: SearchRandom, route: _Route = ()) -> dict[str, Any]:
-    """Draw a value of each hyperparameter, in the order of names at every level."""
+    """Sample each hyperparameter, in alphabetical order at every level."""
     values: dict[str, Any] = {}
     for name in sorted(hyperparameters):
         spec = hyperparameters[name]
@@ -52,7 +52,7 @@ def _exponential(spec: Mapping[str, Any], exponent: float) -> float:
 
 
 class Grid:
-    """The points of a grid, by index; the first axis by name varies slowest.
+    """The points of a grid, by index; the alphabetically first axis varies slowest.
 
     Source: Determined 0.38.1, grid searcher; numbers are rounded half away from zero.
     """

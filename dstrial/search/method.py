@@ -1,4 +1,4 @@
-"""A search method: what differs between searchers, and what it asks for."""
+"""The interface of a search method, and the actions it returns."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Create:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Ask a trial to save a checkpoint and end; it has trained as long as it should."""
+    """Tell a trial to save a checkpoint and exit, because its training is complete."""
 
     request_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The search is over: every trial that was asked for has exited."""
+    """End the search: all its trials have exited."""
 
-    cancel: bool = False  # every trial was cancelled by a user
-    failure: bool = False  # every trial failed
+    cancel: bool = False  # whether a user cancelled every trial
+    failure: bool = False  # whether every trial failed
 
 
 Action: TypeAlias = Create | Stop | Shutdown
 
 
 class ExitReason(str, enum.Enum):
-    """Why a trial ended before its time."""
+    """Why a trial exited before its training was complete."""
 
     ERRORED = "ERRORED"
     USER_CANCELED = "USER_CANCELED"
@@ -49,10 +49,10 @@ class ExitReason(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreviewedTrials:
-    """Trials that train equally long."""
+    """A number of trials with the same training length."""
 
     count: int
-    unit: str | None = None  # the time metric; None for trials that train to their own end
+    unit: str | None = None  # the time metric; None for trials that train their full length
     value: int | None = None  # in that unit
 
 
@@ -65,20 +65,20 @@ class SearchMethod(Protocol):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SearchMethod:
-        """Make the method of an experiment config with defaults."""
+        """Create the method from an experiment config that has its defaults."""
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the trials by how long they train, shortest first."""
-        # For a search in which no validations are equal and no trial fails.
+        """Return how many trials train how long, shortest first."""
+        # Assumes that no two validations are equal and no trial fails.
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
-        """Start the search."""
+        """Return the actions that create the first trials."""
 
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Take a validation of an open trial.
+        """Handle a validation of a trial that is running.
 
         Raises:
             SearchError: a metric that the method needs is missing or no number.
@@ -87,19 +87,19 @@ class SearchMethod(Protocol):
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Take that a trial failed, was cancelled or is invalid, before its exit."""
+        """Handle that a trial failed, was cancelled or is invalid; its exit follows."""
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
-        """Take the end of a trial, whatever its reason."""
+        """Handle the exit of a trial, for whatever reason."""
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the share of the search that is done, 0 to 1, from that of its trials."""
+        """Return the progress of the search, 0 to 1, from its trials' progress."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
+        """Return the search's state as JSON values."""
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of :meth:`snapshot`."""
+        """Restore the state that :meth:`snapshot` returned."""
 
 
 _MAX_REPLACED_MIN = 100
@@ -107,10 +107,10 @@ _MAX_REPLACED_PER_TRIAL = 10
 
 
 def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
-    """Return how many invalid trials a search replaces before they count.
+    """Return the maximum number of invalid trials that a search replaces.
 
-    Without a bound, a search whose every point is invalid would start trials for ever; where nothing is drawn, another
-    trial would have the very same hyperparameters.
+    Without a limit, a search with only invalid points would never end. It is 0 if no hyperparameter is sampled, because a
+    replacement would be identical.
     """
     if not is_searched(hyperparameters):
         return 0
@@ -118,11 +118,11 @@ def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
 
 
 def create(hyperparameters: Mapping[str, Any], random: SearchRandom) -> Create:
-    """Draw a trial: its hyperparameters, then its id, then its seed."""
+    """Create a trial with sampled hyperparameters, id and seed, in this order."""
     return complete(sample(hyperparameters, random), random)
 
 
 def complete(hparams: dict[str, Any], random: SearchRandom) -> Create:
-    """Make a trial of given hyperparameters: draw its id, then its seed."""
+    """Create a trial with given hyperparameters and a random id and seed."""
     request_id = random.request_id()
     return Create(request_id, random.trial_seed(), hparams)

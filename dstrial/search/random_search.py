@@ -1,4 +1,4 @@
-"""The searchers ``single``, ``random`` and ``grid``, which look at no metrics."""
+"""The searchers ``single``, ``random`` and ``grid``, which ignore metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.search.random_state import SearchRandom
 
 
 class _Independent(abc.ABC):
-    """Trials of which none looks at another's metrics."""
+    """Base of searches whose trials do not depend on each other's metrics."""
 
     def __init__(self, max_trials: int, max_concurrent_trials: int) -> None:
         self._max_trials = max_trials
@@ -42,9 +42,9 @@ class _Independent(abc.ABC):
 
 
 class RandomSearch(_Independent):
-    """``max_trials`` random points, ``max_concurrent_trials`` at once (0 for all).
+    """Run ``max_trials`` random points, ``max_concurrent_trials`` at once (0: all).
 
-    A failed trial counts; one with invalid hyperparameters is replaced, unless too many were.
+    A failed trial counts; a trial with invalid hyperparameters is replaced, up to ``max_replaced``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RandomSearch(_Independent):
 
 
 class SingleSearch(RandomSearch):
-    """One trial."""
+    """Run one trial."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SingleSearch:
@@ -101,13 +101,13 @@ class SingleSearch(RandomSearch):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the trial: it trains to its own end."""
+        """Return the one trial, which trains its full length."""
         del config
         return (PreviewedTrials(1),)
 
 
 class GridSearch(_Independent):
-    """Every point of the grid once, the last ones first; nothing is replaced."""
+    """Run every grid point once, the last ones first; no trial is replaced."""
 
     def __init__(self, hyperparameters: Mapping[str, Any], *, max_concurrent_trials: int) -> None:
         self._grid = Grid(hyperparameters)

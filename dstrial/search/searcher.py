@@ -1,4 +1,4 @@
-"""An experiment's search: its method by name, its random numbers, when it is over."""
+"""Run an experiment's search: a method, its random generator, and the shutdown."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ METHODS: dict[str, type[SearchMethod]] = {
     "adaptive_asha": AdaptiveAsha,
     "async_halving": AsyncHalving,
 }
-"""Name -> what runs it; ``dstrial.config.schema.SEARCHERS`` says what its config may have."""
+"""Name -> search method; ``dstrial.config.schema.SEARCHERS`` has the keys of its config."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchSummary:
     config: dict[str, Any]
-    trials: tuple[PreviewedTrials, ...]  # shortest first, if no validations are equal and none fails
+    trials: tuple[PreviewedTrials, ...]  # shortest first, if no two validations are equal and no trial fails
 
 
 def search_method(config: Mapping[str, Any]) -> SearchMethod:
@@ -36,7 +36,7 @@ def search_method(config: Mapping[str, Any]) -> SearchMethod:
 def preview(config: Mapping[str, Any]) -> SearchSummary:
     """Preview the search of an experiment config with defaults.
 
-    Source: Determined 0.38.1, ``preview-hp-search``, which refuses ``async_halving``; here its rungs are shown.
+    Source: Determined 0.38.1, ``preview-hp-search``, which rejects ``async_halving``; here its rungs are shown.
     """
     trials = _named(config).previewed(config)
     return SearchSummary(dict(config["searcher"]), trials)
@@ -52,11 +52,11 @@ def _named(config: Mapping[str, Any]) -> type[SearchMethod]:
 
 
 class Searcher:
-    """Events in, actions out.
+    """The state of a search: its methods take events and return actions.
 
-    Every trial that a ``Create`` asks for must at last be reported by :meth:`trial_exited`; when all have been, the
-    actions end with one ``Shutdown``. Events of a trial that has exited are ignored, and so are further validations of one
-    that was stopped, since a trial may report while it saves its last checkpoint.
+    The caller must report the exit of every created trial by :meth:`trial_exited`; after the last one the actions end with
+    ``Shutdown``. Events of a trial that has exited are ignored, and so are validations of a stopped trial, which may still
+    report while it saves its last checkpoint.
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
@@ -106,8 +106,8 @@ class Searcher:
         return self._finished(self._method.validation_completed(self._random, request_id, metrics))
 
     def trial_exited_early(self, request_id: str, reason: ExitReason) -> list[Action]:
-        """Take that a trial failed, was cancelled or had invalid hyperparameters."""
-        # trial_exited follows.
+        """Handle that a trial failed, was cancelled or had invalid hyperparameters."""
+        # The caller calls trial_exited afterwards.
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []
         if reason is ExitReason.ERRORED:
@@ -117,16 +117,16 @@ class Searcher:
         return self._finished(self._method.trial_exited_early(self._random, request_id, reason))
 
     def trial_exited(self, request_id: str) -> list[Action]:
-        """Take the end of a trial; the last one shuts the search down."""
+        """Handle the exit of a trial; the last exit shuts the search down."""
         if request_id in self._closed:
             return []
         self._closed.add(request_id)
         return self._finished(self._method.trial_exited(self._random, request_id))
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str] | None = None) -> float:
-        """Return the share of the search that is done, 0 to 1, from that of its trials.
+        """Return the progress of the search, 0 to 1, from its trials' progress.
 
-        ``closed`` are the trials that have exited; by default those that the searcher knows of.
+        ``closed`` are the trials that have exited, by default those reported to this searcher.
         """
         if self._is_shut_down:
             return 1.0

@@ -1,1 +1,1 @@
-"""Runners that users may use too: a function or a script on N CPU ranks."""
+"""Run a function or a script on several CPU ranks, for tests of users too."""

@@ -1,4 +1,4 @@
-"""A real master for a test: ``dstrial up`` with its own state, login and port."""
+"""Run a real master in a test: ``dstrial up`` with its own state, login and port."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MasterForTest:
 
     Attributes:
         state: its state directory.
-        env: variables with which ``det``, the SDK and ``dstrial`` find this master and no other one.
-        up_arguments: what ``dstrial up`` was given, for starting it again.
+        env: variables with which ``det``, the SDK and ``dstrial`` connect to this master only.
+        up_arguments: arguments of ``dstrial up``, for a restart.
     """
 
     state: StateDirectory
@@ -36,10 +36,10 @@ class MasterForTest:
 
     @property
     def record(self) -> MasterRecord:
-        """The process that serves now, or served last.
+        """The record of the current or last master process.
 
         Raises:
-            MasterError: none has ever served.
+            MasterError: no master has ever run.
         """
         record = self.state.read_record()
         if record is None:
@@ -54,30 +54,30 @@ class MasterForTest:
         return self.record.address
 
     def client(self, username: str = "determined") -> Client:
-        """Return a client with a new token of a user."""
+        """Log a user in and return a client."""
         return Client(self.address, new_token(self.record, username))
 
     def password(self, username: str = "determined") -> str:
-        """Return the password that the first start gave a user; empty if blank."""
+        """Return a user's initial password; empty if the user has none."""
         return str(read_credentials(self.state).get(username, ""))
 
     def dstrial(
         self, *arguments: str, cwd: Path | None = None, deadline_s: float = _DEADLINE_S
     ) -> subprocess.CompletedProcess[str]:
-        """Run a ``dstrial`` command against this master; its end is not judged."""
+        """Run a ``dstrial`` command against this master; the exit code is not checked."""
         return _run([sys.executable, "-m", "dstrial.cli", *arguments], self.env, deadline_s, cwd)
 
     def det(
         self, *arguments: str, cwd: Path | None = None, deadline_s: float = _DEADLINE_S
     ) -> subprocess.CompletedProcess[str]:
-        """Run the ``det`` command against this master, logged in; its end is not judged."""
+        """Run ``det`` against this master, logged in; the exit code is not checked."""
         return _run([sys.executable, "-m", "determined.cli", *arguments], self.env, deadline_s, cwd)
 
     def up(self) -> MasterRecord:
-        """Start it again, on the same port.
+        """Restart the master on the same port.
 
         Raises:
-            MasterError: it does not start; the message is what the command printed.
+            MasterError: the master does not start; the message is the command's output.
         """
         ended = self.dstrial("up", *self.up_arguments, "--port", str(self.record.port))
         if ended.returncode != 0:
@@ -85,7 +85,7 @@ class MasterForTest:
         return self.record
 
     def kill(self) -> None:
-        """End the master with SIGKILL and wait for its death; trials go on."""
+        """Kill the master with SIGKILL and wait for its exit; trials continue."""
         record = self.record
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGKILL)
@@ -106,16 +106,16 @@ def master_for_test(
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator[MasterForTest]:
-    """Run a master while the block lasts; its trials are killed at the end.
+    """Run a master inside the block; kill its trials at the end.
 
     Args:
-        directory: an existing directory, in which everything is kept.
-        num_slots: slots to offer.
+        directory: an existing directory for all files of the master.
+        num_slots: number of slots of the master.
         options: further arguments of ``dstrial up``.
-        env: further variables, for the master and for what is run against it.
+        env: further variables, for the master and for commands against it.
 
     Raises:
-        MasterError: it does not start or does not end; the message is what the command printed.
+        MasterError: the master does not start or stop; the message is the command's output.
     """
     state = StateDirectory(directory / "state")
     kept = {

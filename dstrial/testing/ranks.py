@@ -1,7 +1,7 @@
 """Run a function or script on several CPU ranks, in processes, with a deadline.
 
-For tests of one's own distributed code, without a launcher: the variables are those of torchrun, and
-whatever the ranks leave behind ends with them. ::
+For tests of your own distributed code, without a launcher. Ranks get torchrun's variables; processes that
+they leave behind are killed. ::
 
     def mean_rank(offset):
         ...
@@ -36,14 +36,14 @@ _STACK_DUMP_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank did.
+    """The exit code, output and return value of one rank.
 
     Attributes:
-        rank: its rank.
-        exit_code: as ``subprocess`` has it: negative for a rank that a signal ended.
-        stdout: what it printed.
-        stderr: what it printed to standard error.
-        value: what the function returned; None for a script or a rank that failed.
+        rank: the rank's number.
+        exit_code: as in ``subprocess``: negative if a signal ended the rank.
+        stdout: the rank's standard output.
+        stderr: the rank's standard error.
+        value: the function's return value; None for a script or a failed rank.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class RanksFailedError(AssertionError):
     """A rank failed or the deadline passed; the message holds every rank's output.
 
     Args:
-        problem: what went wrong, in one line.
+        problem: description of the failure, in one line.
         results: one per rank.
     """
 
@@ -81,12 +81,12 @@ def run_function(
     """Call a function on every rank and return its values.
 
     Args:
-        function: defined at the top level of a file, which every rank loads.
+        function: defined at the top level of a file, which every rank imports.
         num_ranks: number of ranks, on this machine.
         args: picklable arguments, the same for all ranks.
-        deadline_s: seconds until the ranks are ended and their stacks shown.
-        env: further variables; a value for rank-dependent ones is the function's own business.
-        check: whether a failing rank is an error here.
+        deadline_s: seconds after which the ranks are killed and their stacks shown.
+        env: further variables; they override the rank's own variables.
+        check: whether a failing rank raises an error.
 
     Returns:
         One result per rank, by rank.
