@@ -1,1 +1,1 @@
-"""A checkpoint directory: manifest, verified files, completion mark. No torch."""
+"""Write and verify checkpoint directories: manifest, files, completion mark."""

@@ -1,8 +1,8 @@
-"""Checksum and signature of JSON values, kept among them.
+"""Add a checksum or signature to JSON values, and verify both.
 
-A checksum is for small files that no other file has a checksum of. A signature (HMAC-SHA256 with a secret in the account's data
-directory) proves that a run of this account wrote a manifest, and with it every file that it names; anybody can make a manifest
-that matches its files.
+The checksum protects small files that no manifest lists. The signature (HMAC-SHA256 with a secret in the account's data
+directory) proves that a run of this account wrote a manifest and the files in it; without a signature, anybody could write
+a manifest that matches its files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dstrial.file_writes import make_file
 logger = logging.getLogger("dstrial.checkpoint")
 
 SIGNATURE_KEY = "signature"
-"""Key of the signature in a manifest, at the top level."""
+"""Top-level key of the signature in a manifest."""
 
 _NUM_BYTES = 32
 
@@ -36,15 +36,15 @@ def key_path() -> pathlib.Path:
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values with the account's signature, making its secret if needed."""
-    # Where the account can keep no secret they stay without one.
+    """Return JSON values signed with the account's secret; create a missing secret."""
+    # If no secret can be stored, the values stay unsigned.
     key = _key(is_made=True)
     rest = {name: value for name, value in values.items() if name != SIGNATURE_KEY}
     return rest if key is None else {**rest, SIGNATURE_KEY: _digest(key, rest)}
 
 
 def is_own(values: Mapping[str, Any]) -> bool:
-    """Return whether JSON values bear this account's signature."""
+    """Return whether JSON values have a valid signature of this account."""
     given = values.get(SIGNATURE_KEY)
     key = _key(is_made=False)
     if not isinstance(given, str) or key is None:
@@ -60,13 +60,13 @@ def _digest(key: bytes, values: Mapping[str, Any]) -> str:
 
 def _key(*, is_made: bool) -> bytes | None:
     path = key_path()
-    if not path.is_absolute():  # an account without a home: ``~`` stays as it is
+    if not path.is_absolute():  # an account without a home directory: ``~`` is not expanded
         return None
     try:
         if is_made and not path.exists():
             _make(path)
         with path.open("rb") as stream:
-            # Of the open file: what another account can put there or read is no secret.
+            # Check the open file: a file that another account can write or read is not secret.
             found = os.fstat(stream.fileno())
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 logger.warning(
@@ -82,14 +82,14 @@ def _key(*, is_made: bool) -> bytes | None:
 
 
 def _make(path: pathlib.Path) -> None:
-    """Make the secret; of several processes at once the first one's counts."""
+    """Create the secret atomically; if processes race, the first one wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         make_file(path, secrets.token_bytes(_NUM_BYTES))
 
 
 CHECKSUM_KEY = "sha256"
-"""Key of the checksum, at the top level."""
+"""Top-level key of the checksum."""
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(values: Mapping[str, Any]) -> bool:
-    """Return whether a result of ``with_checksum`` is unchanged; True without one."""
+    """Return whether values match their checksum; True if they have none."""
     return CHECKSUM_KEY not in values or values[CHECKSUM_KEY] == _checksum(values)
 
 

@@ -1,4 +1,4 @@
-"""The completion mark, which makes a directory a checkpoint and is written last."""
+"""Write and read the completion mark, the last file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def is_uuid(name: str) -> bool:
-    """Say whether a name is a UUID in lower case with hyphens, as checkpoints have."""
+    """Return whether a name is a UUID in lower case with hyphens, as checkpoints have."""
     return _UUID.fullmatch(name) is not None
 
 
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
-    """Flush everything under ``path`` to disk, then mark it complete, with ``info``.
+    """Flush ``path`` to disk, then write the completion mark with ``info``.
 
-    A crash at any point leaves the directory either without a mark or with a whole one.
+    The mark is written atomically: after a crash it is either missing or valid.
 
     Ranks: one, after all ranks have written. Ranks of other machines call ``fsync_tree`` before.
     """
@@ -49,7 +49,7 @@ def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         CheckpointNotFoundError: there is no mark.
-        CheckpointDamagedError: the mark is not what ``write_marker`` wrote.
+        CheckpointDamagedError: the mark is invalid.
     """
     mark = pathlib.Path(path) / MARKER_NAME
     try:
@@ -80,14 +80,14 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def remove_marker(path: str | os.PathLike[str]) -> None:
-    """Remove the mark; the first step of deleting a checkpoint."""
+    """Remove the mark, as the first step of deleting a checkpoint."""
     root = pathlib.Path(path)
     (root / MARKER_NAME).unlink(missing_ok=True)
     sync_path(root)
 
 
 def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the sorted directories in ``root`` without a mark."""
+    """Return the directories in ``root`` without a mark, sorted."""
     parent = pathlib.Path(root)
     if not parent.is_dir():
         return []
@@ -95,7 +95,7 @@ def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
-    """Flush everything under ``path`` to disk, the directory itself last."""
+    """Flush all files in ``path`` to disk, then the directory itself."""
     for directory, _, names in os.walk(path, topdown=False):
         for name in names:
             entry = pathlib.Path(directory) / name

@@ -1,4 +1,4 @@
-"""What a checkpoint file holds and which rank wrote it, by its name and layout."""
+"""Find a checkpoint file's content and writing rank from its name and the layout."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dstrial.checkpoint.manifest import Manifest
 from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 FileKind = Literal["weights", "optimizer", "rank state", "configuration", "code", "other"]
-"""``optimizer`` holds the master weights too, wherever DeepSpeed keeps any; ``rank state`` is the trial's own of each rank."""
+"""``optimizer`` includes DeepSpeed's master weights; ``rank state`` is the state that each rank of a trial saves."""
 
 KINDS: tuple[FileKind, ...] = ("weights", "optimizer", "rank state", "configuration", "code", "other")
-"""Every kind, in the order in which people read them."""
+"""All kinds, in display order."""
 
 _RANK_STATE = re.compile(r"dstrial_rank(\d+)\.pt")
 _ENGINE = re.compile(r"(model(\d+)|pytorch_model(?:_(\d+))?|global_step\d+)/(.+)")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-# What transformers.Trainer writes beside an engine's folder, in a directory of its own.
+# Files that transformers.Trainer writes beside an engine's folder, in its own directory.
 _TRAINER = re.compile(r"checkpoint-\d+/([^/]+)")
 _TRAINER_RANK = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _TRAINER_WEIGHTS = re.compile(r"(?:adapter_)?(?:model|pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_\d+)?-model_states\.pt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileRole:
-    """A file's content, engine (None: of none) and writing rank (None: unknown)."""
+    """A file's content, engine (None: no engine's) and writing rank (None: unknown)."""
 
     kind: FileKind
     engine_idx: int | None = None
@@ -46,10 +46,10 @@ def rank_state_name(rank: int) -> str:
 
 
 def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
-    """Return an engine's folder in a checkpoint, the tag that DeepSpeed is given.
+    """Return an engine's folder in a checkpoint, which is its DeepSpeed tag.
 
     ``model<i>`` of ``DeepSpeedTrial.save``, ``pytorch_model`` or ``pytorch_model_<i>`` of Accelerate, or
-    ``global_step<n>`` of the Hugging Face Trainer; the first of these if there is none.
+    ``global_step<n>`` of the Hugging Face Trainer; ``model<i>`` if none of them exists.
 
     Source: accelerate 1.15 ``Accelerator.save_state``; transformers 5.23 ``Trainer._save_checkpoint``, which leaves the tag
         to DeepSpeed.
@@ -66,7 +66,7 @@ def _engine_idx(found: re.Match[str]) -> int:
 
 
 def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout, ...]:
-    """Return the layouts of a manifest's engines; ``root`` is for the message."""
+    """Return the layouts of a manifest's engines; error messages name ``root``."""
     try:
         layouts = tuple(Layout.from_json(values) for values in manifest.layouts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -85,7 +85,7 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
 
 
 def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
-    """Return what a file of a checkpoint holds; without layouts writers are unknown.
+    """Return a checkpoint file's role; without layouts its writer is unknown.
 
     Source: file names of DeepSpeed 0.19.8, ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
         ``PipelineModule.ckpt_layer_path``.
@@ -116,7 +116,7 @@ def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
 
 
 def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
-    """Return which engine a file is of, and its name in that folder; else None."""
+    """Return a file's engine index and its path in the engine's folder; else None."""
     for engine_idx, layout in enumerate(layouts):
         if layout.folder and path.startswith(f"{layout.folder}/"):
             return engine_idx, path[len(layout.folder) + 1 :]
@@ -125,7 +125,7 @@ def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
 
 
 def _role_of_trainer_file(path: str) -> FileRole:
-    """Return what a file of ``transformers.Trainer`` holds, from its name.
+    """Return the role of a file of ``transformers.Trainer``, from its name.
 
     Source: file names of Transformers 5.23, ``Trainer._save_checkpoint``, ``PreTrainedModel.save_pretrained``.
     """

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, to the byte, and for which ranks not."""
+"""Compare a checkpoint's files with its manifest, byte by byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damage:
-    """One file that is not what the manifest says."""
+    """A file that differs from its entry in the manifest."""
 
     path: str
     kind: Literal["missing", "unreadable", "size", "checksum"]
@@ -34,7 +34,7 @@ def verify_files(
 ) -> list[Damage]:
     """Compare files with the manifest, size first; return the damaged ones.
 
-    ``only`` names paths to look at (None: all). ``on_bytes`` is called with the bytes read since its last call.
+    ``only`` lists the paths to compare (None: all). ``on_bytes`` is called with the bytes read since its last call.
     """
     wanted = None if only is None else set(only)
     damages = []
@@ -53,11 +53,11 @@ def verify_files(
 def read_verified(
     root: str | os.PathLike[str], allgather: Callable[[Any], list[Any]], *, part: int, parts: int
 ) -> Manifest:
-    """Read the manifest and compare every file with it, each rank its share.
+    """Read the manifest and verify every file; each rank reads a share of the files.
 
     Raises:
         CheckpointNotFoundError: there is no manifest.
-        CheckpointDamagedError: it cannot be read, or files are not as it says, on any rank; all of them are named.
+        CheckpointDamagedError: the manifest is unreadable, or files differ on any rank; names all of them.
 
     Ranks: all, collectively.
     """
@@ -79,7 +79,7 @@ def read_verified(
 
 
 def describe_damage(damage: Damage) -> str:
-    """Return a clause: the file, what is wrong, what was expected, the affected ranks."""
+    """Return damage as a clause: file, found and expected values, affected ranks."""
     return f"{damage.path} is {damage.got}; expected {damage.expected}{_readers(damage.reader_ranks)}"
 
 
@@ -133,9 +133,9 @@ FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference between a directory and the checkpoint that was written.
+    """One difference between a directory and its manifest.
 
-    ``got`` and ``expected`` are for a person; ``reader_ranks`` read the file at a resume in the same layout.
+    ``got`` and ``expected`` are display text; ``reader_ranks`` read the file when resuming in the same layout.
     """
 
     path: str
@@ -161,7 +161,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """Number and size of the manifest's files, and every difference in its order."""
+    """Number and size of the manifest's files, and all differences in file order."""
 
     num_files: int
     num_bytes: int
@@ -173,7 +173,7 @@ class IntegrityReport:
 
 
 def bytes_to_read(manifest: Manifest) -> int:
-    """Return how many bytes ``check_integrity`` reads of an intact checkpoint."""
+    """Return the number of bytes that ``check_integrity`` reads, for progress bars."""
     return sum(entry.num_bytes for entry in manifest.files.values())
 
 
@@ -186,15 +186,14 @@ def check_integrity(
 ) -> IntegrityReport:
     """Compare every file of a checkpoint with its manifest, several at a time.
 
-    The report has damaged files, files that nobody wrote, and what the directory lacks to be complete. ``needs_mark``:
-    whether only a completion mark makes the directory a checkpoint. ``on_bytes`` is called, from several threads, with the
-    bytes read since its last call.
+    The report lists damaged, unexpected and missing files. ``needs_mark``: whether a missing completion mark is a
+    difference. ``on_bytes`` is called, from several threads, with the bytes read since its last call.
     """
     path = pathlib.Path(root)
     manifest = read_manifest(path) if manifest is None else manifest
     layouts = layouts_of(manifest, path)
     faults = _faults_of_mark(path, needs_mark=needs_mark)
-    # An engine in a folder of another name is not of a trial's, whose ranks keep a state of their own.
+    # Only trials save rank states, and only trials use the default name for an engine's folder.
     num_ranks = layouts[0].world_size if layouts and not layouts[0].folder else 0
     own_states = [rank_state_name(rank) for rank in range(num_ranks)]
     faults += [

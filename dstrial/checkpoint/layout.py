@@ -1,7 +1,7 @@
-"""How an engine's state lies over ranks, and what another layout can load. Pure.
+"""Describe how an engine's state is split over ranks; compare two layouts. Pure.
 
-The per-parameter table says where every element of every parameter is, whatever the ZeRO stage, so that a checkpoint can be
-read on other ranks. ``parameter_table`` fills it in from an engine.
+The per-parameter table locates every element of every parameter in any ZeRO stage, so that another number of ranks can
+read a checkpoint. ``parameter_table`` builds the table from an engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dstrial.resume.rules import KNOWN_WRAPPERS, STATE_KEYS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """One flat buffer of master weights and of each optimizer state, cut over ranks.
+    """A flat buffer of master weights and optimizer states, partitioned over ranks.
 
     Attributes:
         model_part: see ``ParameterPlace.model_part``.
@@ -26,7 +26,7 @@ class FlatBuffer:
         group_idx: parameter group of the optimizer, 0-based.
         numel: elements of all partitions together, paddings included.
         partition_numel: elements of one rank's partition, paddings included; equal on all ranks.
-        num_partitions: ranks that it is cut over.
+        num_partitions: number of ranks that hold a partition.
     """
 
     model_part: int
@@ -39,26 +39,26 @@ class FlatBuffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """One parameter and where its elements lie.
+    """One parameter and the location of its elements.
 
     Attributes:
         name: full name in the module; in a pipeline it begins with the global index of its layer.
         shape: full shape, before any partitioning.
-        dtype: type the module computes in, as in ``float32``.
+        dtype: type of the module's copy, for example ``float32``.
         trainable: whether it requires a gradient.
-        group_idx: parameter group of the optimizer, 0-based; None when the optimizer does not own it.
-        tied_to: name of the parameter whose storage this is; None if it is its own. A layer tied across
-            pipeline stages has one name: its copies on later stages are tied to it.
+        group_idx: parameter group of the optimizer, 0-based; None if the optimizer does not own the parameter.
+        tied_to: name of the parameter that shares and owns the storage; None if it is this one. A layer tied
+        across pipeline stages has one name: its copies on later stages are tied to the first one.
         stage: pipeline stage, 0 where there is no pipeline.
         model_part: model-parallel rank of its owner, as DeepSpeed counts in file names (``mp_rank_XX``);
             a pipeline's stages count as model-parallel ranks.
-        is_cut: whether its own elements are cut over the replicas (ZeRO 3).
-        buffer_idx: ``FlatBuffer.index`` of the buffer that it lies in; None if in none (no ZeRO).
-        offset: elements before it: in the whole buffer for ZeRO 1 and 2, where partition p holds elements
+        is_cut: whether ZeRO 3 partitions the parameter itself over the replicas.
+        buffer_idx: ``FlatBuffer.index`` of the parameter's buffer; None without a buffer (no ZeRO).
+        offset: elements before the parameter: in the whole buffer for ZeRO 1 and 2, where partition p holds elements
             ``[p * partition_numel, (p + 1) * partition_numel)``; within every rank's partition for ZeRO 3; in its
-            parameter group where there is no buffer, which gives the optimizer's order of parameters.
-        partition_numel: elements of one rank's piece, its padding included (ZeRO 3); rank p's piece begins
-            at element ``p * partition_numel`` of the flattened parameter. None if it is not cut.
+            parameter group if there is no buffer, which gives the optimizer's order of parameters.
+        partition_numel: elements of one rank's partition, padding included (ZeRO 3); rank p's partition begins
+        at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
     """
 
     name: str
@@ -77,14 +77,14 @@ class ParameterPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout(EngineArrangement):
-    """How one engine's state lay over the ranks when it was written.
+    """How the state of one engine is split over the ranks of a job.
 
     Attributes:
-        precision: what the module computes in.
+        precision: type in which the module computes.
         versions: release of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
         buffers: flat buffers of all parts of the model, by part and index.
         parameters: every parameter of every part, in the order of the module.
-        folder: the engine's folder in the checkpoint, with ``/``; empty where its name tells it
+        folder: the engine's folder in the checkpoint, with ``/``; empty if the file names show it
             (``checkpoint.file_roles.engine_folder``).
     """
 
@@ -102,11 +102,11 @@ class Layout(EngineArrangement):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Layout:
-        """Read what ``to_json`` returned.
+        """Build a layout from the result of ``to_json``.
 
         Raises:
             KeyError: a value is missing.
-            TypeError: a value is unknown to this release.
+            TypeError: a field is unknown to this release.
         """
         rest = dict(values)
         buffers = tuple(FlatBuffer(**buffer) for buffer in rest.pop("buffers"))
@@ -134,7 +134,7 @@ _COMPARED = (
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Return what keeps a layout from loading a checkpoint as it is, in words.
+    """Return why a layout cannot load a checkpoint unchanged; empty if it can.
 
     Batch sizes and versions are not compared: DeepSpeed loads across them.
     """
@@ -171,7 +171,7 @@ def _buffer_differences(saved: Layout, now: Layout) -> list[str]:
     return ["the flat buffers are cut differently; the ZeRO settings for sub groups or alignment changed"]
 
 
-# The same algorithm and state under several names; which one DeepSpeed takes depends on offload and device.
+# Implementations of one algorithm with equal state; DeepSpeed chooses by offload and device.
 _SAME_OPTIMIZERS = (
     frozenset({"Adam", "FusedAdam", "DeepSpeedCPUAdam"}),
     frozenset({"AdamW", "FusedAdam", "DeepSpeedCPUAdam"}),
@@ -180,10 +180,10 @@ _SAME_OPTIMIZERS = (
 
 
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
-    """Return whether ranks keep state of ``key`` for each matrix of their partition.
+    """Return whether ranks keep state ``key`` by whole matrix, not by partition.
 
     Source: Muon of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``; with the optimizer on the CPU,
-    in ZeRO 3 and in ``BF16_Optimizer`` the momentum is cut as the weights are.
+    in ZeRO 3 and in ``BF16_Optimizer`` the momentum is partitioned like the weights.
     """
     return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
         "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",
@@ -191,7 +191,7 @@ def keeps_whole_matrices(layout: Layout, key: str) -> bool:
 
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Return what keeps a checkpoint from being loaded in another layout, in words."""
+    """Return why a checkpoint cannot be resharded to another layout; empty if it can."""
     problems = []
     if saved.model_parallel_size != now.model_parallel_size:
         problems.append(
@@ -244,8 +244,8 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Return whether the optimizer changes a parameter."""
-    # Without a wrapper it may own frozen parameters, which it leaves alone.
+    """Return whether the optimizer updates a parameter."""
+    # Without a wrapper the optimizer may own frozen parameters, which it does not update.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 
 

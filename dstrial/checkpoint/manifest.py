@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: layouts, and each file's size, checksum and readers."""
+"""Write and read a checkpoint's manifest: layouts, file sizes, checksums, readers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a checkpoint directory."""
 
 MANIFEST_DIGEST = "manifest_sha256"
-"""Key of a checkpoint's metadata: the SHA-256 of the manifest, as the trial that wrote it reported it to the master."""
+"""Metadata key of a checkpoint: the SHA-256 of the manifest, reported to the master by the trial that wrote it."""
 
 FORMAT = 1
-"""Version of the manifest's form that this release writes, and the newest that it reads."""
+"""Version of the manifest's format that this release writes, and the newest that it reads."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint, and the ranks that read it in the same layout."""
+    """Size and checksum of one file, and the ranks that read it in the same layout."""
 
     num_bytes: int
     sha256: str
@@ -38,15 +38,15 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         steps_completed: optimizer steps done when it was written.
-        created: when it was written, ISO 8601 in UTC.
-        layouts: per engine, how its state lies over ranks, as plain JSON values.
+        created: time of writing, ISO 8601 in UTC.
+        layouts: the ``Layout`` of each engine, as plain JSON values.
         files: path relative to the checkpoint, with ``/``, -> the file; without manifest and completion mark.
-        uuid: name of the checkpoint in its store; None if it had none when the manifest was written.
-        format: version of the manifest's form.
+        uuid: name of the checkpoint in its store; None if unknown when the manifest was written.
+        format: version of the manifest's format.
     """
 
     steps_completed: int
@@ -67,7 +67,7 @@ class Manifest:
         uuid: str | None = None,
         created: datetime.datetime | None = None,
     ) -> Manifest:
-        """Return a manifest of what the ranks gathered."""
+        """Build a manifest from the values gathered from all ranks."""
         readers = {} if readers is None else readers
         when = datetime.datetime.now(datetime.timezone.utc) if created is None else created
         return cls(
@@ -102,8 +102,8 @@ class Manifest:
 
 
 def write_manifest(root: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write or replace the manifest of ``root``, signed by this account."""
-    # It is not waited for the disk: the completion mark does that for all files.
+    """Write or replace the manifest of ``root``, signed with this account's secret."""
+    # No fsync here: writing the completion mark flushes all files.
     target = pathlib.Path(root) / MANIFEST_NAME
     temporary = target.with_name(target.name + ".tmp")
     temporary.write_text(
@@ -117,7 +117,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         CheckpointNotFoundError: there is no manifest, so dstrial wrote no checkpoint here.
-        CheckpointDamagedError: it is no JSON, a value is missing or of another type, or its checksum is of another content.
+        CheckpointDamagedError: the manifest is not JSON, a value is missing or has the wrong type, or the checksum differs.
         CheckpointError: a newer release of dstrial wrote it.
     """
     path = pathlib.Path(root) / MANIFEST_NAME
@@ -146,9 +146,9 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
 
 def is_own_manifest(root: str | os.PathLike[str]) -> bool:
-    """Return whether a readable manifest bears this account's signature.
+    """Return whether the manifest is readable and signed by this account.
 
-    This is a statement only about files that were compared with it.
+    The signature covers only files that were verified against the manifest.
     """
     try:
         values = json.loads((pathlib.Path(root) / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -160,12 +160,12 @@ def is_own_manifest(root: str | os.PathLike[str]) -> bool:
 
 
 def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, FileEntry]:
-    """Return size and checksum of each of ``paths``, which are relative to ``root``."""
+    """Return size and checksum of each file; ``paths`` are relative to ``root``."""
     return {path: hash_file(pathlib.Path(root) / path) for path in paths}
 
 
 def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> FileEntry:
-    """Return size and checksum of one file; ``on_bytes`` gets each piece's size."""
+    """Return size and checksum of one file; ``on_bytes`` gets the size of each chunk."""
     digest = hashlib.sha256()
     num_bytes = 0
     with pathlib.Path(path).open("rb") as stream:
@@ -178,7 +178,7 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return this part's share of ``files``; sizes differ by one at most."""
+    """Return slice ``part`` of ``parts`` of a list; slice sizes differ by one at most."""
     return list(files[part::parts])
 
 

@@ -1,7 +1,7 @@
-"""A Hugging Face model directory: safetensors, config and tokenizer files. Pure.
+"""Lay out a Hugging Face model directory: safetensors, config, tokenizer. Pure.
 
-A safetensors file is the length of a header (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end of
-the bytes), and the bytes of all tensors, in C order and little endian. So a file can be written tensor by tensor.
+A safetensors file has the header's length (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end
+offset), and the bytes of all tensors, in C order and little endian. So a file can be written tensor by tensor.
 
 Source: format of safetensors 0.4 to 0.6, its README, "Format".
 """
@@ -36,7 +36,7 @@ _OTHER_NAMES = (
 
 
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return config and tokenizer files, each from the first directory that has it.
+    """Return config and tokenizer files; for each name, the first directory wins.
 
     A ``config.json`` counts only if it names a model's type or class.
     """
@@ -61,7 +61,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
 }  # fmt: skip
-"""Name of each type of elements and the bytes of one."""
+"""Name of an element type -> bytes of one element."""
 
 _ALIGNMENT = 8
 
@@ -84,12 +84,12 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Order tensors so that each is aligned: larger elements first, else as they come."""
+    """Sort tensors by element size, largest first, so that each is aligned; stable."""
     return sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the file's beginning; the tensors' bytes follow in this order."""
+    """Return the bytes of length and header; the tensors' bytes follow in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for spec in specs:
@@ -102,7 +102,7 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Deal tensors out into files of ``max_bytes``; a larger one has its own file."""
+    """Divide tensors into files of ``max_bytes``; a larger tensor has its own file."""
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:

@@ -1,7 +1,7 @@
-"""What a pickle would import and call, found out without doing so.
+"""List the classes and functions that a pickle would import, without an import.
 
-The standard library's own unpickler runs, but every class and function that the pickle names is replaced by a stand-in that
-does nothing. So all protocols are understood, and nothing is imported.
+The standard library's unpickler runs with an inert stub in place of every class and function that the pickle names. So all
+protocols are supported, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO
 _DTYPE = "numpy.dtype"
 
 _PLAIN_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
-"""Numbers: neither objects, nor records, nor raw bytes."""
+"""Numeric dtypes: no objects, records or raw bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PickleContents:
-    """What a pickle needs to be loaded.
+    """The globals that a pickle needs when it is loaded.
 
     Attributes:
         names: of every class and function, as ``module.name``, sorted.
-        has_odd_dtype: whether it makes a NumPy type that is no plain number, or changes one in a way that NumPy's own pickles
-            do not: an array of it reads its elements as addresses, which is a way into the process.
+        has_odd_dtype: whether the pickle makes a NumPy dtype that is not a plain number, or sets a dtype's state in an unusual
+        way. Arrays of such a dtype can treat data as addresses, which allows code execution.
     """
 
     names: tuple[str, ...]
@@ -34,17 +34,17 @@ class PickleContents:
 
 
 def read_pickle(stream: BinaryIO) -> PickleContents:
-    """Read a pickle up to its end or the first invalid place."""
+    """Scan a pickle up to its end or the first invalid opcode."""
     machine = _Inert(stream)
     with contextlib.suppress(
         Exception
-    ):  # hostile bytes raise anything; what was named before it is what counts
+    ):  # hostile bytes may raise anything; names found before the error count
         machine.load()
     return PickleContents(tuple(sorted(machine.named)), any(map(_is_odd, machine.dtypes)))
 
 
 class _StandIn:
-    """Stands in for whatever a pickle names: it can be made, called, filled, set."""
+    """Inert stub for any class or function; supports every operation of a pickle."""
 
     name = ""
     made: list[_StandIn] | None = None
@@ -75,7 +75,7 @@ class _StandIn:
     def add(self, value: Any) -> None: ...
 
 
-# The machine in Python, for that in C allocates as much as a pickle says that its memo is long.
+# The Python unpickler: the one in C allocates a memo of whatever size the pickle requests.
 class _Inert(pickle._Unpickler):
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream, encoding="latin-1")
@@ -83,7 +83,7 @@ class _Inert(pickle._Unpickler):
         self.dtypes: list[_StandIn] = []
 
     def find_class(self, module: str, name: str) -> type[_StandIn]:
-        # torch writes protocol 2, in which pickle gives Python 3's modules their names of Python 2.
+        # torch writes protocol 2, in which pickle maps module names to those of Python 2.
         if (module, name) in _compat_pickle.NAME_MAPPING:
             module, name = _compat_pickle.NAME_MAPPING[module, name]
         elif module in _compat_pickle.IMPORT_MAPPING:
@@ -93,12 +93,12 @@ class _Inert(pickle._Unpickler):
         return type("StandIn", (_StandIn,), {"name": full, "made": self.dtypes if full == _DTYPE else None})
 
     def persistent_load(self, pid: Any) -> _StandIn:
-        """Return a stand-in for a storage, which torch keeps beside the pickle."""
+        """Return a stub for a tensor storage, which torch keeps outside the pickle."""
         del pid
         return _StandIn()
 
     def get_extension(self, code: int) -> None:
-        """Refuse classes registered by number: no checkpoint's writer registers any."""
+        """Reject extension codes, which no checkpoint uses."""
         self.named.add(f"copyreg extension {code}")
         raise pickle.UnpicklingError("an extension code")
 
@@ -111,7 +111,7 @@ def _is_odd(dtype: _StandIn) -> bool:
 
 
 def _is_plain_state(state: Any) -> bool:
-    """Return whether a state is a plain NumPy number type's: version 3 and byte order."""
+    """Return whether a dtype state is plain: version 3 and byte order only."""
     if not isinstance(state, tuple) or len(state) != 8:
         return False
     version, order, subtype, names, fields, size, alignment, flags = state

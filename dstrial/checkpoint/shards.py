@@ -1,7 +1,7 @@
-"""Where a parameter's elements lie in files and in a rank's memory. Pure.
+"""Locate a parameter's elements in files and in a rank's memory. Pure.
 
-Every layout cuts a flattened parameter into pieces, each within one replica's partition of a flat buffer (or whole, if there
-is no flat buffer). Reading a checkpoint in another layout is then copying intervals.
+A layout splits a flattened parameter into shards, each within one replica's partition of a flat buffer (one shard if there
+is no flat buffer). Resharding a checkpoint is then copying intervals.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Shard:
 
     @property
     def parameter_end(self) -> int:
-        """One past the last element within the flattened parameter."""
+        """The end (exclusive) within the flattened parameter."""
         return self.parameter_begin + self.numel
 
 
 class ShardMap:
-    """The pieces of every parameter of a layout, a checkpoint's or a live engine's."""
+    """The shards of every parameter in the layout of a checkpoint or live engine."""
 
     def __init__(self, layout: Layout) -> None:
         self._buffers = {(buffer.model_part, buffer.index): buffer for buffer in layout.buffers}
@@ -48,7 +48,7 @@ class ShardMap:
         return self._buffers[place.model_part, place.buffer_idx]
 
     def of(self, place: ParameterPlace) -> list[Shard]:
-        """Return the pieces of a parameter that the optimizer owns, in element order."""
+        """Return all shards of a parameter that the optimizer owns, in element order."""
         numel = math.prod(place.shape)
         buffer = self.buffer(place)
         if buffer is None or place.offset is None:
@@ -59,14 +59,14 @@ class ShardMap:
         return list(_flat_shards(numel, place.offset, buffer))
 
     def on(self, place: ParameterPlace, replica: int) -> list[Shard]:
-        """Return the pieces in one replica's partition; all if the buffer is not cut."""
+        """Return the shards in one replica's partition; all if there are no partitions."""
         buffer = self.buffer(place)
         if buffer is None or buffer.num_partitions == 1:
             return self.of(place)
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return by name the whole matrices that a replica's partition touches."""
+        """Return the matrices, by name, that overlap a replica's partition."""
         found: dict[str, Shard] = {}
         begin = 0
         for place in sorted(self._owned, key=lambda place: place.offset or 0):
@@ -78,7 +78,7 @@ class ShardMap:
 
 
 def own_shard(place: ParameterPlace, replica: int) -> Shard | None:
-    """Return the elements of a ZeRO 3 parameter that a replica holds; None if padding."""
+    """Return a replica's shard of a ZeRO 3 parameter; None if it is only padding."""
     assert place.partition_numel is not None
     begin = replica * place.partition_numel
     numel = min(place.partition_numel, math.prod(place.shape) - begin)
@@ -86,10 +86,10 @@ def own_shard(place: ParameterPlace, replica: int) -> Shard | None:
 
 
 def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int, int]]:
-    """Return group and position of each parameter owned without flat buffers."""
-    # `places` are the parameters of one part of a model.
+    """Return (group, position) of each parameter of an optimizer without flat buffers."""
+    # `places` are the parameters of one model-parallel part.
     owned = [
-        # Of several at one offset all but the last are empty.
+        # Of several parameters at one offset, all but the last are empty.
         (place.group_idx, place.offset, math.prod(place.shape) > 0, place.name)
         for place in places
         if place.group_idx is not None and place.offset is not None and place.tied_to in (None, place.name)
@@ -103,7 +103,7 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
 
 
 def overlaps(pieces: Iterable[Shard], begin: int, numel: int) -> Iterator[tuple[Shard, int, int, int]]:
-    """Yield piece, offset in the piece, offset in the interval, elements in common."""
+    """Yield (shard, offset in the shard, offset in the interval, common elements)."""
     end = begin + numel
     for piece in pieces:
         low, high = max(piece.parameter_begin, begin), min(piece.parameter_end, end)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by its manifest alone, and how two differ in it. Pure."""
+"""Summarise a checkpoint by its manifest; compare two manifests. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dstrial.checkpoint.manifest import Manifest
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """The parameters of one engine; a tied one is counted with its first name.
+    """Parameter counts of one engine; a tied parameter counts once.
 
     Attributes:
         num_frozen: parameters that require no gradient.
-        num_not_optimized: parameters that require a gradient and that no optimizer owns.
+        num_not_optimized: parameters that require a gradient but that no optimizer owns.
         tied: further name of a parameter -> its first name.
     """
 
@@ -33,8 +33,8 @@ class ParameterCounts:
 
 
 def own_places(layout: Layout) -> Iterator[ParameterPlace]:
-    """Yield every parameter once, without other names or copies on later stages."""
-    # Of a parameter that is cut over a model-parallel axis every slice is yielded.
+    """Yield every parameter once, without tied names and copies on later stages."""
+    # If a parameter is split over a model-parallel axis, each slice is yielded.
     seen = set()
     for place in layout.parameters:
         key = (place.name, place.model_part if layout.model_parallel_size > 1 else 0)
@@ -44,7 +44,7 @@ def own_places(layout: Layout) -> Iterator[ParameterPlace]:
 
 
 def tied_names(layout: Layout) -> dict[str, str]:
-    """Return further name -> first name of a parameter."""
+    """Return tied name -> first name of a parameter."""
     return {
         place.name: place.tied_to
         for place in layout.parameters
@@ -66,7 +66,7 @@ def count_parameters(layout: Layout) -> ParameterCounts:
 
 
 def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """Return ``files`` and ``bytes`` by kind, in ``KINDS``' order, no empty kinds."""
+    """Return kind -> ``files`` and ``bytes``, in the order of ``KINDS``; no empty kinds."""
     sizes: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         of_kind = [
@@ -78,7 +78,7 @@ def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dic
 
 
 def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int]:
-    """Return rank -> bytes of the files known to be written by it."""
+    """Return rank -> bytes that the rank wrote, as far as known."""
     sizes: dict[int, int] = {}
     for path, entry in manifest.files.items():
         rank = role_of(path, layouts).writer_rank
@@ -106,12 +106,12 @@ def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
 
 
 ABSENT = "absent"
-"""Stands for a value that one side does not have."""
+"""Placeholder for a value that one side lacks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One value in which two checkpoints differ; ``ABSENT`` on a side without it."""
+    """One value that differs between two checkpoints; ``ABSENT`` if one side lacks it."""
 
     key: str
     a: Any
@@ -124,7 +124,7 @@ class Difference:
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """Compare two nested mappings of JSON values; return one difference per leaf.
 
-    Lists are leaves, unless both are as long and hold mappings.
+    Lists are leaves, unless both have the same length and contain mappings.
     """
     left, right = _flat(a), _flat(b)
     return [
@@ -135,12 +135,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def compare_layouts(a: Layout, b: Layout) -> list[Difference]:
-    """Compare two layouts, versions included, but not where elements lie."""
+    """Compare two layouts, versions included, without the locations of elements."""
     return compare(layout_fields(a), layout_fields(b))
 
 
 def compare_parameters(a: Layout, b: Layout) -> list[Difference]:
-    """Compare two engines' parameters: shapes, types, which are trained or tied."""
+    """Compare two engines' parameters: shape, type, whether trained or tied."""
     return compare(_parameters(a), _parameters(b))
 
 
