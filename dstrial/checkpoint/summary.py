@@ -66,7 +66,7 @@ def count_parameters(layout: Layout) -> ParameterCounts:
 
 
 def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """Return kind -> ``files`` and ``bytes``, in the order of ``KINDS``; no empty kinds."""
+    """Return kind -> ``files`` and ``bytes``, in the order of ``KINDS``, if not 0."""
     sizes: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         of_kind = [

@@ -1,6 +1,6 @@
-"""Who this process is among the ranks of its job, and how ranks meet and talk.
+"""Identify this process's rank; set up rendezvous and communication between ranks.
 
-Names are resolved lazily: ``identify`` and ``StopSignals`` work without importing torch.
+Names are resolved lazily: ``identify`` and ``StopSignals`` do not import torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Shows accelerate all ranks of a job on CPUs.
+"""Patch accelerate so that it sees all ranks of a CPU job.
 
-``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``), through which Hugging Face's Trainer trains as well, finds a
-backend for accelerators only, unless it is told ``cpu=True``, with which it turns DeepSpeed off. Without a backend every rank
-takes itself for the only one of the job and trains on all the data, whatever process group there is; releases up to 1.10 took
-gloo. A script may pass ``InitProcessGroupKwargs(backend="gloo")``; here the same is done for scripts that do not know of it. No
-environment variable does it, so the method is changed, in a rank's own process, when (and only if) ``accelerate`` is imported.
+``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``), which Hugging Face's Trainer also uses, chooses a backend
+only for accelerators, or with ``cpu=True``, which disables DeepSpeed. Without a backend every rank behaves as a single-rank
+job and trains on all data, even if a process group exists; releases up to 1.10 chose gloo. A script may pass
+``InitProcessGroupKwargs(backend="gloo")``; this module does the same for all other scripts. There is no environment variable
+for it, so the method is patched in the rank's process when ``accelerate`` is imported.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MARK = "shows_cpu_ranks"
 
 
 def show_ranks_to_accelerate() -> None:
-    """Have accelerate count the ranks of a job on CPUs, now or when it is imported.
+    """Patch accelerate to use gloo on CPUs, now or when it is imported.
 
-    May be called more than once. Ranks: each its own; no communication.
+    Idempotent. Ranks: any; no communication.
     """
     if _MODULE in sys.modules:
         _change(sys.modules[_MODULE])
@@ -53,13 +53,13 @@ def _change(module: Any) -> None:
             _bring_up_ranks()
             if self.device is None:
                 self.device = _cpu()
-            # PartialState then decides the kind by the same variable.
+            # PartialState then sets its distributed type from the same variable.
             return "gloo", kinds.NO
         found, kind = find_backend(self, cpu, sagemaker_dp, backend)
         if (found is None or kind is kinds.NO) and _has_ranks_on_gloo():
             found, kind = "gloo", kinds.MULTI_CPU
         if kind is kinds.MULTI_CPU and self.device is None:
-            # accelerate would take "cpu:0", to which torch loads no file: transformers 4.56 could not resume.
+            # accelerate would choose "cpu:0", which torch.load rejects: transformers 4.56 could not resume.
             self.device = _cpu()
         return found, kind
 
@@ -68,7 +68,7 @@ def _change(module: Any) -> None:
 
 
 def _is_deepspeed_on_cpu() -> bool:
-    """Say whether accelerate will set DeepSpeed up in a launcher's rank, on the CPU."""
+    """Return whether accelerate will use DeepSpeed on the CPU in a launched rank."""
     from dstrial.ranks.process_group import has_accelerator
 
     is_wanted = os.environ.get(_USE_DEEPSPEED, "false").lower() == "true" and "LOCAL_RANK" in os.environ
@@ -76,7 +76,7 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Make the process group without operators compiled for the CPU. Ranks: all."""
+    """Create the process group without compiled CPU operators. Ranks: all."""
     import deepspeed
     import torch.distributed
 

@@ -1,6 +1,6 @@
-"""Pickled objects over a gloo group of its own.
+"""Exchange pickled objects over a separate gloo group.
 
-Each operation has a deadline and names the missing ranks.
+Each operation has a deadline; its timeout error names the missing ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dstrial.ranks.job_secret import SECRET_VARIABLE, TAG_BYTES, is_same_tag, ke
 
 TIMEOUT_VARIABLE = "DSTRIAL_TIMEOUT_S"
 
-# The first collective carries a message's length and its first bytes; only longer messages take a second collective.
+# The first collective has each message's length and first bytes; only longer messages need a second collective.
 _HEAD_BYTES = 1024
 _LENGTH_BYTES = 8
 _SHORT_BYTES = _HEAD_BYTES - _LENGTH_BYTES
-_MAX_BYTES = 2**30  # of a message; the length comes before its tag is checked
+_MAX_BYTES = 2**30  # limit of a message; the length is read before the tag is verified
 
-_QUIET_WAIT_S = 5.0  # a rank that has waited this long says so in the store
-_LEFT = "left"  # key in the store under which a rank says that it has left
+_QUIET_WAIT_S = 5.0  # after this time a waiting rank writes a key to the store
+_LEFT = "left"  # store key under which a rank writes that it has left
 _START = "start of the control channel"
 
 
 @dataclasses.dataclass(slots=True)
 class _Transfer:
-    """A collective that has begun; ``received`` is where the messages arrive."""
+    """A started collective; ``received`` is its output buffer."""
 
     name: str
     number: int
@@ -48,28 +48,28 @@ class _Transfer:
 
 
 class PendingGather:
-    """An all-gather that has begun."""
+    """Handle of a started all-gather."""
 
     def __init__(self, channel: GroupChannel, transfer: _Transfer) -> None:
         self._channel = channel
         self._transfer = transfer
 
     def wait(self) -> list[Any]:
-        """Return what every rank passed, in their order. Ranks: all, at the same place.
+        """Return the values of all ranks, by rank. Ranks: all, at the same place.
 
-        A value that is too long for one message takes a second collective here.
+        A value that is too long for one message needs a second collective here.
         """
         return [self._channel._decode(payload) for payload in self._channel._finish(self._transfer)]
 
 
 class GroupChannel:
-    """Collectives of pickled values over one gloo group.
+    """Collectives on pickled values over one gloo group.
 
-    A message is an HMAC tag over sender, operation and content, and the pickle. ``name`` is used once in a job.
+    A message is an HMAC tag over sender, operation and content, then the pickle. ``name`` must be unique in the job.
 
     Raises:
-        RankTimeoutError: not all ranks came in time; names the missing ones.
-        RankError: a peer has gone.
+        RankTimeoutError: a rank missed the deadline; names the missing ranks.
+        RankError: a peer has exited.
 
     Ranks: those of ``ranks``, collectively, as are all methods but ``leave`` and ``close``.
     """
@@ -82,29 +82,29 @@ class GroupChannel:
         self._quiet_s = min(_QUIET_WAIT_S, timeout_s / 3)
         self._num_operations = 0
         self._store = PrefixStore(name, _get_default_store())
-        self.key: bytes | None = None  # None until the ranks have agreed on one: messages are JSON until then
-        # gloo's own deadline is later than ours, which knows the missing ranks; it bounds how long an abandoned operation keeps
-        # the group's threads, and so the process's exit, waiting.
+        self.key: bytes | None = None  # None until the ranks have exchanged one; until then messages are JSON
+        # gloo's timeout is later than ours, which can name the missing ranks. It limits how long an abandoned operation
+        # blocks the group's threads, and so the process's exit.
         timeout = datetime.timedelta(seconds=timeout_s + 3 * self._quiet_s)
         start = self._next(_START)
         self._announce(start)
         with self._start_errors(start):
-            # Not `new_group`: beside a default group that is bound to a CUDA device, as DeepSpeed binds NCCL's, ranks that
-            # are no members split NCCL's communicator there, and wait in it for members that never come (torch 2.13
-            # distributed_c10d.py:2030-2058). `use_local_synchronization` avoids that, but names the group after the number
-            # of groups that a rank is in (`_hash_ranks_to_str`), which differs between ranks of a pipeline.
-            self._group: Any = dist.ProcessGroupGloo(  # torch's stub lacks what it inherits
+            # Not `new_group`: if the default group is bound to a CUDA device, as DeepSpeed does for NCCL, `new_group` splits
+            # NCCL's communicator on ranks that are not members, and they wait for members that never call it (torch 2.13
+            # distributed_c10d.py:2030-2058). `use_local_synchronization` avoids that, but names the group by the number of
+            # groups of a rank (`_hash_ranks_to_str`), which differs between ranks of a pipeline.
+            self._group: Any = dist.ProcessGroupGloo(  # torch's type stub lacks the inherited methods
                 PrefixStore("gloo", self._store), ranks.index(rank), len(ranks), timeout=timeout
             )
 
     def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
-        """Return every rank's identity; needs no key."""
+        """Return all ranks' identities; works before a key is set."""
         payload = json.dumps(dataclasses.asdict(identity)).encode()
         messages = self._finish(self._begin(_START, payload, self._ranks))
         return [RankIdentity(**json.loads(bytes(message))) for message in messages]
 
     def agree_on_key(self, stack: contextlib.ExitStack) -> bytes:
-        """Return the first rank's key; ``stack`` keeps its file until all have read it."""
+        """Distribute the first rank's key; ``stack`` keeps the key file until its exit."""
         block = key_through_file(PrefixStore("key", self._store), is_writer=self._rank == self._ranks[0])
         with self._start_errors(self._next(_START)):
             return stack.enter_context(block)
@@ -115,7 +115,7 @@ class GroupChannel:
     def begin_allgather(self, value: Any, name: str) -> PendingGather:
         """Start an ``allgather`` without blocking.
 
-        Other operations may come before its ``wait``, on all ranks in the same order.
+        Other operations may run before ``wait``, in the same order on all ranks.
         """
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         return PendingGather(self, self._begin(name, payload, self._ranks))
@@ -128,11 +128,11 @@ class GroupChannel:
         return value if is_root else self._decode(message)
 
     def leave(self, reason: str) -> None:
-        """Leave the group; ranks that wait for this one fail with the reason."""
+        """Leave the group; ranks that wait for this one fail with ``reason``."""
         self._store.set(_LEFT, f"rank {self._rank}: {reason}")
 
     def close(self) -> None:
-        # Its destructor ends gloo's threads. Any reference that is left, such as a traceback's, puts that off.
+        # The destructor ends gloo's threads; a remaining reference, for example in a traceback, delays that.
         del self._group
 
     # ---- messages --------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class GroupChannel:
         return transfer
 
     def _finish(self, transfer: _Transfer) -> list[memoryview]:
-        """Return the payload of each sender once its tag is checked."""
+        """Return each sender's payload after its tag is verified."""
         self._wait(transfer)
         heads = self._parts(transfer)
         lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
@@ -219,7 +219,7 @@ class GroupChannel:
             except RuntimeError as error:
                 if transfer.work.is_completed() and "Operation timed out" not in str(error):
                     raise self._peer_error(transfer, error) from error
-            # One quiet wait after the deadline, every rank that arrived in time has announced it.
+            # After this extra wait, every rank that arrived before the deadline has written its key.
             is_over = time.monotonic() >= deadline_s + self._quiet_s
             try:
                 if not has_announced:

@@ -1,9 +1,9 @@
 """The control channel: small Python objects between ranks.
 
-It stands in for Determined's ``DistributedContext``, whose ZMQ sockets take two fixed ports per machine and wait for ever. This
-one runs over a gloo group beside the training's own group, so that it works next to any accelerator's backend, needs no port,
-and gives up at a deadline with the names of the ranks that did not come. Values are pickled; whatever arrives carries a tag that
-only this job's ranks can make, and nothing is decoded before that is checked.
+It replaces Determined's ``DistributedContext``, whose ZMQ sockets need two fixed ports per machine and have no timeout. This
+channel uses a separate gloo group, so it works with any accelerator's backend and needs no port. At the deadline it raises an
+error that names the missing ranks. Values are pickled; a message is unpickled only after its HMAC tag, which only this job's
+ranks can create, is verified.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _channel_numbers = itertools.count()
 
 
 def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Return ``DSTRIAL_TIMEOUT_S``: how long ranks wait for each other, seconds."""
+    """Return ``DSTRIAL_TIMEOUT_S``, the timeout of collective operations in seconds."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return default_s
@@ -47,13 +47,13 @@ def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
 class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determined ships no types
     """A ``DistributedContext`` over gloo, to pass to ``determined.core.init``.
 
-    Every method is collective over all ranks (the ``_local`` ones over the ranks of a machine), has a deadline (``timeout_s``,
-    else ``DSTRIAL_TIMEOUT_S``, else 1800), and must be called by the same thread in the same order everywhere. One rank
-    communicates nothing.
+    Every method is collective over all ranks (``_local`` methods over the ranks of a machine) and has a deadline (``timeout_s``,
+    else ``DSTRIAL_TIMEOUT_S``, else 1800). All ranks must call the methods in the same order, from one thread each. On a
+    single rank there is no communication.
 
     Raises:
-        RankTimeoutError: not all ranks created their channel in time; names the missing ones.
-        RankIdentityError: the ranks' identities do not fit together.
+        RankTimeoutError: a rank did not create its channel in time; names the missing ranks.
+        RankIdentityError: the ranks' identities contradict each other.
 
     Ranks: all, collectively, after ``init_process_group``.
     """
@@ -97,7 +97,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
             self._local_group_channel = local
 
     def _agree_on_key(self, channel: GroupChannel) -> None:
-        """Give the channel the key that tags all ranks' messages. Ranks: all."""
+        """Set the channel's key for message tags, the same on all ranks. Ranks: all."""
         key = key_from_environ(os.environ)
         if key is None and self.cross_size > 1:
             if self.rank == 0:
@@ -116,9 +116,9 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return _allgather(self._group_channel, stuff, "allgather")
 
     def begin_allgather(self, stuff: Any) -> PendingGather | None:
-        """Start an ``allgather`` without blocking; ``wait`` of the result has the values.
+        """Start an ``allgather`` without blocking; ``wait`` returns the values.
 
-        Returns None on one rank. Other operations may come before ``wait``, on all ranks in the same order.
+        Returns None on a single rank. Other operations may run before ``wait``, in the same order on all ranks.
         Ranks: all, collectively.
         """
         if self._group_channel is None:
@@ -143,7 +143,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return _broadcast(self._local_group_channel, stuff, "broadcast_local")
 
     def leave(self, reason: str) -> None:
-        """Leave for good; ranks that wait for this one fail with ``reason`` in seconds."""
+        """Leave the channel; ranks that wait for this one fail with ``reason`` in seconds."""
         if self._group_channel is not None:
             self._group_channel.leave(reason)
 
@@ -167,7 +167,7 @@ def _local_order(identity: RankIdentity) -> tuple[int, int]:
 
 
 def _check_consistent(identities: list[RankIdentity]) -> None:
-    """Compare what the ranks believe about the machines they are on."""
+    """Check that the ranks' identities agree on machines and local ranks."""
     facts = [(i.world_size, i.num_nodes) for i in identities]
     places = sorted(map(_local_order, identities))
     sizes = {i.node_rank: i.local_world_size for i in identities}

@@ -1,4 +1,4 @@
-"""Which accelerator a rank trains on, decided from numbers alone; without torch."""
+"""Choose the accelerator of a rank, without importing torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dstrial.errors import RankError
 from dstrial.ranks.identity import RankIdentity
 
 SHARE_VARIABLE = "DSTRIAL_SHARE_DEVICE"
-"""``1`` lets several ranks train on one accelerator, over gloo: for tests and small experiments."""
+"""``1`` allows several ranks on one accelerator, over gloo, for tests and small experiments."""
 
 
 def may_share(environ: Mapping[str, str]) -> bool:
-    """Return whether ``DSTRIAL_SHARE_DEVICE`` lets ranks share an accelerator."""
+    """Return whether ``DSTRIAL_SHARE_DEVICE`` allows ranks to share an accelerator."""
     text = environ.get(SHARE_VARIABLE, "")
     if text not in ("", "0", "1"):
         raise RankError(
@@ -22,9 +22,9 @@ def may_share(environ: Mapping[str, str]) -> bool:
 
 
 def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> bool:
-    """Return whether ranks share an accelerator, the same on every rank of a job.
+    """Return whether ranks share an accelerator; all ranks get the same result.
 
-    On several machines it is what was allowed, since no machine knows what the others have.
+    On several machines this is ``may_share``, because a machine does not know the others' devices.
     """
     return (
         may_share
@@ -37,7 +37,7 @@ def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_sha
     """Return the index of this rank's accelerator among the visible ones."""
     if num_devices and may_share:
         return identity.local_rank % num_devices
-    # A launcher that shows every rank only its own accelerator leaves one, with index 0.
+    # Some launchers make only one accelerator visible to each rank; its index is 0.
     index = 0 if num_devices == 1 and identity.local_world_size > 1 else identity.local_rank
     if index >= num_devices:
         raise RankError(
@@ -49,10 +49,10 @@ def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_sha
 
 
 def refuse_instances(identity: RankIdentity, environ: Mapping[str, str]) -> None:
-    """Refuse to train several ranks on several instances of GPUs in MIG mode.
+    """Raise an error for several ranks on several MIG instances of GPUs.
 
-    CUDA shows a process the first instance of ``CUDA_VISIBLE_DEVICES`` only, so all ranks would meet on it, and NCCL connects
-    no instances. Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".
+    A process sees only the first MIG instance of ``CUDA_VISIBLE_DEVICES``, so all ranks would use it, and NCCL does not
+    support MIG instances. Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".
     """
     words = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     instances = [word for word in words if word.startswith("MIG-")]

@@ -1,11 +1,11 @@
-"""Where this rank is in training, in a file that its launcher has mapped as well.
+"""Write this rank's heartbeat (phase and batch) to a file that the launcher maps.
 
-A rank writes and the launcher reads: no lock, no system call. Without a launcher of ours the rank writes into private memory.
-The file has one slot of ``SLOT_BYTES`` for each rank of this machine: a lane for the main thread, a lane for the thread that
-saves in the background, the owner, and the longest duration of each phase.
+The rank writes and the launcher reads, without locks or system calls. Without dstrial's launcher the rank writes to private
+memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine: a lane for the main thread, a lane for the
+background save thread, the owner's pid, and the longest duration of each phase.
 
-A beat costs cache misses rather than instructions, because a training step fills the caches: the hot path stores through views,
-which touch half as much memory as ``struct`` does.
+The cost of a beat is cache misses, because a training step fills the caches. So the hot path writes through memory views,
+which touch half as much memory as ``struct``.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from dstrial.process_state import start_ticks
 HEARTBEAT_VARIABLE = "DSTRIAL_HEARTBEAT"
 """Environment variable with the slot of a rank and the file, as ``SLOT:PATH``."""
 
-# A slot is 32 words of eight bytes in the machine's order. Times are of CLOCK_MONOTONIC.
+# A slot is 32 words of eight bytes in native byte order. Times are from CLOCK_MONOTONIC.
 SLOT_BYTES = 256
-_PHASE, _WAITS, _BATCH, _SINCE, _THREAD = range(5)  # of a lane
+_PHASE, _WAITS, _BATCH, _SINCE, _THREAD = range(5)  # words of a lane
 MAIN_LANE, SAVE_LANE = 0, 8
 _PID, _TICKS = 16, 17
 _LONGEST = 24
 
 
 class Phase(enum.IntEnum):
-    """What a lane's thread does."""
+    """The activity of a lane's thread."""
 
     NONE = 0
-    """Unknown: a start, a script, the end; of the save lane: no save."""
+    """Unknown: start, script or end; in the save lane: no save is running."""
     BATCH = 1
     BETWEEN = 2
     """Exchanges and reports between batches."""
     VALIDATION = 3
     SAVE = 4
     CALLBACK = 5
-    """A callback of the user's, between batches."""
+    """A user's callback, between batches."""
     SCRIPT = 6
-    """User code between two batches; it may take any time."""
+    """User code between two batches, of any duration."""
     LEAVING = 7
-    """The program has ended; threads and exit handlers keep the process."""
+    """The program has ended, but threads or exit handlers still run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """One lane of a slot.
+    """The content of one lane of a slot.
 
-    ``since_s`` is when the phase began; of batches, when the latest one began. ``longest_s`` has the longest duration so far of
-    each phase (0: none has ended); of consecutive batches only the last one is measured.
+    ``since_s`` is the start time of the phase, or of the latest batch. ``longest_s`` is the longest duration so far of each phase
+    (0: none has ended); of consecutive batches only the last one is measured.
     """
 
     phase: Phase
@@ -71,7 +71,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes this rank's slot; private memory without one."""
+    """Writes this rank's slot, or private memory if there is no slot."""
 
     def __init__(self, slot: memoryview | None = None) -> None:
         words = memoryview(bytearray(SLOT_BYTES)) if slot is None else slot
@@ -79,18 +79,18 @@ class Heartbeat:
         self._seconds = words.cast("d")
 
     def begin_batch(self, batch: int) -> None:
-        """Say that the batch after ``batch`` trained ones begins. Hot path."""
-        # In this order: a reader in between takes the previous batch for younger, and never the new one for older.
+        """Record the start of the next batch after ``batch`` trained batches. Hot path."""
+        # Order matters: a concurrent reader may see the old batch with the new time, never the new batch with the old time.
         self._seconds[_SINCE] = time.monotonic()
         self._integers[_BATCH] = batch
         self._integers[_PHASE] = 1
 
     def await_data(self) -> None:
-        """Say that the main thread waits for its loader, within its phase. Hot path."""
+        """Record that the main thread waits for its data loader. Hot path."""
         self._integers[_WAITS] = 1
 
     def end_wait(self) -> None:
-        """Say that the loader has answered. Hot path."""
+        """Record the end of the wait for the data loader. Hot path."""
         self._integers[_WAITS] = 0
 
     def begin(self, phase: Phase, batch: int) -> None:
@@ -103,20 +103,20 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Be in a phase during a block, and between batches if the block ends well."""
+        """Enter a phase for a block; if the block succeeds, return to ``BETWEEN``."""
         self.begin(phase, batch)
         yield
         self.begin(Phase.BETWEEN, batch)
 
     def begin_save(self, batch: int) -> None:
-        """Say that this thread saves the checkpoint after ``batch`` batches."""
+        """Record that this thread saves the checkpoint after ``batch`` batches."""
         self._begin(SAVE_LANE, Phase.SAVE, batch)
 
     def end_save(self) -> None:
         self._begin(SAVE_LANE, Phase.NONE, self._integers[SAVE_LANE + _BATCH])
 
     def end(self, phase: Phase = Phase.NONE) -> None:
-        """Leave all phases; the number of trained batches stays."""
+        """Set the final phase; the number of trained batches stays."""
         self.begin(phase, self._integers[_BATCH])
 
     def _begin(self, lane: int, phase: Phase, batch: int) -> None:
@@ -131,12 +131,12 @@ class Heartbeat:
 
 
 def heartbeat() -> Heartbeat:
-    """Return this process's heartbeat, the same at every call. Ranks: each its own."""
+    """Return this process's heartbeat, a singleton. Ranks: any; no communication."""
     return _opened(os.environ.get(HEARTBEAT_VARIABLE, ""), os.getpid())
 
 
 def leave() -> None:
-    """Say that this rank's program has ended; a no-op if the rank has not trained."""
+    """Record that this rank's program has ended; a no-op if the rank has not trained."""
     if _opened.cache_info().currsize:
         heartbeat().end(Phase.LEAVING)
 
@@ -149,10 +149,10 @@ def _opened(named: str, pid: int) -> Heartbeat:
     try:
         with Path(path).open("r+b") as file:
             words = _slot(mmap.mmap(file.fileno(), 0), int(slot))
-    except (OSError, ValueError):  # its launcher was killed and the directory is gone
+    except (OSError, ValueError):  # the launcher was killed and its directory deleted
         return Heartbeat()
     integers = words.cast("q")
-    # The processes that a rank starts inherit the variable and must not write into the rank's slot.
+    # Child processes inherit the variable and must not write to the rank's slot.
     if integers[_PID] not in (0, pid) and start_ticks(integers[_PID]) == integers[_TICKS]:
         return Heartbeat()
     integers[_THREAD] = threading.main_thread().ident or 0
@@ -166,14 +166,14 @@ def _slot(buffer: mmap.mmap | bytearray, slot: int) -> memoryview:
 
 
 def make_heartbeat_file(path: Path, num_slots: int) -> mmap.mmap:
-    # Written, not only sized: a write to a mapped page without room on the disk ends a process by SIGBUS.
+    # Write the zeros: on a full disk, a write to a mapped page that is not allocated raises SIGBUS.
     path.write_bytes(bytes(num_slots * SLOT_BYTES))
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), 0)
 
 
 def read_beat(buffer: mmap.mmap | bytearray, slot: int, lane: int = MAIN_LANE) -> Beat | None:
-    """Return one lane of a slot; None as long as no rank has claimed the slot."""
+    """Return one lane of a slot; None until a rank has claimed the slot."""
     words = memoryview(bytes(_slot(buffer, slot)))
     integers, seconds = words.cast("q"), words.cast("d")
     if not integers[_PID]:

@@ -1,8 +1,8 @@
-"""Who this process is among the ranks of its job, read from the environment alone.
+"""Find this process's rank, world size and rendezvous in the environment.
 
-Every launcher says it in variables of its own. The sources are asked in a fixed order, most explicit
-first: torchrun, DeepSpeed's launcher (both also under Determined's launch layers), Slurm's ``srun``,
-Open MPI's ``mpirun``, then Hydra (MPICH and Intel MPI). Without any of them this is a single rank.
+Each launcher has its own variables. They are tried in a fixed order, most explicit first: torchrun, DeepSpeed's
+launcher (both also under Determined's launch layers), Slurm's ``srun``, Open MPI's ``mpirun``, then Hydra (MPICH
+and Intel MPI). Without any of them this is a single rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "mpich", "none"]
 LOOPBACK_ADDR = "127.0.0.1"
 
 DEVICE_VARIABLE = "DSTRIAL_LOCAL_RANK"
-"""What ``LOCAL_RANK`` was before ``init_process_group`` made it the index of the rank's device."""
+"""Original ``LOCAL_RANK``, which ``init_process_group`` replaces by the index of the rank's device."""
 
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port
 # before rank 0 binds it, and clear of the well-known 29400 (torchrun) and 29500 (torch, DeepSpeed).
@@ -40,15 +40,15 @@ class RankIdentity:
     Attributes:
         rank: global rank, from 0.
         world_size: number of ranks in the job.
-        local_rank: rank among those on this machine, from 0; also the index of its accelerator, where it sees them all.
+        local_rank: rank on this machine, from 0; also the index of its accelerator, if all are visible.
         local_world_size: number of ranks on this machine.
-        node_rank: which machine this is, from 0 (Determined and DeepSpeed call it the cross rank).
+        node_rank: index of this machine, from 0 (the cross rank in Determined and DeepSpeed).
         num_nodes: number of machines (the cross size).
         master_addr: address at which rank 0 can be reached.
-        master_port: TCP port on which rank 0 serves the rendezvous; 0 on a single rank whose launcher named
-            none: whoever creates the process group picks a free one.
-        launcher: whose variables were believed.
-        nodes: where rank 0 may be: all nodes of a step of Slurm in the order of their list, if only that is known.
+        master_port: TCP port on which rank 0 serves the rendezvous; 0 on a single rank without a given port:
+        a free port is chosen with the process group.
+        launcher: the launcher whose variables were used.
+        nodes: candidates for rank 0's node: all nodes of a Slurm step in list order, if no address is known.
     """
 
     rank: int
@@ -69,19 +69,19 @@ class RankIdentity:
 
 
 def identify(environ: Mapping[str, str]) -> RankIdentity:
-    """Say which rank this process is.
+    """Return this process's rank identity from environment variables.
 
-    A job on one machine needs no master address: ranks meet on the loopback interface (those of ``dstrial.launch`` in a
-    file), on a port that every rank derives from the job's id (one of 14,000; see ``process_group`` for what happens when
-    it is taken). Several machines need ``MASTER_ADDR``; Determined's ``DET_CHIEF_IP`` serves too. A step of Slurm needs
-    neither: its nodes are known, and rank 0 is on the first of them, or on the one where it says it is.
+    A job on one machine needs no master address: the rendezvous is on the loopback interface (for ``dstrial.launch`` in a
+    file), on a port derived from the job's id (one of 14,000; ``process_group`` handles a port that is taken). Several
+    machines need ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither: its nodes are known, and
+    rank 0 is searched on them, the first node first.
 
     Args:
-        environ: usually ``os.environ``; it is not changed.
+        environ: usually ``os.environ``; not modified.
 
     Raises:
-        RankIdentityError: variables contradict each other, are no integers, are only half set, or name
-            several machines without a master address. The message lists what was seen.
+        RankIdentityError: variables are contradictory, incomplete or not integers, or there are several
+        machines but no master address. The message lists the variables.
 
     Ranks: any; no communication.
     """
@@ -109,7 +109,7 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 
 
 def device_variable(identity: RankIdentity, device_idx: int) -> str:
-    """Return ``DSTRIAL_LOCAL_RANK`` for this rank, not for ranks that it starts."""
+    """Return the value of ``DSTRIAL_LOCAL_RANK``, which is invalid in child processes."""
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
 
@@ -121,7 +121,7 @@ def _local_rank_before(view: _View, rank: int) -> int | None:
 
 
 class _View:
-    """The environment; notes which variables were asked for, for an error to show."""
+    """Environment that records which variables were read, for error messages."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -202,7 +202,7 @@ def _from_slurm(view: _View) -> RankIdentity | None:
     nodes = () if num_nodes == 1 or _given_master_addr(view) else _slurm_nodes(view, num_nodes)
     addr = _master_addr(view, num_nodes) if not nodes else nodes[0]
     if nodes and rank == 0:
-        # Not always the first: a step of several parts, and tasks placed by a hostfile, keep another order than the list.
+        # Not always the first node: heterogeneous steps and hostfiles place tasks in another order than the node list.
         addr = view.text("SLURMD_NODENAME") or addr
     job_id = f"slurm.{view.text('SLURM_JOB_ID') or view.text('SLURM_JOBID')}.{view.text('SLURM_STEP_ID')}"
     return RankIdentity(
@@ -220,10 +220,10 @@ def _from_slurm(view: _View) -> RankIdentity | None:
 
 
 def _slurm_local_world_size(view: _View, world_size: int, node_rank: int, num_nodes: int) -> int:
-    """Return how many tasks of the step are on this node.
+    """Return the number of the step's tasks on this node.
 
-    ``SLURM_GTIDS`` names them. The counts of all nodes are in the order of their list, which ``SLURM_NODEID`` is not in a step
-    of several parts (22.05: ``srun -w host3 : -w host1``).
+    ``SLURM_GTIDS`` lists them. The counts of all nodes are in list order, but ``SLURM_NODEID`` is not in a heterogeneous step
+    (22.05: ``srun -w host3 : -w host1``).
     """
     own_tasks = view.text("SLURM_GTIDS")
     if own_tasks is not None:
@@ -264,7 +264,7 @@ def _from_openmpi(view: _View) -> RankIdentity | None:
     world_size = view.integer("OMPI_COMM_WORLD_SIZE")
     local_world_size = view.integer("OMPI_COMM_WORLD_LOCAL_SIZE")
     rank = view.integer("OMPI_COMM_WORLD_RANK")
-    # OMPI_COMM_WORLD_NODE_RANK is no index of the machine: it counts processes on it, over all jobs.
+    # OMPI_COMM_WORLD_NODE_RANK is not the machine's index: it counts processes on the machine, over all jobs.
     num_nodes = _ceil_div(world_size, local_world_size)
     return RankIdentity(
         rank=rank,
@@ -304,9 +304,9 @@ def _from_hydra(view: _View) -> RankIdentity | None:
 
 
 def _hydra_proxy_job_id(process_dir: Path = Path("/proc")) -> str | None:
-    """Name the job by its Hydra proxy, the one ancestor all ranks on a machine share.
+    """Return a job id from the Hydra proxy, the common ancestor of local ranks.
 
-    MPICH's Hydra gives its ranks no variable that identifies the job (seen with MPICH 5.0.2).
+    MPICH's Hydra sets no variable that identifies the job (observed with MPICH 5.0.2).
     """
     pid = "self"
     for _ in range(64):

@@ -1,8 +1,8 @@
-"""What only a job's processes share: a secret, for tags on messages, and a file.
+"""A job's shared secret for message tags, and its private rendezvous file.
 
-Whoever may connect to a rank (another account of the machine on loopback, another machine on a network) can send it
-anything. What is decoded here, and could run code while it is, carries a tag that is checked first. The ranks of one machine
-meet in the file that ``DSTRIAL_STORE`` names.
+Other accounts (on loopback) or machines (on a network) can connect to a rank and send arbitrary bytes. Unpickling those could
+run code, so every message has an HMAC tag that is verified first. The rendezvous of the ranks of one machine is the file in
+``DSTRIAL_STORE``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dstrial.errors import RankError
 from dstrial.ranks.identity import RankIdentity
 
 SECRET_VARIABLE = "DSTRIAL_SECRET"  # noqa: S105  # the variable's name
-"""Environment variable with a job's secret; ``dstrial.launch`` makes one for ranks of one machine."""
+"""Environment variable with a job's secret; ``dstrial.launch`` creates one for the ranks of one machine."""
 
 STORE_VARIABLE = "DSTRIAL_STORE"
-"""Environment variable with the file and, because other launchers that run below ours pass it on, the job it is for."""
+"""Environment variable with the file and its job; nested launchers inherit the variable, so ranks must check the job."""
 
 TAG_BYTES = 32
-"""Length of a tag."""
+"""Length of a tag, bytes."""
 
-# The session token of the allocation: the same in all its containers, and unknown outside of them (Determined 0.38.1,
+# The allocation's session token: equal in all its containers and unknown outside (Determined 0.38.1,
 # master/internal/task: StartAllocationSession once per allocation).
 _CLUSTER_VARIABLE = "DET_SESSION_TOKEN"
 _KEY_NAME = "dstrial-key-"
@@ -38,44 +38,44 @@ _KEY_BYTES = 32
 
 
 def new_secret() -> str:
-    """Return a secret for a job, as text for an environment variable."""
+    """Return a new random secret, as text for an environment variable."""
     return secrets.token_hex(_KEY_BYTES)
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Return the job's key by ``DSTRIAL_SECRET``, else a cluster's token, else None."""
+    """Return the key from ``DSTRIAL_SECRET``, else from a cluster's token, else None."""
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
 
 
 def tag(key: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return the tag of a message: HMAC-SHA256 over its parts, each with its length."""
-    # In one call, which takes a tenth of the time of several updates.
+    """Return a message's tag: HMAC-SHA256 over its parts, each prefixed by its length."""
+    # One call is ten times as fast as several updates.
     message = b"".join(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
     return hmac.digest(key, message, "sha256")
 
 
 def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
-    """Compare two tags, in a time that tells nothing about them."""
+    """Compare two tags in constant time."""
     return hmac.compare_digest(given, expected)
 
 
 @contextlib.contextmanager
 def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
-    """Give the ranks of a machine a key for the block; their launcher gave none.
+    """Exchange a key between the ranks of a machine through a private file.
 
-    The writer leaves it in a file that only this account can read, and says in the store where. The store may be open to
-    other accounts: they can name another file there, and then the ranks refuse it or have different keys.
+    The writer puts the key into a file that only this account can read, and the file's path into the store. Other accounts may
+    be able to change the path in the store; the ranks then reject the file or get different keys.
 
     Args:
-        store: of the process group; used under a prefix of the caller's own.
+        store: the process group's store, with a prefix of the caller.
         is_writer: True on one rank.
 
     Raises:
-        RankError: the file cannot be read here, or is not one of this account's.
-        RuntimeError: torch's, where the writer does not come or has gone.
+        RankError: the file cannot be read here, or another account owns it.
+        RuntimeError: from torch, if the writer does not arrive or has exited.
 
-    Ranks: all of a machine; the block may end when all have read.
+    Ranks: all of a machine; leave the block only after all have read the key.
     """
     if not is_writer:
         yield _read_key(store.get("key").decode(errors="replace"))
@@ -92,9 +92,9 @@ def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
 
 
 def _read_key(name: str) -> bytes:
-    """Read the key file of another rank of this account.
+    """Read a key file that another rank of this account wrote.
 
-    Another account can neither make such a file (the owner is compared) nor know what is in one.
+    The owner is checked, so another account can neither forge nor read such a file.
     """
     path = Path(tempfile.gettempdir(), Path(name).name)
     problem = "has another owner, length, name or mode"
@@ -119,7 +119,7 @@ def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
     """Return the value of ``DSTRIAL_STORE``.
 
     Args:
-        path: of a file that does not exist, in a directory that only this account can enter.
+        path: of a file that does not exist yet, in a directory private to this account.
         port: ``MASTER_PORT`` of the ranks.
         num_ranks: ``WORLD_SIZE`` of the ranks.
     """
@@ -127,17 +127,17 @@ def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
 
 
 def store_variable_of_generation(value: str, *, port: int, generation: int) -> str:
-    """Return ``DSTRIAL_STORE`` for restarted ranks, which have their own port."""
+    """Return ``DSTRIAL_STORE`` for restarted ranks, which use another port."""
     place = json.loads(value)
     return json.dumps({**place, "path": f"{place['path']}.{generation}", "port": port})
 
 
 def private_path(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
-    """Return the file in which this job's ranks meet, None if the launcher made none.
+    """Return the job's private rendezvous file; None if the launcher created none.
 
     Args:
-        environ: of this rank.
-        identity: who it is; a file for another port, number of ranks or several machines is not this job's.
+        environ: this rank's environment.
+        identity: this rank's identity; a file for another port or world size, or for several machines, is not this job's.
     """
     value = environ.get(STORE_VARIABLE)
     if not value:

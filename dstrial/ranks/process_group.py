@@ -1,4 +1,4 @@
-"""Create and end this rank's process group, on the accelerator DeepSpeed finds."""
+"""Create and destroy this rank's process group, on DeepSpeed's accelerator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("dstrial.ranks")
 _DEFAULT_TIMEOUT = "_get_default_timeout"
 MANUAL_INIT_VARIABLE = "DET_MANUAL_INIT_DISTRIBUTED"
 
-# Accelerators that DeepSpeed finds by their plug-in's module rather than through torch.accelerator.
+# Accelerators that DeepSpeed detects by a plug-in module instead of torch.accelerator.
 _ACCELERATOR_PLUGINS = (
     "torch_npu",
     "torch_sdaa",
@@ -46,7 +46,7 @@ _ACCELERATOR_PLUGINS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Created:
-    """What ``init_process_group`` did to this process and ``shutdown`` has to undo."""
+    """Changes of ``init_process_group`` to this process, which ``shutdown`` undoes."""
 
     variables_before: Mapping[str, str | None]
     made_group: bool
@@ -57,9 +57,9 @@ _created: _Created | None = None
 
 
 def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
-    """Return, without importing DeepSpeed, whether it will train on more than the CPU.
+    """Return whether DeepSpeed will use an accelerator, without importing DeepSpeed.
 
-    ``DS_ACCELERATOR`` decides if it is set.
+    ``DS_ACCELERATOR`` takes precedence if set.
     """
     chosen = (os.environ if environ is None else environ).get("DS_ACCELERATOR")
     if chosen:
@@ -70,11 +70,11 @@ def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def num_torch_accelerators() -> int:
-    """Return how many accelerators torch sees; a later fork can still use CUDA.
+    """Return torch's number of accelerators without breaking CUDA in later forks.
 
-    torch asks the CUDA driver, whose state a fork does not survive, unless this variable says to ask NVML; DeepSpeed sets it,
-    too (deepspeed/__init__.py:14), but is imported later. ``torch.accelerator`` of torch 2.6 asks the driver all the same. So
-    does ``torch.cuda`` where ``CUDA_VISIBLE_DEVICES`` names MIG instances (torch 2.13 cuda/__init__.py, ``_device_count_nvml``).
+    torch initialises the CUDA driver, which a fork cannot use afterwards, unless a variable selects NVML; DeepSpeed sets the
+    variable too (deepspeed/__init__.py:14), but later. ``torch.accelerator`` of torch 2.6 ignores the variable. So does
+    ``torch.cuda`` for MIG instances in ``CUDA_VISIBLE_DEVICES`` (torch 2.13 cuda/__init__.py, ``_device_count_nvml``).
 
     Ranks: any; no communication.
     """
@@ -85,38 +85,37 @@ def num_torch_accelerators() -> int:
 
 
 def prepare_accelerator() -> None:
-    """Choose DeepSpeed's CPU accelerator in this process if the machine has no other.
+    """Select DeepSpeed's CPU accelerator if the machine has no other.
 
-    DeepSpeed settles its accelerator when it is first imported.
+    Call this before the first import of DeepSpeed, which selects the accelerator.
     """
     if "DS_ACCELERATOR" not in os.environ and not has_accelerator():
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
-    """Bring up torch's default process group through DeepSpeed, unless it is up.
+    """Create torch's default process group through DeepSpeed, unless it exists.
 
-    Does nothing where torch.distributed is initialised or ``DET_MANUAL_INIT_DISTRIBUTED`` is set, as
-    Determined documents for users who do it themselves. Otherwise the environment variables that torch
-    and DeepSpeed read are set where missing (until ``shutdown``). The backend is that of DeepSpeed's
-    accelerator, gloo on CPU.
+    A no-op if torch.distributed is initialised or ``DET_MANUAL_INIT_DISTRIBUTED`` is set (Determined's
+    variable for users who initialise it themselves). Otherwise missing environment variables of torch and
+    DeepSpeed are set until ``shutdown``. The backend is that of DeepSpeed's accelerator, gloo on CPU.
 
-    Ranks of ``dstrial.launch`` on one machine meet in a file of its own, a single rank nowhere. Else rank 0 serves
-    the rendezvous at ``identity.master_port``, on loopback if the job is on one machine, unless torchrun serves it.
-    If another program on the machine holds a port that was derived from the job's id, rank 0 fails at once with an
-    error that names it, and setting ``MASTER_PORT`` chooses another. On one machine gloo and NCCL keep to loopback
-    unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say otherwise.
+    The rendezvous of ``dstrial.launch`` on one machine is a private file; a single rank needs none. Otherwise rank 0 or
+    torchrun serves the rendezvous at ``identity.master_port``, on loopback if the job is on one machine. If another
+    program uses a port that was derived from the job's id, rank 0 fails at once with an error that names the port;
+    ``MASTER_PORT`` sets another one. On one machine gloo and NCCL use loopback unless ``GLOO_SOCKET_IFNAME`` and
+    ``NCCL_SOCKET_IFNAME`` are set.
 
     Args:
-        identity: who this process is, from ``identify(os.environ)``.
-        timeout_s: deadline of the rendezvous and, on most backends, of each collective operation, seconds; of groups that are
-            made later, too, unless they are given another one.
+        identity: this process's identity, from ``identify(os.environ)``.
+        timeout_s: timeout of the rendezvous and, on most backends, of each collective operation, seconds; also the default
+        for groups that are created later.
 
     Returns:
-        ``identity``, with the address at which rank 0 was found where that was not known.
+        ``identity``, with rank 0's address if it was unknown before.
 
     Raises:
-        RankTimeoutError: not all ranks came to the rendezvous in time.
+        RankTimeoutError: a rank did not reach the rendezvous in time.
         RankError: the rendezvous port is taken, rank 0 cannot be reached, or the limit of open files is too low.
 
     Ranks: all, collectively.
@@ -159,7 +158,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
                 init_method=init_method,
                 verbose=False,
             )
-        if is_cpu or shares:  # gloo's
+        if is_cpu or shares:  # the backend is gloo
             replaced = (*replaced, *process.gather_one_by_one())
     except RankError:
         shutdown()
@@ -181,14 +180,14 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
 
 
 def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str, str]:
-    """Return variables that torch, DeepSpeed, gloo and NCCL read and that are unset."""
+    """Return values for unset variables of torch, DeepSpeed, gloo and NCCL."""
     wanted = {
         "RANK": str(identity.rank),
         "WORLD_SIZE": str(identity.world_size),
         "LOCAL_RANK": str(identity.local_rank),
         "MASTER_ADDR": addr,
         "MASTER_PORT": str(port),
-        # DeepSpeed's CPU accelerator counts its "devices" with it, and runs numactl if it is missing.
+        # DeepSpeed's CPU accelerator reads its device count from it, and runs numactl if it is unset.
         "LOCAL_SIZE": str(identity.local_world_size),
         **(loopback_only(os.environ) if identity.num_nodes == 1 else {}),
     }
@@ -196,18 +195,17 @@ def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str
 
 
 def _share_timeout(timeout: datetime.timedelta) -> tuple[tuple[Any, str, Any], ...]:
-    """Have every group that is made from now on wait as the default group does.
+    """Make the default group's timeout the default of groups created later.
 
-    It waits as long. A group made by ``new_group`` does not inherit its time-out, and DeepSpeed makes all of its groups so,
-    without one: they would wait for torch's own 30 minutes (10 with NCCL), whatever the default group was told. torch asks this
-    function wherever a caller gives no time-out (2.6 to 2.13 distributed_c10d.py: ``new_group``, ``split_group``). Where nobody
-    has asked for a time-out, torch's stays if it is shorter.
+    ``new_group`` does not inherit the default group's timeout, and DeepSpeed passes none: its groups would use torch's 30 minutes
+    (10 with NCCL). torch calls the replaced function if a caller passes no timeout (2.6 to 2.13 distributed_c10d.py:
+    ``new_group``, ``split_group``). If the user has set no timeout, torch's own is kept if it is shorter.
 
     Returns:
-        What of torch was replaced: owner, name and what was there, for ``shutdown``.
+        The replaced attributes of torch as (owner, name, old value), for ``shutdown``.
     """
     theirs = getattr(distributed_c10d, _DEFAULT_TIMEOUT, None)
-    if theirs is None:  # of another release
+    if theirs is None:  # another torch release
         return ()
     is_asked_for = bool(os.environ.get(TIMEOUT_VARIABLE))
 
@@ -219,11 +217,11 @@ def _share_timeout(timeout: datetime.timedelta) -> tuple[tuple[Any, str, Any], .
 
 
 def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> dict[str, str]:
-    """Return what makes DeepSpeed use a device whose index is not the local rank.
+    """Return variables for a device whose index is not the local rank.
 
-    DeepSpeed 0.19.8 takes ``LOCAL_RANK`` for the index (comm/torch.py:280, runtime/engine.py:1966,
-    runtime/zero/partition_parameters.py:1138), and Open MPI's variable has to be equal (runtime/engine.py:1962).
-    ``identify`` goes on to find the local rank.
+    DeepSpeed 0.19.8 uses ``LOCAL_RANK`` as the index (comm/torch.py:280, runtime/engine.py:1966,
+    runtime/zero/partition_parameters.py:1138), and Open MPI's variable must be equal (runtime/engine.py:1962).
+    ``identify`` still finds the real local rank.
     """
     if own_device.index is None or own_device.index == identity.local_rank:
         return {}
@@ -235,17 +233,17 @@ def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> di
 def _share_device(
     identity: RankIdentity, own_device: torch.device, init_method: str, timeout: datetime.timedelta
 ) -> tuple[tuple[Any, str, Any], ...]:
-    """Make a gloo group for ranks that share a device, before DeepSpeed takes NCCL.
+    """Create a gloo group for ranks that share a device, before DeepSpeed uses NCCL.
 
-    NCCL refuses two ranks on one device. DeepSpeed takes a group that is there, whatever its backend (comm/comm.py:878); made
-    by DeepSpeed it would be bound to the device, and gloo's has no ``perform_nocolor_split`` (torch 2.13
-    distributed_c10d.py:2057). Gloo copies what lies on a CUDA device through the host in its collectives, reduce-scatter being an
-    all-reduce of a copy (ProcessGroupGloo.cpp, ``_reduce_scatter_base``); ``send`` and ``recv`` hand the device's address to the
-    socket unchecked, so those of pipelines go through the host here. Not by DeepSpeed's own ``stage_on_cpu`` (comm/torch.py:137),
-    made for MPS: it copies back what was only read, at a time when ZeRO 3 has changed it, and losses differ without an error.
+    NCCL rejects two ranks on one device. DeepSpeed uses an existing group with any backend (comm/comm.py:878). It would bind a
+    group of its own to the device, and gloo has no ``perform_nocolor_split`` (torch 2.13 distributed_c10d.py:2057). Gloo's
+    collectives copy CUDA tensors through the host; reduce-scatter is an all-reduce of a copy (ProcessGroupGloo.cpp,
+    ``_reduce_scatter_base``). But ``send`` and ``recv`` pass the device address to the socket unchecked, so pipelines' calls are
+    copied through the host here. DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137), made for MPS, does not work: it also copies
+    inputs back, after ZeRO 3 has changed them, and losses differ without an error.
 
     Returns:
-        What of DeepSpeed was replaced: owner, name and what was there, for ``shutdown``.
+        The replaced attributes of DeepSpeed as (owner, name, old value), for ``shutdown``.
     """
     if identity.rank == 0:
         logger.warning(
@@ -277,7 +275,7 @@ def _receive_on_host(
 
 
 def device(identity: RankIdentity) -> torch.device:
-    """Make this rank's accelerator the current one and return it, such as ``cuda:1``.
+    """Make this rank's accelerator current and return the device, such as ``cuda:1``.
 
     Raises:
         RankError: there are more ranks on this machine than accelerators, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
@@ -300,7 +298,7 @@ def device(identity: RankIdentity) -> torch.device:
 
 
 def shutdown() -> None:
-    """End the process group and unset the variables that ``init_process_group`` made.
+    """Destroy the process group and restore the environment variables.
 
     Safe to call more than once, without a group, and after an error.
     """
@@ -312,7 +310,7 @@ def shutdown() -> None:
         import deepspeed.comm
 
         deepspeed.comm.destroy_process_group()
-        process.release_groups()  # DeepSpeed 0.19.0 keeps those of a world that has ended for the next one's engines
+        process.release_groups()  # DeepSpeed 0.19.0 would reuse the destroyed groups for later engines
     for owner, name, theirs in created.replaced:
         setattr(owner, name, theirs)
     for name, value in created.variables_before.items():
@@ -323,10 +321,10 @@ def shutdown() -> None:
 
 
 def keep() -> None:
-    """Leave the process group up until the process ends; ``shutdown`` does nothing.
+    """Keep the process group until the process exits; ``shutdown`` becomes a no-op.
 
-    For a group that was made for a library, which goes on using it after everything of dstrial's has ended. It ends
-    when the interpreter does, before torch's own threads are torn down under it.
+    For a group created for a library that still uses it after dstrial has finished. It is destroyed at interpreter
+    exit, before torch's threads end.
 
     Ranks: each its own; no communication.
     """
@@ -344,23 +342,23 @@ def _end_kept_group() -> None:
 
 @contextlib.contextmanager
 def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
-    """Keep DeepSpeed from compiling its shared-memory collective for a CPU group.
+    """Prevent DeepSpeed from compiling its shared-memory collective for a CPU group.
 
-    It serves inference only (``inference_all_reduce``; gloo does it otherwise), yet 0.19.8 builds it on
-    every CPU rank: that needs a C++ compiler, takes most of a minute the first time, a rank killed
-    meanwhile leaves a lock file on which all later runs wait for ever, and each rank leaves 67 MB in /dev/shm.
+    Only inference uses it (``inference_all_reduce``, with gloo as fallback), yet 0.19.8 builds it on every
+    CPU rank. The build needs a C++ compiler and most of a minute, a rank killed during it leaves a stale
+    lock file that blocks all later runs, and each rank leaves 67 MB in /dev/shm.
 
-    Does nothing unless ``is_cpu``: DeepSpeed trains on the CPU. Ranks: any; no communication.
+    A no-op unless ``is_cpu`` (DeepSpeed trains on the CPU). Ranks: any; no communication.
     """
     with process.no_compatible_ops() if is_cpu else contextlib.nullcontext():
         yield
 
 
 def ask_torch_for_free_memory() -> None:
-    """Have DeepSpeed ask torch for free memory where devices are named by UUIDs.
+    """Make DeepSpeed query torch for free memory if devices are given by UUID.
 
-    ZeRO 1 and 2 ask for it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) takes the variable's words for integers, in order to
-    ask NVML; a MIG instance has a UUID only, and users name whole devices by theirs as well.
+    ZeRO 1 and 2 query it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) parses ``CUDA_VISIBLE_DEVICES`` as integers, but
+    MIG instances have only UUIDs, and users may list whole devices by UUID too.
 
     Ranks: each its own; no communication.
     """

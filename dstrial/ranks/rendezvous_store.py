@@ -1,9 +1,9 @@
-"""The store through which the ranks of a job make their process group.
+"""Open the store with which the ranks of a job create their process group.
 
-Nothing in it is ever unpickled. Ranks that ``dstrial.launch`` started on one machine meet in a file of a directory that
-belongs to their account; a single rank needs nobody; all others meet in a ``TCPStore``, as their launcher says, that
-listens on loopback if the job is on one machine. torch's own ``env://`` listens on all interfaces, whatever
-``MASTER_ADDR`` is (torch 2.13 ``rendezvous.py:_create_c10d_store``).
+Nothing in it is ever unpickled. Ranks of ``dstrial.launch`` on one machine use a ``FileStore`` in a private directory; a
+single rank needs no shared store; all others use a ``TCPStore``, which listens on loopback if the job is on one machine.
+torch's ``env://`` listens on all interfaces, whatever ``MASTER_ADDR`` is (torch 2.13
+``rendezvous.py:_create_c10d_store``).
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ _SCHEME = "dstrial"
 _LOOK_S = 0.01
 _SEARCH_S = 0.1
 _PROBE_S = 2.0
-# torch exports its stores without saying so.
+# torch's type stubs do not export its stores.
 _stores = vars(torch.distributed)
 
 _group_numbers = itertools.count()
 _opened: dict[str, tuple[Any, int, int]] = {}
-# Servers live as long as the process: ranks may ask them after this one has left its group.
+# Servers live as long as the process: other ranks may use them after this rank has left its group.
 _served: dict[tuple[str, int], Any] = {}
 
-# torch 2.6 makes libuv's sockets itself, on all interfaces, and refuses another; 2.13 takes it. In between its own loop serves.
+# libuv of torch 2.6 listens on all interfaces and rejects an existing socket; 2.13 accepts one. Older releases get
+# ``use_libuv=False``.
 _LIBUV_TAKES_SOCKETS = Version(torch.__version__) >= Version("2.13")
 
 
 def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
-    """Return a new store that all ranks share, once all are there.
+    """Return a new store shared by all ranks, after all have connected.
 
     Raises:
-        RankTimeoutError: not all came in time; names the missing ones.
+        RankTimeoutError: a rank did not connect in time; names the missing ranks.
         RankError: rank 0's port is taken.
         torch.distributed.DistNetworkError: rank 0 cannot be reached.
 
@@ -61,7 +62,7 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
     if identity.world_size == 1:
         return _stores["HashStore"]()
     if path is not None:
-        # Removed by the last rank that leaves it, so every group has its own.
+        # The last rank to leave deletes the file, so every group has its own.
         store = _stores["FileStore"](f"{path}-{number}", identity.world_size)
     else:
         store = _stores["PrefixStore"](f"dstrial-{number}", _tcp_store(identity, timeout_s))
@@ -70,16 +71,16 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
 
 
 def located(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
-    """Return the identity with the address at which rank 0 serves the rendezvous.
+    """Return the identity with rank 0's address filled in.
 
-    Where only Slurm's list of nodes is known, nodes are tried in turn, the first one first; it is returned after ``timeout_s``.
+    If only Slurm's node list is known, the nodes are polled in turn; after ``timeout_s`` the first node is returned.
     Ranks: each its own, before ``open_store``.
     """
     if identity.rank == 0 or not identity.nodes:
         return identity
     give_up_at_s = time.monotonic() + timeout_s
     first, *others = identity.nodes
-    # Not all ranks ask the same node at once.
+    # Ranks start at different nodes, to spread the connections.
     start = identity.rank % len(others) if others else 0
     turns = itertools.cycle(others[start:] + others[:start])
     while time.monotonic() < give_up_at_s:
@@ -95,7 +96,7 @@ def _connected(node: str, port: int) -> socket.socket:
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:
-    """Return the ``init_method`` by which ``init_process_group`` uses it, once.
+    """Return an ``init_method`` with which ``init_process_group`` uses the store once.
 
     DeepSpeed's ``init_distributed`` takes no store (0.19.8 ``comm/comm.py:844``).
     """
@@ -105,9 +106,9 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 
 
 def meet_privately(identity: RankIdentity) -> None:
-    """Have ``env://`` meet as in :func:`open_store`.
+    """Make ``env://`` use the store of :func:`open_store`.
 
-    For user code that makes the process group itself, if the launcher serves no store.
+    For user code that creates the process group itself, if the launcher serves no store.
     """
     if identity.world_size > 1 and private_path(os.environ, identity) is None:
         return
@@ -118,7 +119,7 @@ def meet_privately(identity: RankIdentity) -> None:
         url: str, timeout: datetime.timedelta = default_pg_timeout, **kwargs: Any
     ) -> Iterator[tuple[Any, int, int]]:
         (num_ranks,) = parse_qs(urlparse(url).query).get("world_size", [str(identity.world_size)])
-        if int(num_ranks) != identity.world_size:  # a group of the user's own, not that of the job
+        if int(num_ranks) != identity.world_size:  # the user's own group, not the job's
             yield from handler_of_torch(url, timeout=timeout, **kwargs)
             return
         yield open_store(identity, timeout_s=timeout.total_seconds()), identity.rank, identity.world_size
@@ -162,7 +163,7 @@ def serve_store_on(listener: socket.socket, addr: str, timeout: datetime.timedel
     options = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
     if not _LIBUV_TAKES_SOCKETS:
         options["use_libuv"] = False
-    # The store owns the descriptor that it is given.
+    # The store takes ownership of the descriptor.
     port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
     return _stores["TCPStore"](addr, port, master_listen_fd=descriptor, **options)
 

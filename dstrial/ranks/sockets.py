@@ -1,6 +1,6 @@
-"""Sockets of ranks: where they listen, and the limit of open files.
+"""Listening sockets of ranks, and the limit of open files.
 
-Ranks of one machine listen on loopback.
+The ranks of one machine listen on loopback.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dstrial.errors import RankError
 from dstrial.ranks.identity import LOOPBACK_ADDR
 
 _BACKLOG = 1024
-# Below Linux's default ephemeral range (32768-60999): a listener may come seconds later, after importing torch,
-# and no outgoing connection takes the port until then.
+# Below Linux's default ephemeral range (32768-60999): the listener may bind seconds later, after importing torch,
+# and no outgoing connection may take the port until then.
 _PORTS = range(20_000, 29_000)
 # The loopback interface of Linux, and that of macOS and the BSDs.
 _LOOPBACK_NAMES = ("lo", "lo0")
-# gloo listens where the machine's name resolves to, NCCL on the first interface that is not loopback.
+# gloo listens on the address of the host name, NCCL on the first interface that is not loopback.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-# A gloo group connects each rank with each other one and opens 9 files besides. Each rank has one group for control messages and
-# one for checkpoints in the background; groups that DeepSpeed makes on the CPU come on top.
+# A gloo group connects every pair of ranks and opens 9 more files. Each rank has one group for control messages and one for
+# background checkpoints, besides the groups that DeepSpeed creates on the CPU.
 _GROUPS = 2
 _FILES_PER_GROUP = 9
 _OTHER_FILES = 128
-_RAISED_FILES = 65_536  # containers have hard limits of 2**30, and children that close each number in a loop
+_RAISED_FILES = 65_536  # not the hard limit: containers allow 2**30, and some children close every descriptor number in a loop
 
 
 def raise_file_limit(num_ranks: int) -> None:
-    """Raise the soft limit of open files in a rank of several, within the hard one.
+    """Raise the soft limit of open files for a job of several ranks.
 
     Raises:
         RankError: the hard limit is too low for this number of ranks.
@@ -55,9 +55,9 @@ def raise_file_limit(num_ranks: int) -> None:
 
 
 def free_port(addr: str = LOOPBACK_ADDR) -> int:
-    """Return a TCP port that is free on loopback, or else on all interfaces.
+    """Return a free TCP port, on loopback or (other addresses) on all interfaces.
 
-    It is outside the range of outgoing connections, and takes nothing from the trial's random numbers.
+    The port is outside the ephemeral range. The trial's random generators are not used.
     """
     host = LOOPBACK_ADDR if is_loopback(addr) else ""
     start = random.Random().randrange(len(_PORTS))
@@ -69,11 +69,11 @@ def free_port(addr: str = LOOPBACK_ADDR) -> int:
 
 
 def listening_socket(addr: str, port: int) -> socket.socket:
-    """Return a socket that listens at one address only, if that is possible.
+    """Return a socket that listens on one address only, if possible.
 
-    A host name is not bound: it may resolve to loopback here (Debian's ``127.0.1.1``) and to another interface where the
-    others look it up. The same for an address that this machine does not have, behind a container's NAT. Both listen on
-    all interfaces.
+    For a host name the socket listens on all interfaces, because the name may resolve to loopback here (Debian's
+    ``127.0.1.1``) and to another interface elsewhere. The same holds for an address that this machine does not have, behind
+    a container's NAT.
     """
     if addr == "localhost":
         addr = LOOPBACK_ADDR
@@ -112,7 +112,7 @@ def is_loopback(addr: str) -> bool:
 
 
 def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what keeps gloo and NCCL on loopback, where ``environ`` sets nothing."""
+    """Return variables, if not in ``environ``, that bind gloo and NCCL to loopback."""
     present = {name for _, name in socket.if_nameindex()}
     interface = next((name for name in _LOOPBACK_NAMES if name in present), None)
     if interface is None:
@@ -121,7 +121,7 @@ def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _listening(family: socket.AddressFamily, addr: str, port: int) -> socket.socket:
-    # create_server sets SO_REUSEADDR: a port in TIME_WAIT can be served again.
+    # create_server sets SO_REUSEADDR: a port in TIME_WAIT can be bound again.
     return socket.create_server((addr, port), family=family, backlog=_BACKLOG)
 
 

@@ -1,6 +1,6 @@
-"""The Python stacks of this rank, written when its launcher asks by a signal.
+"""Write this rank's Python stacks when the launcher sends a signal.
 
-faulthandler writes them from the signal's handler in C, also while the rank is blocked in a collective and no Python runs.
+faulthandler writes them in a C signal handler, even while the rank is blocked in a collective and runs no Python.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import threading
 from typing import IO
 
 STACKS_FILE_VARIABLE = "DSTRIAL_STACKS_FILE"
-"""Environment variable that names the file to which this rank appends its stacks."""
+"""Environment variable with the file to which this rank appends its stacks."""
 
-# Free of other uses: SIGUSR1 and SIGUSR2 belong to users (Slurm sends them before a time limit), and a real-time signal nobody
-# catches would end the process, so that it is sent only to who catches it.
+# A real-time signal has no other use: SIGUSR1 and SIGUSR2 belong to users (Slurm sends them before a time limit). It would end
+# a process without a handler, so the launcher sends it only to processes that catch it.
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 9
 
 _kept: list[IO[bytes]] = []
 
 
 def dump_stacks_on_signal() -> None:
-    """Have stacks written on ``STACKS_SIGNAL`` from now on.
+    """Install the handler that writes stacks on ``STACKS_SIGNAL``.
 
-    Does nothing without a launcher of ours.
+    A no-op without dstrial's launcher.
     """
     named = os.environ.get(STACKS_FILE_VARIABLE)
     if not named or not hasattr(faulthandler, "register"):
         return
     try:
         file = open(named, "ab", buffering=0)  # noqa: SIM115, PTH123 - stays open as long as the process lives
-    except OSError:  # its launcher was killed and the directory is gone
+    except OSError:  # the launcher was killed and its directory deleted
         return
     _kept.append(file)
-    # Without chain, the kernel restarts what it interrupts (SA_RESTART, CPython Modules/faulthandler.c).
+    # Without chain, interrupted system calls are restarted (SA_RESTART, CPython Modules/faulthandler.c).
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
 
 
 def name_threads() -> None:
-    """Tell the launcher which threads keep this process from ending."""
-    # The dumps of Python 3.13 and before have no names.
+    """Write the names of non-daemon threads, which delay the exit, for the launcher."""
+    # Stack dumps of Python 3.13 and earlier have no thread names.
     for thread in threading.enumerate():
         if _kept and not thread.daemon and thread is not threading.main_thread():
             _kept[-1].write(f"Thread 0x{thread.ident:016x} is named {thread.name}\n".encode())

@@ -1,6 +1,6 @@
-"""What a rank does before its first batch, told to its launcher through a file.
+"""Report a rank's startup phase to the launcher through a file.
 
-The launcher tells people. Each rank writes its own file; without a launcher of ours nothing is written.
+The launcher shows the phases. Each rank writes its own file; without dstrial's launcher nothing is written.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pathlib import Path
 from dstrial.file_writes import replace_file
 
 PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
-"""Environment variable that names the file in which a rank says what it is doing before its first batch."""
+"""Environment variable with the file to which a rank writes its startup phase."""
 
 FIRST_BATCH = "training the first batch"
 
 TRAINING = "training"
-"""The last phase: batches are trained, and whoever compiles something does not hold this rank up."""
+"""The last phase: batches are being trained, so builds of extensions no longer block this rank."""
 
 
 def begin_phase(text: str) -> None:
-    """Say what this rank does from now on, such as ``importing model_def``."""
+    """Set this rank's current phase, such as ``importing model_def``."""
     _write({"phase": text, "since_s": time.time()})
 
 
 def end_phases() -> None:
-    """Say that nothing is known of what this rank does from now on."""
+    """Clear this rank's phase."""
     _write({"phase": "", "since_s": time.time()})
 
 
 def read_phase(path: Path) -> tuple[str, float] | None:
-    """Return what a rank does and since when, epoch seconds; None if it is silent."""
+    """Return a rank's phase and its start in epoch seconds; None without a phase."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return str(fields["phase"]), float(fields["since_s"])
@@ -45,6 +45,6 @@ def _write(fields: dict[str, object]) -> None:
     named = os.environ.get(PHASE_FILE_VARIABLE)
     if not named:
         return
-    # If the launcher was killed, its directory is gone, and nobody reads the file.
+    # If the launcher was killed, its directory is deleted and nothing reads the file.
     with contextlib.suppress(OSError):
         replace_file(Path(named), json.dumps(fields), sync=False)

@@ -1,4 +1,4 @@
-"""Requests to stop: signals become a flag that the loop polls, or a list."""
+"""Turn stop signals into a flag that the loop polls, or into a list."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LAUNCHER_PID_VARIABLE = "DSTRIAL_LAUNCHER_PID"
 
 
 class StopSignals:
-    """Context manager that turns SIGTERM and Ctrl-C into a flag while it is open.
+    """Context manager that turns SIGTERM and Ctrl-C into a flag.
 
-    A rank of ``dstrial.launch`` ignores SIGINT: its launcher passes Ctrl-C on as SIGTERM. Without that launcher the first SIGINT
-    sets the flag and the second one raises KeyboardInterrupt. The previous handlers are back when the block ends. Outside the
-    main thread Python allows no handlers, and the flag stays unset.
+    A rank of ``dstrial.launch`` ignores SIGINT: the launcher forwards Ctrl-C as SIGTERM. Without the launcher the first SIGINT
+    sets the flag and the second one raises KeyboardInterrupt. The block's end restores the previous handlers. Outside the main
+    thread Python allows no handlers, and the flag stays unset.
 
-    Processes forked meanwhile (workers of a data loader) die of SIGTERM and ignore SIGINT, as the rank needs them for its last
-    batches. The flags of two ranks may differ until they agree on one.
+    Processes forked in the block (data loader workers) exit on SIGTERM but ignore SIGINT, because the rank needs them for its
+    last batches. The flag may differ between ranks until the loop synchronises it.
 
     Args:
-        is_deferred: whether handlers are installed only by ``listen``. Before that a signal ends the process.
+        is_deferred: whether only ``listen`` installs the handlers. Before that a signal ends the process.
     """
 
     def __init__(self, *, is_deferred: bool = False) -> None:
@@ -36,7 +36,7 @@ class StopSignals:
 
     @property
     def requested(self) -> str | None:
-        """The first signal that asked for a stop, such as ``SIGTERM``; None if none did."""
+        """The name of the first stop signal, such as ``SIGTERM``; None without one."""
         return self._requested
 
     def __enter__(self) -> StopSignals:
@@ -75,10 +75,9 @@ class StopSignals:
 
 @contextlib.contextmanager
 def noted_signals(*more: signal.Signals) -> Iterator[list[signal.Signals]]:
-    """Note SIGINT, SIGTERM, SIGHUP and ``more`` in a list; none ends the block.
+    """Collect SIGINT, SIGTERM, SIGHUP and ``more`` in a list; none ends the block.
 
-    For a command that starts or follows processes and decides itself what a request to stop means; ranks take
-    :class:`StopSignals`.
+    For commands that start or follow processes and handle stop requests themselves; ranks use :class:`StopSignals`.
     """
     noted: list[signal.Signals] = []
 
