@@ -26,7 +26,7 @@ VARIABLE = "DSTRIAL_DETERMINED_IMPORTS"
 SETTING = "determined_imports"
 """The key of ``data.dstrial`` that says the same in an experiment config."""
 
-_ON, _OFF, _TOLD = "1", "0", "told"
+_ON, _OFF, _ANNOUNCED = "1", "0", "told"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(_HERE, "master", "backends", "site")
 """Directory that is put before PYTHONPATH for its ``sitecustomize``; it has nothing else."""
@@ -58,7 +58,7 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
 
 def install_if_asked() -> None:
     """Answer for Determined's modules, if this process was started so. Idempotent."""
-    if os.environ.get(VARIABLE) in (_ON, _TOLD) and not any(
+    if os.environ.get(VARIABLE) in (_ON, _ANNOUNCED) and not any(
         isinstance(one, _Finder) for one in sys.meta_path
     ):
         sys.meta_path.insert(0, _Finder())
@@ -66,9 +66,9 @@ def install_if_asked() -> None:
 
 def announce(module: str) -> None:
     """Say once, on the first rank and for its children, whose module this is."""
-    if os.environ.get(VARIABLE) == _TOLD:
+    if os.environ.get(VARIABLE) == _ANNOUNCED:
         return
-    os.environ[VARIABLE] = _TOLD
+    os.environ[VARIABLE] = _ANNOUNCED
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     if rank != "0":
         return

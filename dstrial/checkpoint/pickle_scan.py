@@ -43,13 +43,13 @@ def read_pickle(stream: BinaryIO) -> PickleContents:
     return PickleContents(tuple(sorted(machine.named)), any(map(_is_odd, machine.dtypes)))
 
 
-class _StandIn:
+class _Stub:
     """Inert stub for any class or function; supports every operation of a pickle."""
 
     name = ""
-    made: list[_StandIn] | None = None
+    made: list[_Stub] | None = None
 
-    def __new__(cls, *args: Any, **_options: Any) -> _StandIn:
+    def __new__(cls, *args: Any, **_options: Any) -> _Stub:
         made = super().__new__(cls)
         made.args, made.states = args, []
         if cls.made is not None:
@@ -65,7 +65,7 @@ class _StandIn:
 
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
-    def __call__(self, *_args: Any, **_options: Any) -> _StandIn:
+    def __call__(self, *_args: Any, **_options: Any) -> _Stub:
         return self
 
     def append(self, value: Any) -> None: ...
@@ -80,9 +80,9 @@ class _Inert(pickle._Unpickler):
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream, encoding="latin-1")
         self.named: set[str] = set()
-        self.dtypes: list[_StandIn] = []
+        self.dtypes: list[_Stub] = []
 
-    def find_class(self, module: str, name: str) -> type[_StandIn]:
+    def find_class(self, module: str, name: str) -> type[_Stub]:
         # torch writes protocol 2, in which pickle maps module names to those of Python 2.
         if (module, name) in _compat_pickle.NAME_MAPPING:
             module, name = _compat_pickle.NAME_MAPPING[module, name]
@@ -90,12 +90,12 @@ class _Inert(pickle._Unpickler):
             module = _compat_pickle.IMPORT_MAPPING[module]
         full = f"{module}.{name}"
         self.named.add(full)
-        return type("StandIn", (_StandIn,), {"name": full, "made": self.dtypes if full == _DTYPE else None})
+        return type("StandIn", (_Stub,), {"name": full, "made": self.dtypes if full == _DTYPE else None})
 
-    def persistent_load(self, pid: Any) -> _StandIn:
+    def persistent_load(self, pid: Any) -> _Stub:
         """Return a stub for a tensor storage, which torch keeps outside the pickle."""
         del pid
-        return _StandIn()
+        return _Stub()
 
     def get_extension(self, code: int) -> None:
         """Reject extension codes, which no checkpoint uses."""
@@ -103,7 +103,7 @@ class _Inert(pickle._Unpickler):
         raise pickle.UnpicklingError("an extension code")
 
 
-def _is_odd(dtype: _StandIn) -> bool:
+def _is_odd(dtype: _Stub) -> bool:
     kind = dtype.args[0] if dtype.args else None
     if not isinstance(kind, str) or _PLAIN_DTYPE.fullmatch(kind) is None:
         return True

@@ -115,7 +115,7 @@ class AutoValues:
         if key in _BY_PLUGIN:
             return f"Accelerate fills in {_BY_PLUGIN[key]}"
         if key in _BY_HIDDEN_SIZE:
-            return f"{self._who} fills it in {_HIDDEN_SIZE}"
+            return f"{self._library} fills it in {_HIDDEN_SIZE}"
         if not self.is_trainer:
             return f"Accelerate fills in {_BY_ACCELERATE[key]}" if key in _BY_ACCELERATE else None
         if key == _TOTAL:
@@ -158,7 +158,7 @@ class AutoValues:
         return solve_batch(total, micro, steps, num_replicas, where=where)  # type: ignore[arg-type]
 
     @property
-    def _who(self) -> str:
+    def _library(self) -> str:
         return "the Trainer" if self.is_trainer else "Accelerate"
 
     def _from_arguments(self, names: tuple[str, ...], default: str | None) -> str:

@@ -126,16 +126,16 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
         if isinstance(value, Mapping):
             value = _nested(value, rule.section if rule is not None else None)
         below = result.get(key)
-        result[key] = _united(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result
 
 
-def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Merge two mappings at every depth; ``other`` wins, and null is a value."""
     result = dict(one)
     for key, value in other.items():
         below = result.get(key)
-        result[key] = _united(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result
 
 

@@ -191,13 +191,13 @@ def _may_have_secrets(text: str) -> bool:
     return any(hint in lower for hint in (*_HINTS, *_RARE_HINTS))
 
 
-_REMEMBERED_CHARS = 2**16
+_MAX_CACHED_CHARS = 2**16
 
 
-def _remembered(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
+def _cached_mask(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
     """Mask a text; cache the result if it is small."""
     # A thousand large cached texts would fill the memory.
-    return _mask_once(mask, text, names) if len(text) <= _REMEMBERED_CHARS else mask(text, names)
+    return _mask_once(mask, text, names) if len(text) <= _MAX_CACHED_CHARS else mask(text, names)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -207,7 +207,7 @@ def _mask_once(mask: Callable[[str, SecretNames], str], text: str, names: Secret
 
 def masked_json(text: str, names: SecretNames) -> str:
     """Return a JSON config with its secrets masked."""
-    return _remembered(_masked_json, text, names) if names.patterns or _may_have_secrets(text) else text
+    return _cached_mask(_masked_json, text, names) if names.patterns or _may_have_secrets(text) else text
 
 
 def _masked_json(text: str, names: SecretNames) -> str:
@@ -222,7 +222,7 @@ _STORED = TextLimits(text_bytes=2**24, num_values=10**6)
 
 def masked_yaml(text: str, names: SecretNames) -> str:
     """Return a YAML config with its secrets masked, comments and order kept."""
-    return _remembered(_masked_yaml, text, names) if names.patterns or _may_have_secrets(text) else text
+    return _cached_mask(_masked_yaml, text, names) if names.patterns or _may_have_secrets(text) else text
 
 
 def _masked_yaml(text: str, names: SecretNames) -> str:
@@ -273,13 +273,13 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
     for source in reversed(sources):
         for secret in _Finder(SecretNames(), _is_leaf).below(source, ()):
             if secret.value != MASK:
-                known[_anywhere(secret.identity)] = secret.value
+                known[_without_device(secret.identity)] = secret.value
                 known[secret.identity] = secret.value
     found, problems = [], []
     for secret in masks:
-        real = known.get(secret.identity, known.get(_anywhere(secret.identity)))
+        real = known.get(secret.identity, known.get(_without_device(secret.identity)))
         if real is None:
-            problems.append(_no_secret(secret, where))
+            problems.append(_missing_secret(secret, where))
         else:
             found.append((secret, real))
     if problems:
@@ -287,14 +287,14 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
     return found
 
 
-def _anywhere(identity: Path) -> Path:
+def _without_device(identity: Path) -> Path:
     """Return an identity without the device, as a plain list is for every device."""
     if _VARIABLES in identity:
         return (_VARIABLES, identity[-1])
     return identity
 
 
-def _no_secret(secret: Secret, where: str) -> ConfigProblem:
+def _missing_secret(secret: Secret, where: str) -> ConfigProblem:
     place = ".".join(map(str, secret.identity))
     return ConfigProblem(
         f"{where}: {place}",

@@ -25,11 +25,11 @@ def main() -> None:
     os.dup2(2, 1)
     # A watchdog in C: it fires although an import holds the interpreter's lock.
     faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
-    for stage, look in (("torch", _torch), ("deepspeed", _deepspeed), ("dstrial", _dstrial)):
+    for stage, probe in (("torch", _torch), ("deepspeed", _deepspeed), ("dstrial", _dstrial)):
         _write(out, {"begins": stage})
         began_at_s = time.monotonic()
         try:
-            found: dict[str, Any] = {"values": look()}
+            found: dict[str, Any] = {"values": probe()}
         except BaseException as error:  # noqa: BLE001 - whatever an import raises is what was asked for
             text = " ".join(str(error).split())
             found = {"error": f"{type(error).__name__}: {text}" if text else type(error).__name__}

@@ -125,7 +125,7 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
             # dstrial mostly fails for the reason for which deepspeed does.
             failures.append(ImportFailure(record["stage"], record["error"]))
     if begun or return_code != 0:
-        failures.append(_unfinished(begun or "torch", errors, return_code, deadline_s))
+        failures.append(_import_failure(begun or "torch", errors, return_code, deadline_s))
     torch = values.get("torch")
     for name in ("architectures", "warnings") if torch else ():
         torch = {**(torch or {}), name: tuple((torch or {})[name])}
@@ -136,7 +136,7 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
     return Libraries(build, deepspeed, determined, tuple(failures), seconds)
 
 
-def _unfinished(library: str, errors: str, return_code: int | None, deadline_s: float) -> ImportFailure:
+def _import_failure(library: str, errors: str, return_code: int | None, deadline_s: float) -> ImportFailure:
     """Say how an import ended that hung or crashed."""
     if return_code is None or "Timeout (" in errors:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)

@@ -50,7 +50,7 @@ def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
     found: list[Directory | Finding] = []
     for name, path in places:
         try:
-            found.append(within(_DIRECTORY_TIMEOUT_S, lambda n=name, p=path: _look(n, p)))  # type: ignore[misc]
+            found.append(within(_DIRECTORY_TIMEOUT_S, lambda n=name, p=path: _inspect(n, p)))  # type: ignore[misc]
         except OSError as error:
             found.append(problem(name, f"{path} cannot be looked at: {error.strerror or error}", _ELSEWHERE))
         except NoAnswerError as error:
@@ -59,7 +59,7 @@ def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
     return found
 
 
-def _look(name: str, path: Path) -> Directory:
+def _inspect(name: str, path: Path) -> Directory:
     at = path
     while not at.exists() and at != at.parent:
         at = at.parent

@@ -57,7 +57,7 @@ class FiniteWeights:
         for engine_idx, engine in enumerate(self._engines):
             by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
             for name, parameter in engine.module.named_parameters():
-                weights = _here(parameter)
+                weights = _local_values(parameter)
                 if parameter.requires_grad and weights is not None:
                     by_device.setdefault(weights.device, []).append((name, weights))
             for named in by_device.values():
@@ -71,7 +71,7 @@ class FiniteWeights:
         return found
 
 
-def _here(parameter: Any) -> torch.Tensor | None:
+def _local_values(parameter: Any) -> torch.Tensor | None:
     """Return what this rank holds of a parameter; None if absent or not comparable."""
     weights = parameter.detach()
     if optimizers.is_cut(parameter):

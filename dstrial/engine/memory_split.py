@@ -42,7 +42,7 @@ class MemorySplit:
         self._before_step = (0, 0)
         self._is_in_backward = False
         self._most_before_backward = -1
-        self._look_above: float | None = None  # bytes; not known until the next result
+        self._check_above: float | None = None  # bytes; not known until the next result
         for _, tensor in part_tensors(engines):
             self._follow(tensor)
         self._has_operations = False
@@ -56,10 +56,10 @@ class MemorySplit:
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward and not self._is_in_backward:
             self._end_forward()
-            self._look_above = None
-        elif self._is_in_backward and (not is_in_backward or self._now_bytes > (self._look_above or 0.0)):
+            self._check_above = None
+        elif self._is_in_backward and (not is_in_backward or self._now_bytes > (self._check_above or 0.0)):
             self._take()
-            self._look_above = None
+            self._check_above = None
         self._is_in_backward, self._has_operations = is_in_backward, True
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             # A view of what was there before, as of a data set, is nothing new.
@@ -69,8 +69,8 @@ class MemorySplit:
                 and not _shares(tensor, args)
             ):
                 self._follow(tensor)
-        if self._look_above is None:
-            self._look_above = _NOTABLE_GROWTH * self._now_bytes
+        if self._check_above is None:
+            self._check_above = _NOTABLE_GROWTH * self._now_bytes
 
     def begin_step(self) -> None:
         self._take()

@@ -1,7 +1,7 @@
-"""Start ranks here, or on a Determined cluster, and name the first that fails.
+"""Start ranks on this machine or a Determined cluster; report the first failure.
 
-``python -m dstrial.launch`` is the command; ``run_ranks`` is what it and ``dstrial run`` are made of.
-Names are resolved lazily, so that a rank does not import the launcher.
+``python -m dstrial.launch`` and ``dstrial run`` both call ``run_ranks``. Names are resolved lazily, so that a rank does not
+import the launcher.
 """
 
 from __future__ import annotations

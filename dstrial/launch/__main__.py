@@ -56,7 +56,7 @@ _CONFIG_IS_MISSING = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks, wait for them, and say which failed first.
+    """Start the ranks, wait for them, and report the first failure.
 
     Returns:
         0 only if every rank exited 0; the first failing rank's exit code otherwise (128 + n for signal n);
@@ -117,11 +117,11 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
 
 
 def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
-    # Ranks of a trial go to the context directory before they look for a relative one.
+    # Ranks change to the context directory before they resolve relative paths.
     env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
     if experiment is not None:
         env |= experiment.environment_variables
-    # Not on a cluster: one of Determined's has its own, and our allocations have it already.
+    # Not on a cluster: Determined has its own, and dstrial's allocations already have it.
     return env | determined_imports.variables(
         {**os.environ, **env}, None if experiment is None else experiment.raw
     )
@@ -157,7 +157,7 @@ def _launch_off_cluster(
             num_ranks=num_ranks,
             env=env,
             shutdown_timeout_s=_stop_timeout_s(experiment),
-            on_stop=functools.partial(_tell_stopping, _stop_timeout_s(experiment)),
+            on_stop=functools.partial(_print_stopping, _stop_timeout_s(experiment)),
             on_start=_warn if placement is None else _warn_by_host,
             placement=placement,
             serves_store=not options.trial,
@@ -184,7 +184,7 @@ def _script_variables(
 
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
-    """Launch as the cluster says; lines carry the prefix that its log view filters by."""
+    """Launch ranks with the cluster's placement; log lines get Determined's prefix."""
     from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.slots import cluster_placement
     from dstrial.launch.stalls.diagnosis import StallSettings
@@ -223,7 +223,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             log_dir=None if run is None else run.begin_logs(info.allocation_id),
             shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
-            on_stop=functools.partial(_tell_stopping, float(timeout_s)),
+            on_stop=functools.partial(_print_stopping, float(timeout_s)),
             on_start=_warn if len(info.container_addrs) == 1 else _warn_by_host,
             placement=placement,
             serves_store=not options.trial,
@@ -253,7 +253,7 @@ def _require_resumable(info: ClusterInfo) -> None:
 
 
 def _tracebacks_directory() -> Path | None:
-    """Where a master keeps whole tracebacks; None elsewhere: the log then has them."""
+    """Return the master's directory of full tracebacks; None without a master."""
     path = os.environ.get(TRACEBACKS_DIR_VARIABLE)
     return Path(path) if path else None
 
@@ -295,7 +295,7 @@ def _stop_timeout_s(experiment: ExperimentConfig | None) -> float:
     return DEFAULT_PREEMPTION_TIMEOUT_S if experiment is None else experiment.preemption_timeout_s
 
 
-def _tell_stopping(timeout_s: float, signal_name: str) -> None:
+def _print_stopping(timeout_s: float, signal_name: str) -> None:
     _warn(
         f"{signal_name} received: the ranks were asked to stop, and are killed after {timeout_s:g} s (preemption_timeout); "
         "Ctrl-C ends them at once"
@@ -307,7 +307,7 @@ def _warn_by_host(text: str) -> None:
 
 
 def _warn(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be closed, and the ranks still save
+    with contextlib.suppress(OSError):  # the terminal may be closed while the ranks still save
         print(f"dstrial.launch: {text}", file=sys.stderr, flush=True)  # noqa: T201  # a command prints
 
 

@@ -1,10 +1,10 @@
-"""The environment of ``accelerate launch``, made from the experiment.
+"""Set the environment variables of ``accelerate launch`` for an experiment.
 
-A script that calls ``accelerate.Accelerator()`` learns from environment variables that it is to use DeepSpeed, and from which
-JSON. They point to a copy of the experiment's DeepSpeed config with the overwrites in it; the user's file is left alone.
+``accelerate.Accelerator()`` reads from environment variables whether to use DeepSpeed, and the path of its JSON config. The
+path is that of a copy of the experiment's DeepSpeed config with the overwrites applied; the user's file is not modified.
 
-Source: accelerate 1.15 ``utils/launch.py:prepare_deepspeed_cmd_env`` (what is exported), ``utils/dataclasses.py:DeepSpeedPlugin``
-and ``state.py`` (what is read).
+Source: accelerate 1.15 ``utils/launch.py:prepare_deepspeed_cmd_env`` (sets them), ``utils/dataclasses.py:DeepSpeedPlugin``
+and ``state.py`` (read them).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable that makes ``Accelerator()`` use DeepSpeed if it is ``true``."""
 
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-"""Environment variable with the path of the JSON that ``Accelerator()`` hands to DeepSpeed."""
+"""Environment variable with the path of the JSON that ``Accelerator()`` passes to DeepSpeed."""
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
-"""Environment variable that fills in ``"auto"`` for ``fp16.enabled`` and ``bf16.enabled``."""
+"""Environment variable that replaces ``"auto"`` in ``fp16.enabled`` and ``bf16.enabled``."""
 
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-"""Environment variable with the accumulation of ``accelerator.accumulate``."""
+"""Environment variable with the accumulation steps of ``accelerator.accumulate``."""
 
 _FILE_NAME = "deepspeed_config.json"
 
@@ -46,19 +46,19 @@ def accelerate_variables(
     extents: Mapping[str, Any] | None = None,
     resumed: SavedRun | None = None,
 ) -> dict[str, str]:
-    """Return the variables of a script's ranks; write the DeepSpeed config they name.
+    """Return the variables of a script's ranks; write their DeepSpeed config file.
 
     Args:
-        hyperparameters: the trial's; without a ``deepspeed_config`` there is nothing to say.
+        hyperparameters: the trial's; without a ``deepspeed_config`` no variables are set.
         num_ranks: ranks of the job, on all machines.
-        directory: an existing directory for the effective config, which lives as long as the ranks.
-        environ: variables that the ranks get anyhow; a user's own value of one of these variables wins.
-        context_dir: what the path of the config is relative to; the current directory if left out.
-        extents: ``data.dstrial`` of the experiment config, which may say how replicas are formed.
+        directory: an existing directory for the effective config, which must exist as long as the ranks.
+        environ: the ranks' other variables; a value that the user has set wins.
+        context_dir: base of the config's relative path; the current directory if None.
+        extents: ``data.dstrial`` of the experiment config, which may have the size of a replica.
         resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
 
     Returns:
-        Nothing if the trial has no DeepSpeed config, or where the user has turned DeepSpeed off.
+        The variables; empty if the trial has no DeepSpeed config or the user has disabled DeepSpeed.
 
     Raises:
         ConfigError: the DeepSpeed config cannot be read, or its batch sizes do not fit these ranks.
@@ -87,15 +87,15 @@ def accelerate_variables(
 def effective_config(
     source: DeepSpeedSource, sizes: ParallelDims, resumed: SavedRun | None
 ) -> dict[str, Any]:
-    """Return a DeepSpeed config as Accelerate can take it for these ranks.
+    """Return a DeepSpeed config that Accelerate accepts for these ranks.
 
-    Accelerate sets ``gradient_accumulation_steps`` to 1 where it is missing, whatever ``train_batch_size`` says, and refuses a
-    config without ``zero_optimization``. So a given ``train_batch_size`` is solved for all three sizes. Without one,
-    ``"auto"`` stays, which Accelerate fills in from the script.
+    Accelerate sets a missing ``gradient_accumulation_steps`` to 1, regardless of ``train_batch_size``, and rejects a config
+    without ``zero_optimization``. So all three batch sizes are computed if ``train_batch_size`` is given. Otherwise
+    ``"auto"`` stays, which Accelerate replaces by the script's value.
 
     Args:
         source: the experiment's config.
-        sizes: the ranks now, and how they are divided.
+        sizes: the parallel dimensions of the ranks.
         resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
 
     Raises:
@@ -115,7 +115,7 @@ def _sizes(num_ranks: int, extents: Mapping[str, Any] | None) -> ParallelDims:
     try:
         return ParallelDims(1).with_section(extents).on(num_ranks)
     except ValueError:
-        # The check of the experiment config reports it, with the key's place.
+        # The check of the experiment config reports this error with file and line.
         return ParallelDims(num_ranks)
 
 

@@ -1,7 +1,7 @@
-"""What a failed rank leaves behind, who failed first, and how a launch ended.
+"""Error records of failed ranks, the root cause among them, and launch outcomes.
 
-A rank writes an error record, in the format of torchrun's error files, so that records are also
-understood under a foreign torchrun and those of ``torch.distributed.elastic...record`` are here.
+A rank writes an error record in the format of torchrun's error files. So torchrun can read dstrial's records, and
+dstrial can read those of ``torch.distributed.elastic...record``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dstrial.visible_text import cut_text
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 TRACEBACKS_DIR_VARIABLE = "DSTRIAL_TRACEBACKS_DIR"
-"""Environment variable by which a master names the directory for the traceback files of a run that keeps no others."""
+"""Environment variable with a master's directory for traceback files, for runs without a log directory."""
 
 TRACEBACK_FILE_VARIABLE = "DSTRIAL_TRACEBACK_FILE"
-"""Environment variable that names the file in which a rank leaves the whole of a traceback that is shown shortened."""
+"""Environment variable with the file to which a rank writes its full traceback, if only a short one is shown."""
 
-# What gloo, NCCL and the c10d store say in a rank whose peer went away. Compared in lower case.
+# Messages of gloo, NCCL and the c10d store in a rank whose peer has exited. Compared in lower case.
 # Source: torch 2.13 torch/csrc/distributed/c10d, ProcessGroupNCCL.cpp and NCCLUtils.cpp; NCCL's ncclRemoteError.
 _PEER_ERROR_PHRASES = (
     "connection closed by peer",
@@ -39,7 +39,7 @@ _PEER_ERROR_PHRASES = (
     "socket timeout",
     "remote process exited or there was a network error",
     "a remote process exiting prematurely",
-    # ProcessGroupNCCL's: the communicator was taken down, here or by its watchdog, because others did not come.
+    # ProcessGroupNCCL: the communicator was aborted, by a rank or its watchdog, because peers were missing.
     "nccl communicator was aborted",
     "watchdog caught collective operation timeout",
     "some nccl operations have failed or timed out",
@@ -50,10 +50,10 @@ _PEER_ERROR_PHRASES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How one rank failed.
+    """The failure of one rank.
 
-    ``exit_code`` is a shell's: 128 + n for signal n. ``error`` is the recorded traceback, else the end of its standard error;
-    ``whole`` the path of the whole one.
+    ``exit_code`` follows the shell: 128 + n for signal n. ``error`` is the recorded traceback, else the end of standard error;
+    ``whole`` is the path of the full traceback.
     """
 
     rank: int
@@ -70,19 +70,19 @@ class RankFailure:
 
     @property
     def headline(self) -> str:
-        """One line that names the rank and how it ended."""
+        """One line: the rank and its exit code or signal."""
         how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
         return f"rank {self.rank} failed first ({how}, host {self.host}):"
 
     @property
     def in_one_line(self) -> str:
-        """The headline and the line of the error that names it."""
+        """The headline and the error's message line."""
         lines = self.error.rstrip().splitlines()
         named = self.summary or (lines[-1] if lines else "")
         return f"{self.headline} {named}" if named else self.headline.rstrip(":")
 
     def describe(self) -> str:
-        """The headline, the file of the whole traceback, and below: the error, what to do."""
+        """The headline, the full traceback's file, the error and a hint, on several lines."""
         parts = [self.headline]
         if self.whole:
             parts = [f"{self.headline.rstrip(':')}, whole traceback in {shown_path(Path(self.whole))}:"]
@@ -97,9 +97,9 @@ class RankFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """What a rank wrote about the exception that ended it.
+    """A rank's record of the exception that ended it.
 
-    ``line`` is empty in records of others. ``whole`` is the path of the whole traceback.
+    ``line`` is empty in records of other programs. ``whole`` is the path of the full traceback.
     """
 
     summary: str
@@ -112,12 +112,12 @@ class ErrorRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankEnding:
-    """One failed rank as the launcher saw it, before it is known which one was first.
+    """One failed rank as observed by the launcher, a candidate for the root cause.
 
     Attributes:
-        failure: what to tell.
-        time_s: when it failed, seconds since the epoch.
-        is_consequence: it failed because another rank went away.
+        failure: the failure to report.
+        time_s: time of the failure, seconds since the epoch.
+        is_consequence: whether the rank failed only because another rank exited.
     """
 
     failure: RankFailure
@@ -126,10 +126,10 @@ class RankEnding:
 
 
 def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
-    """Pick the failure that caused the others; None without any.
+    """Return the failure that caused the others; None if no rank failed.
 
-    The earliest that is no mere consequence: a rank that closes its connections while it unwinds makes
-    its peers fail, and record that, before its own record is complete.
+    This is the earliest failure that is not a consequence. A failing rank closes its connections while it unwinds, so
+    its peers may fail and write their records before its own record is complete.
     """
     ordered = sorted(endings, key=lambda ending: (ending.is_consequence, ending.time_s))
     return ordered[0] if ordered else None
@@ -138,9 +138,9 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 def record_exception(
     error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
 ) -> bool:
-    """Write this rank's error record if there is none; say whether one is asked for.
+    """Write this rank's error record unless it exists; return whether one is wanted.
 
-    The others are fields of ``ErrorRecord``; ``text`` is the whole traceback of ``error`` if None.
+    ``text`` defaults to the full traceback of ``error``; the other arguments are fields of ``ErrorRecord``.
     """
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
@@ -159,7 +159,7 @@ def record_exception(
 def write_record(
     path: Path, error: BaseException, text: str, *, line: str = "", advice: str = "", whole: str = ""
 ) -> None:
-    """Write a rank's error record, long texts cut, if there is none."""
+    """Write a rank's error record unless it exists; truncate long texts."""
     now_s = time.time()
     document = {
         "message": {
@@ -184,9 +184,9 @@ def write_record(
 
 
 def keep_whole(text: str) -> str:
-    """Write a whole traceback into the launcher's private file; return its path.
+    """Write a full traceback to the launcher's private file; return the path.
 
-    Empty if none is named or it cannot be written: the whole is then to be shown.
+    Returns "" if there is no such file or it cannot be written; the caller then prints the full traceback.
     """
     named = os.environ.get(TRACEBACK_FILE_VARIABLE)
     if not named:
@@ -204,7 +204,7 @@ def keep_whole(text: str) -> str:
 
 
 def read_record(path: Path) -> ErrorRecord | None:
-    """Read an error record of ours or torchrun's; None if no readable record is there."""
+    """Read an error record of dstrial or torchrun; None if missing or unreadable."""
     try:
         message = json.loads(path.read_text(errors="replace"))["message"]
         if isinstance(message, str):
@@ -218,27 +218,27 @@ def read_record(path: Path) -> ErrorRecord | None:
 
 
 def is_consequence(record: ErrorRecord | None) -> bool:
-    """Say whether a record tells of a lost peer, not of a fault of its own rank."""
+    """Return whether a record reports only the loss of a peer."""
     return record is not None and is_peer_error(record.summary)
 
 
 def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
-    """Say whether NCCL's watchdog ended a rank, because others came to no collective.
+    """Return whether NCCL's watchdog aborted a rank that waited for missing peers.
 
-    It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record, only the
-    end of standard error.
+    The watchdog throws in a C++ thread, which ends the process by SIGABRT. Python can record no exception; only standard
+    error shows the cause.
     """
     return signal_name == "SIGABRT" and is_peer_error(stderr_text)
 
 
 def is_peer_error(error_text: str) -> bool:
-    """Say whether a message, no traceback, merely reports that a peer went away."""
+    """Return whether a message (no traceback) only reports that a peer has exited."""
     lowered = error_text.lower()
     return any(phrase in lowered for phrase in _PEER_ERROR_PHRASES)
 
 
 def signal_name(status: int) -> str | None:
-    """Return the signal of a negative return code of ``subprocess``, None for others."""
+    """Return the signal's name for a negative ``subprocess`` return code; else None."""
     if status >= 0:
         return None
     try:
@@ -248,23 +248,23 @@ def signal_name(status: int) -> str | None:
 
 
 def shell_exit_code(status: int) -> int:
-    """Turn a return code of ``subprocess`` into what a shell would report."""
+    """Convert a ``subprocess`` return code to a shell's exit code."""
     return 128 - status if status < 0 else status
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchOutcome:
-    """How the ranks of one launch ended.
+    """The result of one launch.
 
     Attributes:
         exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else that of the first failing
-            rank, or of one that had to be ended (128 + n for signal n).
-        first_failure: the failure that caused the others; None if no rank failed by itself.
-        exit_codes: by local rank, as a shell sees them.
-        stopped_by: name of the signal that asked for a stop, None if none did.
-        killed_ranks: global ranks that did not end by themselves in time and were killed.
-        ended_at_once: whether a second Ctrl-C ended the ranks.
-        is_consequence: whether the first failure only reports that a rank elsewhere went away.
+            rank, or of a killed rank (128 + n for signal n).
+            first_failure: the failure that caused the others; None if no rank failed by itself.
+            exit_codes: by local rank, as in a shell.
+            stopped_by: name of the stop signal; None if there was none.
+            killed_ranks: global ranks that did not exit in time and were killed.
+            ended_at_once: whether a second Ctrl-C killed the ranks.
+            is_consequence: whether the first failure only reports that a rank on another machine has exited.
         failed_s: time of the first failure, seconds since the epoch.
     """
 
@@ -278,12 +278,12 @@ class LaunchOutcome:
     failed_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the outcome as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> LaunchOutcome:
-        """Return what ``to_json`` was called on."""
+        """Build an outcome from the result of ``to_json``."""
         failure = fields["first_failure"]
         return cls(
             exit_code=fields["exit_code"],

@@ -1,7 +1,7 @@
-"""Imports before a trial's own module: by each rank, or once by a fork server.
+"""Import modules before the trial's own: in each rank, or once in a fork server.
 
-Nothing here runs a tensor operation, starts a thread or asks for a device, and nothing reads which rank a process is: a fork
-would not be what a new process is.
+These imports must not run tensor operations, start threads, query devices or read rank variables, because a fork would then
+differ from a new process.
 """
 
 # ruff: noqa: E402, F401  # the accelerator is chosen before DeepSpeed is imported, and nothing here is used

@@ -38,7 +38,7 @@ from dstrial.launch.stalls.watch import POLL_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.store_process import StoreProcess
 from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
-from dstrial.launch.watches import watching
+from dstrial.launch.watches import polling
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
@@ -56,7 +56,7 @@ _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """This launcher's place among the launchers of one job, which all start ranks.
+    """The position of this launcher among the launchers of a job on several machines.
 
     Attributes:
         ranks_by_node: number of ranks of each launcher.
@@ -101,30 +101,30 @@ def run_ranks(
 ) -> LaunchOutcome:
     """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
-    The first SIGINT, SIGTERM or SIGHUP to this process reaches the ranks as SIGTERM, and only the ranks, not the processes they
-    started; a SIGINT after that kills them. Signals are handled only in the main thread. Every rank leads a session of its own,
-    so the terminal's Ctrl-C does not reach it, and whatever it leaves behind ends with it. ``OMP_NUM_THREADS`` is 1 for several
-    ranks unless set. Ranks of one machine meet in a file of a private directory, talk over loopback unless
-    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, and share a secret (``DSTRIAL_SECRET``).
+    The first SIGINT, SIGTERM or SIGHUP to this process is forwarded to the ranks, but not their children, as SIGTERM; a later
+    SIGINT kills the ranks. Signals are handled only in the main thread. Every rank is the leader of its own session, so the
+    terminal's Ctrl-C does not reach the rank, and its remaining children are killed when it exits. ``OMP_NUM_THREADS`` is 1 for
+    several ranks unless set. Ranks of one machine use a private rendezvous file, loopback (unless ``GLOO_SOCKET_IFNAME`` and
+    ``NCCL_SOCKET_IFNAME`` are set) and a shared secret (``DSTRIAL_SECRET``).
 
     Args:
         command: program and arguments, not interpreted by a shell.
         num_ranks: ranks on this machine.
-        env: variables for the ranks, on top of those of this process.
-        log_dir: ``rank_<n>/stdout.log`` and ``stderr.log`` are written below it, replacing earlier ones;
-            None leaves the ranks this process's own output (or, with ``on_line``, pipes).
-        shutdown_timeout_s: how long after a request to stop the ranks are killed.
-        failure_grace_s: how long after the first failure the other ranks are killed.
+        env: variables for the ranks, in addition to those of this process.
+        log_dir: directory of ``rank_<n>/stdout.log`` and ``stderr.log``, which replace earlier ones; if None, ranks
+        inherit this process's output (or, with ``on_line``, write to pipes).
+        shutdown_timeout_s: time from a stop request until the ranks are killed.
+        failure_grace_s: time from the first failure until the other ranks are killed.
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
-        on_stop: called with the signal's name when the request is passed on.
+        on_stop: called with the signal's name when a stop request is forwarded.
         placement: for a job on several machines.
-        serves_store: whether ranks may make a process group without dstrial, and so need a store at ``MASTER_ADDR``.
-        tracebacks_dir: for whole tracebacks, ``rank_<n>.txt``; ``rank_<n>/traceback.txt`` below ``log_dir`` if None.
-        on_start: called from another thread with lines on a long start and on stalls; None logs them.
-        stalls: when ranks count as stalled, and what follows.
+        serves_store: whether ranks may create a process group without dstrial and need a store at ``MASTER_ADDR``.
+        tracebacks_dir: for full tracebacks, ``rank_<n>.txt``; if None, ``rank_<n>/traceback.txt`` in ``log_dir``.
+        on_start: called from another thread with lines on a slow start and on stalls; None logs them.
+        stalls: timeout and action for stalled ranks.
 
     Returns:
-        How it ended; a failing rank is no exception here.
+        The outcome; a failing rank raises no exception.
 
     Raises:
         LaunchError: the ranks could not be started.
@@ -139,7 +139,7 @@ def run_ranks(
     with contextlib.ExitStack() as stack:
         work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
         addr, port = where.master_addr, where.master_port
-        # Ranks of several machines meet in it.
+        # The rendezvous of ranks on several machines.
         has_store = serves_store or where.num_nodes > 1
         if has_store and where.node_rank == 0:
             store = stack.enter_context(contextlib.closing(StoreProcess(addr, port)))
@@ -156,10 +156,10 @@ def run_ranks(
         readable = ranks.start(command, variables, is_read=on_line is not None)
         if on_line is not None:
             stack.enter_context(contextlib.closing(LineReader(readable, on_line)))
-            stack.callback(ranks.end)  # the reader ends with the last process that may write
+            stack.callback(ranks.end)  # the reader stops after the last writer has exited
         extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
         root = Path(extensions) if extensions else None
-        # Only ranks of ours report phases; of others only builds are watched.
+        # Only ranks that use dstrial report phases; for others only builds are watched.
         phase_files = ranks.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
         if watched is not None:
@@ -170,7 +170,7 @@ def run_ranks(
                 ranks.end_stalled,
                 supervisor.end_left,
             )
-            stack.enter_context(watching(watch.poll, watch.close, name="dstrial-stall-watch", every_s=POLL_S))
+            stack.enter_context(polling(watch.poll, watch.close, name="dstrial-stall-watch", every_s=POLL_S))
         while not supervisor.tick():
             time.sleep(_POLL_S)
         ending = supervisor.first_ending()  # before the ranks' error records are deleted
@@ -239,17 +239,17 @@ def _torchrun_variables(placement: Placement, addr: str, port: int, *, has_store
 
 
 def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirected: bool) -> dict[str, str]:
-    # Without it a script that looks for a device before it imports DeepSpeed cannot fork workers that use one.
+    # Without it, a script that queries devices before it imports DeepSpeed cannot fork workers that use a device.
     defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
-        # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
+        # Not if ranks share an output: a line and its newline are written separately and would mix with other ranks' lines.
         defaults["PYTHONUNBUFFERED"] = "1"
     if sum(placement.ranks_by_node) > 1:
         defaults["OMP_NUM_THREADS"] = "1"
     if placement.num_nodes > 1:
         defaults["DET_CHIEF_IP"] = placement.master_addr
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
-    # What Determined's DistributedContext.from_deepspeed() reads beside torchrun's variables.
+    # Read by Determined's DistributedContext.from_deepspeed() in addition to torchrun's variables.
     ours = {
         "LOCAL_SIZE": str(placement.num_ranks),
         "CROSS_RANK": str(placement.node_rank),
@@ -261,7 +261,7 @@ def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirect
 def _private_variables(
     env: Mapping[str, str], work_dir: Path, master_port: int, num_ranks: int
 ) -> dict[str, str]:
-    """Return what a machine's ranks share: a file to meet in, a secret, loopback only."""
+    """Return variables for one machine's ranks: rendezvous file, secret, loopback."""
     given = {**os.environ, **env}
     return {
         STORE_VARIABLE: store_variable(work_dir / "store", port=master_port, num_ranks=num_ranks),
@@ -271,7 +271,7 @@ def _private_variables(
 
 
 class _Ranks:
-    """The processes of this machine's ranks, and their files."""
+    """The processes and files of this machine's ranks."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class _Ranks:
         self._processes: list[subprocess.Popen[bytes] | client.ForkedProcess] = []
 
     def make_heartbeats(self, *, has_other_nodes: bool) -> WatchedRanks | None:
-        """Make the heartbeat file; None if that fails, and stalls are not watched for."""
+        """Create the heartbeat file; None if that fails, which disables stall detection."""
         try:
             self._beats = make_heartbeat_file(self._heartbeats, len(self._ranks))
         except OSError as error:
@@ -307,7 +307,7 @@ class _Ranks:
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], *, is_read: bool
     ) -> dict[tuple[int, Stream], int]:
-        """Start all ranks; return descriptors of what they print if it ``is_read``.
+        """Start all ranks; return descriptors of their output if ``is_read``.
 
         Raises:
             LaunchError: a process could not be started.
@@ -339,7 +339,7 @@ class _Ranks:
         return readable
 
     def end(self) -> None:
-        """Kill and reap the ranks that an error has left."""
+        """Kill and reap ranks that still run after an error."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -350,7 +350,7 @@ class _Ranks:
         return [self._file(rank, "phase.json") for rank in self._ranks.values()]
 
     def end_stalled(self, rank: int | None, text: str) -> None:
-        """Record a stall as the error of one rank, which ends all of them."""
+        """Record a stall as the error of one rank, so that all ranks are ended."""
         named = next(iter(self._ranks.values())) if rank is None else rank
         error = RankStalledError(text)
         write_record(self._file(named, "error.json"), error, text, line=text)
@@ -359,7 +359,7 @@ class _Ranks:
         return self._work_dir / f"rank_{rank}.{name}"
 
     def _output(self, rank: int, stream: Stream) -> tuple[int, int]:
-        """Return descriptors to read and to write what a rank prints."""
+        """Return a read and a write descriptor for one output stream of a rank."""
         if self._log_dir is None:
             read, write = os.pipe()
             os.set_blocking(read, False)
@@ -374,14 +374,14 @@ class _Ranks:
         return {"LOCAL_RANK": str(local_rank), "RANK": str(rank), "ROLE_RANK": str(rank)}
 
     def _file_variables(self, local_rank: int, rank: int) -> dict[str, str]:
-        """Name a rank's files in its variables and to the supervisor."""
+        """Register a rank's files with the supervisor; return variables with the paths."""
         log_dir = None if self._log_dir is None else self._log_dir / f"rank_{rank}"
         error_file = self._file(rank, "error.json")
         self._supervisor.set_files(
             local_rank,
             error_file=error_file,
             stderr_file=None if log_dir is None else log_dir / "stderr.log",
-            why_left=functools.partial(self._why_left, local_rank, rank),
+            exit_problem=functools.partial(self._exit_problem, local_rank, rank),
         )
         variables = {
             ERROR_FILE_VARIABLE: str(error_file),
@@ -395,8 +395,8 @@ class _Ranks:
             variables[TRACEBACK_FILE_VARIABLE] = str(log_dir / "traceback.txt")
         return variables
 
-    def _why_left(self, local_rank: int, rank: int) -> str:
-        """Say why exit code 0 of a rank is a failure; empty if it is none."""
+    def _exit_problem(self, local_rank: int, rank: int) -> str:
+        """Return why exit code 0 of a rank counts as a failure; empty if it does not."""
         phase = read_phase(self._file(rank, "phase.json"))
         if phase is None or not (phase[0] in (FIRST_BATCH, TRAINING) or (self._is_trial and phase[0])):
             return ""
@@ -432,7 +432,7 @@ def _stop_on_signals(supervisor: Supervisor) -> Iterator[None]:
         supervisor.request_stop(signal.Signals(signal_number))
 
     handled = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's promise is kept
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP
         handled.append(signal.SIGHUP)
     previous = {signal_: signal.signal(signal_, on_signal) for signal_ in handled}
     try:

@@ -1,4 +1,4 @@
-"""What a process held when its memory ran out, and what to change."""
+"""Explain out-of-memory errors: memory by kind, and settings to change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dstrial.engine.host_memory import available_bytes
 _PHRASES = (
     "can't allocate memory",  # torch 2.13 c10/core/impl/alloc_cpu.cpp
     "cannot allocate memory",
-    "out of memory",  # CUDA's and HIP's, torch's of an accelerator
+    "out of memory",  # CUDA, HIP, and torch for an accelerator
     "unable to mmap",
 )
 _MEMINFO = Path("/proc/meminfo")
@@ -26,13 +26,13 @@ _VMSTAT = Path("/proc/vmstat")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """What a process held of one kind of memory.
+    """A process's memory on the host or on one device.
 
     Attributes:
-        place: ``host``, or a device's name as torch writes it.
-        total_bytes: all of it.
-        capacity_bytes: what the machine or the device has; None where that is not known.
-        free_bytes: what was left of that; None where that is not known.
+        place: ``host``, or torch's name of a device.
+        total_bytes: memory of the process there.
+        capacity_bytes: memory of the machine or device; None if unknown.
+        free_bytes: free memory of the machine or device; None if unknown.
         parts: bytes of ``parameters``, ``gradients`` and so on.
     """
 
@@ -43,7 +43,7 @@ class HeldMemory:
     parts: Mapping[str, int]
 
     def __str__(self) -> str:
-        """Say it in one sentence."""
+        """Return the fields as one sentence."""
         parts = [f"{gib(size)} {name}" for name, size in self.parts.items() if size]
         of_it = f" ({', '.join(parts)})" if parts else ""
         left = "" if self.free_bytes is None else f", {gib(self.free_bytes)} left"
@@ -53,7 +53,7 @@ class HeldMemory:
 
 
 def is_memory_shortage(error: BaseException) -> bool:
-    """Say whether an exception or its causes tell of too little memory anywhere."""
+    """Return whether an exception or one of its causes is an out-of-memory error."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -67,9 +67,9 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def memory_advice(error: BaseException) -> str:
-    """Return what was held and what to change; empty if memory was not short.
+    """Return memory use and hints for an out-of-memory error; empty for other errors.
 
-    A few lines, measured while the exception is on its way out. Ranks: any; no communication.
+    A few lines, measured while the exception propagates. Ranks: any; no communication.
     """
     if not is_memory_shortage(error):
         return ""
@@ -77,7 +77,7 @@ def memory_advice(error: BaseException) -> str:
     tensors: dict[str, dict[str, int]] = {}
     engine: Any = None
     if torch is not None:
-        # Memory may run out again meanwhile; what was found by then is reported.
+        # Measuring may run out of memory too; earlier results are still reported.
         with contextlib.suppress(Exception):
             engine = _engine()
             tensors = _tensors(torch)
@@ -107,12 +107,12 @@ def _remedy(engine: Any, *, is_of_device: bool) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return the kernel's count of kills for memory since boot; None if unknown."""
+    """Return the kernel's number of OOM kills since boot; None if unknown."""
     return _number(_VMSTAT, "oom_kill")
 
 
 def killed_text(oom_kills_before: int | None) -> str:
-    """Say what is known of a rank that SIGKILL ended, by ``oom_kills`` at its start."""
+    """Return the probable cause of a SIGKILL, from OOM kills since the rank's start."""
     now = oom_kills()
     largest = gib(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     total = _number(_MEMINFO, "MemTotal:")
@@ -129,7 +129,7 @@ def killed_text(oom_kills_before: int | None) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Write a number of bytes for people."""
+    """Format a number of bytes in GiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
@@ -163,7 +163,7 @@ def _named(parts: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 def _tensors(torch: Any) -> dict[str, dict[str, int]]:
-    """Bytes of Python's tensors, by device and role; each storage counts once."""
+    """Return bytes of live tensors by device and role; each storage counts once."""
     found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
     parameters = [one for one in found if issubclass(type(one), torch.nn.Parameter)]
@@ -198,7 +198,7 @@ def _states(optimizer: Any, torch: Any) -> list[Any]:
 
 
 def _engine() -> Any:
-    """Return a DeepSpeed engine of this process; None if there is none."""
+    """Return a DeepSpeed engine of this process; None if none exists."""
     engine_class = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
     if engine_class is None:
         return None

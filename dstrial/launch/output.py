@@ -1,4 +1,4 @@
-"""Read what ranks print, line by line, while they run."""
+"""Read the output of running ranks line by line."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LONGEST_LINE_BYTES = 1 << 20
 
 
 class LineReader:
-    """Hands each line of ranks' files or pipes to a callback, from a single thread.
+    """Calls a function with each line of the ranks' files or pipes, from one thread.
 
-    Lines of one stream arrive in order; a last line without an end is delivered too. A carriage return,
-    as progress bars write it, ends a line like a newline does.
+    Lines of one stream arrive in order; a last line without a newline is delivered too. A carriage return, as
+    in progress bars, ends a line like a newline.
 
     Args:
-        descriptors: (rank, stream) -> a file or a pipe that does not block; ``close`` closes them.
-        on_line: called with rank, stream and the line without its end. An exception that it raises ends
-            the reading and is raised again by ``close``.
+        descriptors: (rank, stream) -> non-blocking descriptor of a file or pipe; ``close`` closes them.
+        on_line: called with rank, stream and the line without its newline. An exception stops the reading, and
+        ``close`` raises it again.
     """
 
     def __init__(self, descriptors: dict[tuple[int, Stream], int], on_line: OnLine) -> None:
@@ -38,7 +38,7 @@ class LineReader:
         self._thread.start()
 
     def close(self) -> None:
-        """Deliver what has been written by now and stop reading.
+        """Deliver all output written so far, then stop reading.
 
         Raises:
             Exception: whatever ``on_line`` raised.
@@ -66,7 +66,7 @@ class LineReader:
         for key in self._files:
             while chunk := self._read(key):
                 text = self._buffers[key] + chunk
-                # A carriage return at the very end may be the first half of a line end.
+                # A carriage return at the end of a chunk may be the first half of a CRLF.
                 held = b"\r" if text.endswith(b"\r") else b""
                 text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
                 *lines, rest = text.split(b"\n")
@@ -78,7 +78,7 @@ class LineReader:
                     self._buffers[key] = b""
 
     def _swallow(self) -> None:
-        """Empty the pipes after a failed callback, so that no rank blocks in a print."""
+        """Drain the pipes after a failed callback, so that no rank blocks in a print."""
         while not self._done.wait(_POLL_S):
             for key in self._files:
                 while self._read(key):
@@ -95,7 +95,7 @@ class LineReader:
 
 
 def tail(path: Path, num_lines: int = 20) -> str:
-    """Return the last lines of a file, empty if there is none."""
+    """Return the last lines of a file; empty if the file is missing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))

@@ -1,7 +1,7 @@
-"""What every rank of ``dstrial.launch`` runs; records how it fails.
+"""The main module of every rank of ``dstrial.launch``; records its failure.
 
 ``python -m dstrial.launch.rank_main --trial model_def:MyTrial [options]`` or ``--script FILE ARGS…`` or
-``--module NAME ARGS…``. Not meant to be typed.
+``--module NAME ARGS…``. Internal command line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dstrial.visible_text import cut_text
 
 _MODULE = "dstrial.launch.rank_main"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# torch 2.13 prefers other names for these; DeepSpeed 0.19 calls them for ZeRO, and the user can change neither.
+# torch 2.13 deprecates these functions, which ZeRO of DeepSpeed 0.19 calls; users can change neither.
 _COLLECTIVES_BY_OLD_NAME = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
@@ -51,7 +51,7 @@ def trial_command(
     test_mode: bool = False,
     python: str = sys.executable,
 ) -> list[str]:
-    """Return the command of one rank of a trial; on a cluster without a config."""
+    """Return the command of one rank of a trial; on a cluster ``config`` is None."""
     command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
         command += ["--config", str(config.resolve())]
@@ -67,8 +67,8 @@ def trial_command(
 def script_command(words: Sequence[str], *, directory: Path | None = None) -> list[str]:
     """Return the command for a user's SCRIPT ARGS.
 
-    A Python file, ``-m MODULE``, and either behind ``python`` run in this module, which records their traceback. Anything else
-    runs as it is. A missing Python file in ``directory``, where the ranks start, is a ``LaunchError``.
+    A Python file or ``-m MODULE``, with or without ``python`` before it, runs in this module, which records its traceback. Any
+    other command runs unchanged. If a Python file is missing in ``directory``, where the ranks start, LaunchError is raised.
     """
     rest = list(words)
     if (
@@ -95,11 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dump_stacks_on_signal()
     _ignore_old_names_of_collectives()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines at once, so that those of several ranks do not mix where they share an output.
+        # Write whole lines, so that lines of ranks that share an output do not mix.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if words[:1] in (["--script"], ["--module"]):
-            # A script may prepare for as long as it likes, until it calls dstrial.
+            # A script may take any time to prepare before it calls dstrial.
             end_phases()
         if words[:1] == ["--script"]:
             _run_script(words[1], words[2:])
@@ -111,27 +111,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(exit_.code, str):
             record_exception(exit_, exit_.code)
         elif not exit_.code:
-            _leave()
+            _record_end()
         raise
     except (TrialImportError, ConfigError) as error:
         text = cut_text(f"{type(error).__name__}: {error}", MAX_SHOWN_CHARS)
         whole = keep_whole(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
-        # It is the same on every rank; the launcher shows it once.
+        # The error is the same on every rank; the launcher shows it once.
         sys.exit(1 if record_exception(error, text, whole=whole) else text)
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
         _record_failure(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-    _leave()
+    _record_end()
 
 
-def _leave() -> None:
-    """Have the launcher end what threads and exit handlers would keep for ever."""
+def _record_end() -> None:
+    """Record the end of the program; the launcher kills a process that then hangs."""
     name_threads()
     leave()
 
 
 def _record_failure(error: BaseException) -> None:
-    """Leave this rank's last exception to dstrial's launcher; without one, show it."""
+    """Record this rank's exception for dstrial's launcher; without one, print it."""
     advice = memory_advice(error)
     short = short_traceback(error)
     whole = "" if short.is_whole else keep_whole(whole_traceback(error))
@@ -156,7 +156,7 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 def _run_trial(options: argparse.Namespace) -> None:
     begin_phase("importing torch and DeepSpeed")
-    # As for a script beside them: a fork, for which they would be imported already, is none where a module there has their name.
+    # As for a script beside them. There is no fork with these modules imported if a module of the directory has such a name.
     find_modules_first(options.context_dir)
     with collector.paused_for_good():
         import dstrial.launch.imported_ahead  # noqa: F401
@@ -165,7 +165,7 @@ def _run_trial(options: argparse.Namespace) -> None:
         from dstrial.resume.locate import saved_run_to_resume
         from dstrial.trainer import run_trial
 
-    # The launcher serves no store for a trial, whose module may make the process group while it is imported.
+    # The launcher serves no store for a trial, whose module may create a process group when it is imported.
     meet_privately(identify(os.environ))
     os.chdir(options.context_dir)
     begin_phase(f"importing {options.trial.partition(':')[0]}")
@@ -228,10 +228,10 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
     path = Path(script)
     sys.argv = [script, *arguments]
     sys.path[0] = str(path.resolve().parent)
-    # Not runpy.run_path: it empties the script's globals at the end, under threads and exit handlers.
+    # Not runpy.run_path: it clears the script's globals at the end, which threads and exit handlers may still use.
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=script, __builtins__=__builtins__)
-    # It has future statements of its own only.
+    # Do not inherit this module's future statements.
     code = compile(path.read_bytes(), script, "exec", dont_inherit=True)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)  # noqa: S102  # the user's own script is what we were asked to run
@@ -248,7 +248,7 @@ def _is_python_file(word: str) -> bool:
 
 
 def _ignore_old_names_of_collectives() -> None:
-    """Drop the FutureWarning that every rank would print for DeepSpeed's use of torch."""
+    """Suppress the FutureWarning about torch functions that DeepSpeed calls."""
     for name in _COLLECTIVES_BY_OLD_NAME:
         warnings.filterwarnings(
             "ignore",
@@ -259,7 +259,7 @@ def _ignore_old_names_of_collectives() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have Linux end this rank when its launcher dies without ending it."""
+    """Make Linux kill this rank if its launcher dies."""
     launcher_pid = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher_pid is None or not sys.platform.startswith("linux"):
         return

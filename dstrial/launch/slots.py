@@ -1,6 +1,6 @@
-"""How many ranks to start here, and where this machine stands in the job.
+"""Choose the number of ranks to start here, and this machine's place in the job.
 
-Commands read ``--slots`` with it: what is heavy is imported where it is needed.
+All commands import this module for ``--slots``, so heavy imports are inside functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dstrial.launch.local_ranks import Placement
 
-# Determined's master reserves this variable's port for the allocation; its launcher defaults to 29400.
+# Determined's master reserves the port in this variable for the allocation; its launcher defaults to 29400.
 _CLUSTER_PORT_VARIABLE = "C10D_PORT"
 _CLUSTER_PORT = 29400
 _CLUSTER_VARIABLES = ("DET_ALLOCATION_ID", "DET_CLUSTER_ID", "DET_TRIAL_ID")
@@ -26,7 +26,7 @@ _DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9
 
 
 def slots_argument(text: str) -> int:
-    """Read ``--slots``, as ``type=`` of an ``argparse`` argument."""
+    """Parse ``--slots``; for ``type=`` of an ``argparse`` argument."""
     try:
         value = int(text)
     except ValueError:
@@ -44,9 +44,9 @@ def is_on_cluster(environ: Mapping[str, str]) -> bool:
 
 
 def num_accelerators() -> int:
-    """Return how many accelerators there are, 0 if DeepSpeed will train on the CPU.
+    """Return the number of accelerators; 0 if DeepSpeed will train on the CPU.
 
-    Imports torch if there may be one.
+    Imports torch if there may be an accelerator.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen == "cpu" or not (chosen or any(glob.glob(f"/dev/{name}") for name in _DEVICE_FILES)):  # noqa: PTH207  # pathlib is slower
@@ -57,10 +57,10 @@ def num_accelerators() -> int:
 
 
 def num_slots(asked: int | None, configured: int | None) -> int:
-    """Return how many ranks to start off a cluster.
+    """Return the number of ranks to start off a cluster.
 
-    As asked, else as configured (0 means one rank on CPU), else one per accelerator, else 1. Each rank refuses to be one of more
-    ranks than there are accelerators (``ranks.devices.device_index``).
+    ``asked``, else ``configured`` (0 means one rank on CPU), else one per accelerator, else 1. Each rank checks by itself that
+    there are enough accelerators (``ranks.devices.device_index``).
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
@@ -69,7 +69,7 @@ def num_slots(asked: int | None, configured: int | None) -> int:
 
 
 def cluster_info() -> ClusterInfo | None:
-    """Return Determined's description of this process's trial, None off a cluster."""
+    """Return Determined's cluster info for this process's trial; None off a cluster."""
     if not is_on_cluster(os.environ):
         return None
     import determined
@@ -79,7 +79,7 @@ def cluster_info() -> ClusterInfo | None:
 
 
 def cluster_placement(info: ClusterInfo) -> Placement:
-    """Return where this container stands among those of its trial."""
+    """Return this container's placement among the containers of its trial."""
     from dstrial.launch.local_ranks import Placement
 
     addresses = info.container_addrs

@@ -1,7 +1,7 @@
-"""The launchers of one step: ``srun python -m dstrial.launch``.
+"""Launchers in one Slurm step: ``srun python -m dstrial.launch``.
 
-With one task a node each launcher starts the ranks of its node. With several tasks on a node Slurm has decided how many ranks
-there are and where: each launcher starts one, in its task's place.
+With one task per node, each launcher starts the ranks of its node. With several tasks per node, Slurm determines the number
+and placement of ranks: each launcher starts one rank in place of its task.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlurmStep:
-    """A launcher's part of its step; ``task`` is its place among the tasks."""
+    """One launcher's ranks in its Slurm step; ``task`` is the identity of its task."""
 
     task: RankIdentity
     num_ranks: int
@@ -29,12 +29,12 @@ class SlurmStep:
 
     @property
     def has_a_rank_a_task(self) -> bool:
-        """Whether Slurm's tasks are the ranks."""
+        """Whether each Slurm task is one rank."""
         return self.task.world_size > self.task.num_nodes
 
     @property
     def variables(self) -> dict[str, str]:
-        """Replace the rank variables of a launcher that knows itself alone."""
+        """Return rank variables of the whole step, in place of those of a single launcher."""
         task = self.task
         if not self.has_a_rank_a_task:
             return {}
@@ -49,7 +49,7 @@ class SlurmStep:
         }
 
     def placement(self, timeout_s: float) -> Placement:
-        """Return this launcher's place, once the first one is found."""
+        """Return this launcher's placement, after the first launcher is found."""
         from dstrial.launch.local_ranks import Placement
         from dstrial.ranks.rendezvous_store import located
 
@@ -59,7 +59,7 @@ class SlurmStep:
 
 
 def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
-    """Return this process's place in a step of several tasks; None elsewhere."""
+    """Return this process's identity in a step of several tasks; None elsewhere."""
     if "SLURM_PROCID" not in environ:
         return None
     task = identify({name: value for name, value in environ.items() if name not in _RANK_VARIABLES})
@@ -69,10 +69,10 @@ def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
 def step_of(task: RankIdentity, wanted: int | None, num_accelerators: int) -> SlurmStep:
     """Divide the ranks among the launchers of a step. Pure.
 
-    ``wanted`` are ranks on all nodes; None for one per accelerator, or per task.
+    ``wanted`` is the number of ranks on all nodes; None for one per accelerator or task.
 
     Raises:
-        LaunchError: the ranks cannot be divided so.
+        LaunchError: the ranks cannot be divided evenly.
     """
     num_nodes, num_tasks = task.num_nodes, task.world_size
     if num_tasks > num_nodes:

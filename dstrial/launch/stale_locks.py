@@ -1,8 +1,8 @@
-"""Say what waits for an extension's build, and remove locks of builds that died.
+"""Find running builds of extensions, and remove stale locks of dead builds.
 
-Source: torch 2.13 ``torch.utils.file_baton``, through which ``cpp_extension.load`` (and so every operator that DeepSpeed
-compiles) goes each time: the lock is a file, made with ``O_EXCL`` and held open until it is removed. A process that is
-killed meanwhile leaves the file, and every later one waits for it without end and without a word.
+Source: torch 2.13 ``torch.utils.file_baton``, which ``cpp_extension.load`` (and so every operator that DeepSpeed compiles)
+uses: the lock is a file created with ``O_EXCL`` and held open until it is removed. If the process is killed, the file
+stays, and later processes wait for it forever without a message.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ _log = logging.getLogger(__name__)
 
 _PROCESSES = Path("/proc")
 _LOCK_NAME = "lock"
-# For an instant a process that has just made the file does not show it among its open files.
+# A process that has just created the file may not list it among its open files yet.
 _MIN_AGE_S = 1.0
-# Nor does one that gives it back: it is closed first and removed then, and raises if it has gone meanwhile.
-_SECOND_LOOK_S = 2.0
-# Another machine may hold a lock that no process here has open; no operator compiles for as long as this.
+# A process that releases the lock closes the file first, then removes it, and raises an error if it is missing.
+_RECHECK_DELAY_S = 2.0
+# On a network file system another machine may hold the lock; no build takes this long.
 _MIN_AGE_ON_NETWORK_S = 1800.0
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 
 
 def remove_stale_locks(root: Path | None = None) -> list[Path]:
-    """Remove, and log, each lock below compiled extensions that no process holds.
+    """Remove and log each stale lock in the directory of compiled extensions.
 
-    A lock is abandoned when it lies on a file system of this machine and no process has it open, or, on a shared file system,
-    when it is also older than half an hour; and when it still is so 2 seconds later. Linux only.
+    A lock is stale if no process has the file open, also 2 seconds later. On a shared file system it must also be older than
+    half an hour. Linux only.
     """
     return [lock for lock in find_stale_locks(root) if _remove(lock)]
 
 
 def find_stale_locks(root: Path | None = None) -> list[Path]:
-    """Return the locks that ``remove_stale_locks`` would remove; changes nothing."""
+    """Return the locks that ``remove_stale_locks`` would remove."""
     folder = root or extensions_root()
-    suspects = _unheld(folder)
+    suspects = _unheld_locks(folder)
     if not suspects:
         return []
-    time.sleep(_SECOND_LOOK_S)
-    return [lock for lock, status in _unheld(folder).items() if suspects.get(lock) == status]
+    time.sleep(_RECHECK_DELAY_S)
+    return [lock for lock, status in _unheld_locks(folder).items() if suspects.get(lock) == status]
 
 
-def _unheld(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return the locks nobody has open, and what tells each from a later one."""
+def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """Return locks that no process has open, with inode and times to recognise them."""
     try:
         locks = _locks(folder)
     except OSError:
         return {}
     if not locks or not _PROCESSES.is_dir():
         return {}
-    looked_at_s = time.time()
+    now_s = time.time()
     held = _open_files()
     found = {}
     for lock in locks:
-        with contextlib.suppress(OSError):  # released meanwhile
+        with contextlib.suppress(OSError):  # released in the meantime
             status = lock.stat()
             min_age_s = _MIN_AGE_S if _is_local(lock) else _MIN_AGE_ON_NETWORK_S
-            if (status.st_dev, status.st_ino) not in held and looked_at_s - status.st_mtime >= min_age_s:
+            if (status.st_dev, status.st_ino) not in held and now_s - status.st_mtime >= min_age_s:
                 found[lock] = (status.st_dev, status.st_ino, status.st_mtime_ns)
     return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Build:
-    """An extension that is being compiled.
+    """An extension that is being compiled or loaded.
 
-    With ``is_kept`` it has a result, and is mostly only loaded, under the same lock.
+    ``is_kept``: whether a compiled result exists; the lock is then mostly held for loading.
     """
 
     operator: str
@@ -82,7 +82,7 @@ class Build:
 
 
 def builds_under_way(root: Path | None = None) -> list[Build]:
-    """Return what is being compiled now below ``root``, the oldest build first."""
+    """Return the builds that are running in ``root``, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):
@@ -95,12 +95,12 @@ def builds_under_way(root: Path | None = None) -> list[Build]:
 
 
 def _locks(folder: Path) -> list[Path]:
-    # <folder>/<operator>/lock, or <folder>/<python and device>/<operator>/lock below the default one.
+    # <folder>/<operator>/lock, or <folder>/<python and device>/<operator>/lock in the default folder.
     return [*folder.glob(f"*/{_LOCK_NAME}"), *folder.glob(f"*/*/{_LOCK_NAME}")]
 
 
 def _holder(inode: int, lock: Path) -> str:
-    """Name the process that has the lock open; empty where that cannot be seen."""
+    """Return a clause with the process that has the lock open; empty if unknown."""
     with contextlib.suppress(OSError):
         device = lock.stat().st_dev
         for process, (opened_on, opened) in _open_files_by_process():
@@ -110,7 +110,7 @@ def _holder(inode: int, lock: Path) -> str:
 
 
 def extensions_root() -> Path:
-    """Return the extensions' folder: ``TORCH_EXTENSIONS_DIR``, else torch's own."""
+    """Return the directory of extensions: ``TORCH_EXTENSIONS_DIR``, else the default."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)
@@ -123,7 +123,7 @@ def _remove(lock: Path) -> bool:
         age_s = time.time() - lock.stat().st_mtime
         lock.unlink()
     except OSError:
-        # Released or removed meanwhile, or not ours to remove.
+        # Released or removed in the meantime, or no permission.
         return False
     _log.warning(
         "Removed %s, left %.0f min ago by a build that was killed; every program that loads this operator "
@@ -135,7 +135,7 @@ def _remove(lock: Path) -> bool:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Device and inode of all files that processes have open, as far as we may see."""
+    """Return (device, inode) of all open files, as far as this account may inspect."""
     return {opened for _, opened in _open_files_by_process()}
 
 
@@ -156,12 +156,12 @@ def _open_files_by_process() -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _is_local(path: Path) -> bool:
-    """Say, by its type, whether ``path``'s file system is this machine's alone."""
+    """Return whether ``path`` is on a local file system, by the file system's type."""
     return file_system_of(path) in _LOCAL_FILE_SYSTEMS
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of a path's file system, ``ext4`` for example; empty if unknown."""
+    """Return the type of a path's file system, such as ``ext4``; empty if unknown."""
     best, kind = "", ""
     where = str(path.resolve()).rstrip("/") + "/"
     for line in (_PROCESSES / "self" / "mounts").read_text(errors="replace").splitlines():

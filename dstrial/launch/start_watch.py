@@ -1,6 +1,6 @@
-"""Tells people what starting ranks do: no phase is silent for over five seconds.
+"""Report the startup phases of ranks; no phase is silent for over five seconds.
 
-A line per phase that takes longer, again when it goes on for long; the present one in ``starting.json`` of the allocation's
+Each longer phase is logged, repeatedly if it lasts long. The current phase is in ``starting.json`` of the allocation's
 directory, which ``dstrial run`` and ``dstrial status`` read.
 """
 
@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_stale_locks
-from dstrial.launch.watches import ShownFile, watching
+from dstrial.launch.watches import ShownFile, polling
 from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"
-_LOOK_EVERY_S = 0.5
-# A new phase is told once nothing has been told for so long: several short ones in a row are a long silence, too.
+_START_POLL_S = 0.5
+# A new phase is logged after this time without a log line, because several short phases make a long silence too.
 _SILENCE_S = 4.0
 _LOADING_S = 30.0
-# When one that goes on is told again, seconds after it began; later every five minutes.
-_TOLD_AGAIN_AT_S = (30.0, 120.0)
-_THEN_EVERY_S = 300.0
-_AT_FIRST = "creating the processes"
+# Ages at which a phase is logged again; later every five minutes.
+_REPEAT_AT_S = (30.0, 120.0)
+_REPEAT_EVERY_S = 300.0
+_INITIAL_PHASE = "creating the processes"
 
-# What trains without an operator. Source: DeepSpeed 0.19 runtime/engine.py, _configure_basic_optimizer.
-_WITHOUT = {
+# Operator -> how to train without it. Source: DeepSpeed 0.19 runtime/engine.py, _configure_basic_optimizer.
+_ALTERNATIVES = {
     "fused_adam": 'set "torch_adam": true in optimizer.params',
     "cpu_adam": 'set "torch_adam": true in optimizer.params and "zero_force_ds_cpu_optimizer": false',
     "fused_lamb": "choose another optimizer.type",
@@ -40,23 +40,23 @@ _WITHOUT = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """What holds the start up now; ``detail`` is more sentences, or empty."""
+    """The current startup phase or build; ``detail`` may have further sentences."""
 
     text: str
     since_s: float
     detail: str = ""
 
 
-def is_due(age_s: float, told_age_s: float | None, silence_s: float) -> bool:
-    """Return whether an activity is due to be told (again).
+def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
+    """Return whether to log an activity now (again).
 
-    ``silence_s`` is how long nothing at all has been told.
+    ``silence_s`` is the time since the last log line.
     """
-    if told_age_s is None:
+    if logged_age_s is None:
         return silence_s >= _SILENCE_S
-    if any(told_age_s < due_s <= age_s for due_s in _TOLD_AGAIN_AT_S):
+    if any(logged_age_s < due_s <= age_s for due_s in _REPEAT_AT_S):
         return True
-    return age_s > _TOLD_AGAIN_AT_S[-1] and age_s - told_age_s >= _THEN_EVERY_S
+    return age_s > _REPEAT_AT_S[-1] and age_s - logged_age_s >= _REPEAT_EVERY_S
 
 
 def lasting(age_s: float) -> str:
@@ -64,8 +64,8 @@ def lasting(age_s: float) -> str:
 
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
-    """Return the phase that has lasted longest of all ranks; None if all have started."""
-    under_way = [(_AT_FIRST, began_s) if phase is None else phase for phase in phases]
+    """Return the oldest current phase of all ranks; None if all have started."""
+    under_way = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
     under_way = [phase for phase in under_way if phase[0] not in ("", TRAINING)]
     if not under_way:
         return None
@@ -75,7 +75,7 @@ def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Acti
 
 def build_activity(operator: str, since_s: float, folder: Path, holder: str) -> Activity:
     clock = time.strftime("%H:%M:%S", time.localtime(since_s))
-    without = _WITHOUT.get(operator)
+    without = _ALTERNATIVES.get(operator)
     way = f"To do without, {without}; to compile before" if without else "To compile before"
     detail = (
         f"since {clock}{holder}; ranks that use it wait. It happens once and may take minutes: the result is kept in {folder} "
@@ -90,27 +90,27 @@ def watched_start(
     print_line: Callable[[str], None],
     *,
     root: Path | None = None,
-    every_s: float = _LOOK_EVERY_S,
+    every_s: float = _START_POLL_S,
 ) -> Iterator[None]:
-    """Tell what ranks do until they have started, and watch builds of extensions.
+    """Log the ranks' startup phases and builds of extensions inside the block.
 
-    Builds hold all ranks and all trials of a user up at the same lock without a word (torch 2.13
-    ``cpp_extension._jit_compile``, ``FileBaton.wait``). The lock of a dead build is removed.
+    During a build all ranks and trials of a user wait silently for the same lock (torch 2.13 ``cpp_extension._jit_compile``,
+    ``FileBaton.wait``). Stale locks are removed.
     """
     watch = _Watch(phase_files, print_line, root)
-    with watching(watch.look, watch.close, name="dstrial-start-watch", every_s=every_s):
+    with polling(watch.poll, watch.close, name="dstrial-start-watch", every_s=every_s):
         yield
 
 
-def _worth_s(build: Build) -> float:
-    """How long a lock is held before it is told, seconds."""
-    # An operator that is only loaded has the lock for a moment, too. Builds are known by their locks, and not by a wrapped
-    # `jit_load`, because locks also tell of ranks that only wait, of other trials, and of extensions of the user's own.
+def _min_lock_age_s(build: Build) -> float:
+    """Return the age from which a lock is reported, seconds."""
+    # An operator that is only loaded takes the lock briefly too. Builds are found by their locks instead of a wrapped
+    # `jit_load`, because locks also cover waiting ranks, other trials, and the user's own extensions.
     return _LOADING_S if build.is_kept else _SILENCE_S
 
 
-def _trains(phase: tuple[str, float] | None) -> bool:
-    # What others compile holds nobody up who trains; a script may wait for it at any time.
+def _is_training(phase: tuple[str, float] | None) -> bool:
+    # Other builds do not block ranks that train; a script may wait for a build at any time.
     return phase is not None and phase[0] == TRAINING
 
 
@@ -122,20 +122,20 @@ class _Watch:
         self._print_line = print_line
         self._root = root or extensions_root()
         self._began_s = time.time()
-        self._last_told_s = self._began_s
-        self._told: dict[tuple[str, float], float] = {}
+        self._last_logged_s = self._began_s
+        self._logged_age_s: dict[tuple[str, float], float] = {}
         self._shown = ShownFile(STARTING_NAME)
         self._last_shown: dict[str, object] | None = None
         self._next_cleaning_s = 0.0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if time.monotonic() >= self._next_cleaning_s:
             self._next_cleaning_s = time.monotonic() + 5.0
             remove_stale_locks(self._root)
         phases = [read_phase(path) for path in self._phase_files()]
         found = activity(phases, self._began_s)
         is_untrained = found is not None
-        builds = [] if phases and all(_trains(phase) for phase in phases) else self._builds()
+        builds = [] if phases and all(_is_training(phase) for phase in phases) else self._builds()
         if builds:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)
@@ -144,17 +144,17 @@ class _Watch:
             return
         key = (found.text, found.since_s)
         age_s = time.time() - found.since_s
-        if is_due(age_s, self._told.get(key), time.time() - self._last_told_s):
-            is_again = key in self._told
-            self._last_told_s = time.time()
-            self._told[key] = age_s
+        if is_due(age_s, self._logged_age_s.get(key), time.time() - self._last_logged_s):
+            is_again = key in self._logged_age_s
+            self._last_logged_s = time.time()
+            self._logged_age_s[key] = age_s
             still = "still " if is_again else ""
             detail = f" {found.detail}" if found.detail and not is_again else lasting(age_s)
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
         now_s = time.time()
-        return [one for one in builds_under_way(self._root) if now_s - one.since_s >= _worth_s(one)]
+        return [one for one in builds_under_way(self._root) if now_s - one.since_s >= _min_lock_age_s(one)]
 
     def close(self) -> None:
         self._show(None, is_untrained=False)

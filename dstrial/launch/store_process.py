@@ -1,9 +1,9 @@
-"""The store at ``MASTER_ADDR``, in a process of its own.
+"""Serve the rendezvous store at ``MASTER_ADDR`` from a separate process.
 
-For ranks that make their process group without dstrial.
-``python -m dstrial.launch.store_process DESCRIPTOR ADDRESS``: the launcher itself imports no torch. A ``TCPStore`` keeps plain
-bytes, and listens on loopback here if the job is on one machine. torchrun's rendezvous keeps a pickle in a store on all
-interfaces (torch 2.13 ``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``), so that whoever connects runs code.
+For ranks that create their process group without dstrial. The command is ``python -m dstrial.launch.store_process DESCRIPTOR
+ADDRESS``, so that the launcher does not import torch. The ``TCPStore`` contains plain bytes and listens on loopback if the job
+is on one machine. torchrun's rendezvous stores a pickle on all interfaces (torch 2.13
+``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``), so that any client could run code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIMEOUT = datetime.timedelta(seconds=900)
 
 
 class StoreProcess:
-    """Serves a store from now until ``close``, or until this process has ended.
+    """A store served by a child process until ``close`` or the end of this process.
 
     Ranks that connect before torch is imported wait in the socket's backlog.
 
@@ -45,14 +45,14 @@ class StoreProcess:
 
 
 def main() -> None:
-    # The ranks end gracefully after a signal to all processes of a job, and need the store for that.
+    # After a signal to all processes of a job, the ranks still need the store to stop gracefully.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     listener, addr = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     from dstrial.ranks.rendezvous_store import serve_store_on
 
     _store = serve_store_on(listener, addr, _TIMEOUT)
-    sys.stdin.buffer.read()  # until the launcher ends
+    sys.stdin.buffer.read()  # returns when the launcher exits
 
 
 if __name__ == "__main__":

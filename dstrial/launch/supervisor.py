@@ -1,6 +1,6 @@
-"""Watches a launch's ranks: when each ended, which failed first, which to signal.
+"""Supervise the ranks of a launch: reap, find the first failure, send signals.
 
-A request to stop reaches the ranks only, not their process groups: a graceful stop still needs the workers of data loaders.
+A stop request is sent to the ranks only, not to their process groups: a graceful stop still needs data loader workers.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
 
 DEFAULT_FAILURE_GRACE_S = 10.0
-"""How long after the first failure the other ranks are killed, seconds."""
+"""Grace period from the first failure until the other ranks are killed, seconds."""
 
-# Ranks that lost a peer mostly end by themselves; only then are the others told to.
+# Ranks that lost a peer mostly exit by themselves in this time; the others are then asked to stop.
 _UNTOLD_GRACE_S = 2.0
 
 _TRACKER = b"from multiprocessing.resource_tracker import main;main("
-# One may still be starting when what it tracks is killed.
+# A resource tracker may still be starting when its process is killed.
 _TRACKER_TIMEOUT_S = 5.0
 
 
 class Supervisor:
     """The state of the ranks of one launch on this machine.
 
-    ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. After ``shutdown_timeout_s``
-    from a request to stop, and ``failure_grace_s`` from the first failure, ranks that are alive are killed.
+    ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. ``shutdown_timeout_s`` after a stop request or
+    ``failure_grace_s`` after the first failure, ranks that still run are killed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Supervisor:
         self._pids: dict[int, int] = {}
         self._error_files: dict[int, Path] = {}
         self._stderr_files: dict[int, Path] = {}
-        self._why_left: dict[int, Callable[[], str]] = {}
+        self._exit_problem: dict[int, Callable[[], str]] = {}
         self._left: dict[int, str] = {}
         self._ended: dict[int, tuple[float, int]] = {}
         self._term_sent_s: dict[int, float] = {}
@@ -69,19 +69,19 @@ class Supervisor:
         self._oom_kills_before = oom_kills()
 
     def set_files(
-        self, local_rank: int, *, error_file: Path, stderr_file: Path | None, why_left: Callable[[], str]
+        self, local_rank: int, *, error_file: Path, stderr_file: Path | None, exit_problem: Callable[[], str]
     ) -> None:
         """Set a rank's files.
 
-        ``why_left`` tells why exit code 0 is a failure, empty where it is none.
+        ``exit_problem`` returns why exit code 0 counts as a failure; empty if it does not.
         """
         self._error_files[local_rank] = error_file
-        self._why_left[local_rank] = why_left
+        self._exit_problem[local_rank] = exit_problem
         if stderr_file is not None:
             self._stderr_files[local_rank] = stderr_file
 
     def watch(self, local_rank: int, rank: int, pid: int) -> None:
-        """Start to watch a rank: a child of this process that leads its own session."""
+        """Add a rank: a child of this process that is the leader of its own session."""
         self._ranks[local_rank] = rank
         self._pids[local_rank] = pid
         threading.Thread(
@@ -89,13 +89,13 @@ class Supervisor:
         ).start()
 
     def end_left(self, local_rank: int) -> None:
-        """Kill a rank whose program has ended with exit code 0, which stays its exit code."""
+        """Kill a rank whose program has finished but does not exit; its exit code stays 0."""
         if local_rank not in self._ended:
             self._end_left.add(local_rank)
             _kill_group(self._pids[local_rank])
 
     def request_stop(self, signal_: signal.Signals) -> None:
-        """Ask all ranks to stop when they can; a SIGINT after the first request kills."""
+        """Ask all ranks to stop gracefully; a SIGINT after the first request kills them."""
         if self._stop_signal is None:
             self._stop_signal = signal_.name
         elif signal_ == signal.SIGINT:
@@ -110,7 +110,7 @@ class Supervisor:
         return self._killed_by_user
 
     def tick(self) -> bool:
-        """Do what is due now and say whether every rank has ended."""
+        """Reap and signal ranks as needed; return whether all ranks have ended."""
         alive = [local_rank for local_rank in self._pids if local_rank not in self._ended]
         if not alive:
             return True
@@ -129,20 +129,20 @@ class Supervisor:
         return False
 
     def exit_codes(self) -> tuple[int, ...]:
-        """Exit codes by local rank, as a shell sees them."""
+        """Exit codes by local rank, as in a shell."""
         return tuple(shell_exit_code(self._ended[local_rank][1]) for local_rank in sorted(self._ended))
 
     def killed_ranks(self) -> tuple[int, ...]:
-        """The global ranks that had to be killed, and had not failed before by themselves."""
+        """The global ranks that were killed without an earlier failure of their own."""
         return tuple(sorted(self._ranks[i] for i in self._kill_sent if self._ended[i][1] == -signal.SIGKILL))
 
     def first_ending(self) -> RankEnding | None:
-        """Return the failure that caused the others; None if our own signals ended all."""
+        """Return the failure that caused the others; None if only our signals ended ranks."""
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
         first = first_ending(ending for ending in endings if ending is not None)
         if first is None or not first.is_consequence:
             return first
-        # Asked to stop, a rank without a trained batch ends at once, and others may lose it in a collective.
+        # After a stop request, a rank without a trained batch exits at once, and a collective of other ranks may fail.
         if self._stop_signal is not None and any(
             status == -signal.SIGTERM for _, status in self._ended.values()
         ):
@@ -157,7 +157,7 @@ class Supervisor:
     def _ending(self, local_rank: int) -> RankEnding | None:
         ended_s, status = self._ended[local_rank]
         record = read_record(self._error_files[local_rank])
-        # Whatever signals this process may signal its ranks, too: systemd and Slurm signal all processes of a job.
+        # The sender may signal the ranks too: systemd and Slurm signal all processes of a job.
         is_stopped = self._stop_signal is not None or local_rank in self._term_sent_s
         ours = (status == -signal.SIGTERM and is_stopped) or (
             status == -signal.SIGKILL and local_rank in self._kill_sent
@@ -174,7 +174,7 @@ class Supervisor:
                 told["advice"] = killed_text(self._oom_kills_before)
             stderr_file = self._stderr_files.get(local_rank)
             error = tail(stderr_file) if stderr_file is not None else ""
-            # Below the message stands a C++ stack of dozens of frames.
+            # A C++ stack of dozens of frames follows the message.
             printed = tail(stderr_file, num_lines=400) if stderr_file is not None else ""
             is_caused = is_watchdog_abort(signal_name(status), printed)
         else:
@@ -202,7 +202,7 @@ class Supervisor:
 
     def _await_end(self, local_rank: int, pid: int) -> None:
         try:
-            # WNOWAIT leaves the rank unreaped, so that its pid still means its process group below.
+            # WNOWAIT does not reap the rank, so that its pid still identifies its process group below.
             result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
             result = None
@@ -220,7 +220,7 @@ class Supervisor:
         if status == -signal.SIGKILL and local_rank in self._end_left:
             status = 0
         if status == 0 and local_rank not in self._term_sent_s:
-            self._left[local_rank] = self._why_left[local_rank]()
+            self._left[local_rank] = self._exit_problem[local_rank]()
         self._ended[local_rank] = (ended_s, status)
 
     def _has_failure(self) -> bool:
@@ -247,9 +247,9 @@ class Supervisor:
 
 
 def _kill_group(group: int) -> bool:
-    """Kill a process group but for resource trackers; return whether one lives.
+    """Kill a process group except resource trackers; return whether one still runs.
 
-    Trackers delete semaphores and shared memory of the others, and then end themselves.
+    Trackers delete the other processes' semaphores and shared memory, then exit.
     """
     has_tracker = False
     for entry in Path("/proc").iterdir():
@@ -257,7 +257,7 @@ def _kill_group(group: int) -> bool:
             continue
         with contextlib.suppress(OSError, IndexError):
             fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-            # A process whose first thread alone has ended is called a zombie, too, and counts its threads (proc(5)).
+            # A process is also a zombie if only its main thread has ended; its thread count shows that (proc(5)).
             has_ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
             if int(fields[2]) != group or has_ended:
                 continue

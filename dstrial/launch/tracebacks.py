@@ -1,6 +1,6 @@
-"""Tracebacks for people: the user's frames; others are only counted.
+"""Format short tracebacks: frames of user code, with counts of other frames.
 
-Makes text of exceptions only, with no chain without a cause in it; where the whole traceback is kept is for ``failures``.
+Only formats text; ``failures`` stores full tracebacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import dstrial
 from dstrial.errors import DstrialError
 from dstrial.visible_text import cut_text
 
-# A message may hold a whole tensor, or a file; all ranks, the launcher, the log and the run's record take it.
+# Limit: a message may contain a whole tensor or file, and is copied to all ranks, launcher, log and run record.
 MAX_SHOWN_CHARS = 1 << 16
 MAX_LINE_CHARS = 1 << 11
 _MAX_WHOLE_CHARS = 1 << 20
@@ -29,7 +29,7 @@ _MAX_USER_FRAMES = 16
 _INNERMOST = 2
 _BECAUSE = "The above exception was the direct cause of the following exception:"
 _MEANWHILE = "During handling of the above exception, another exception occurred:"
-# torch 2.13 torch/_utils.py, ExceptionWrapper: how an exception of a DataLoader's worker (and of its pinning thread) arrives.
+# torch 2.13 torch/_utils.py, ExceptionWrapper: the form of an exception from a DataLoader's worker or pinning thread.
 _OF_WORKER = re.compile(
     r"\A[\w.]*: ?['\"]?Caught \w+ in (?P<where>[^\n]+)\.\nOriginal (?P<text>Traceback .*)", re.DOTALL
 )
@@ -39,9 +39,9 @@ _FRAME = re.compile(r'  File "(?P<file>[^"\n]+)", line \d+, in [^\n]*\n(?:    [^
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortTraceback:
-    """An exception as it is shown: the user's frames of a traceback, and one line.
+    """The short form of an exception: a traceback with user frames, and one line.
 
-    For an error of dstrial's own that no user frame leads to, ``text`` is only the message.
+    For a dstrial error without user frames, ``text`` is only the message.
     """
 
     text: str
@@ -56,10 +56,10 @@ class _Frame:
 
 
 def short_traceback(error: BaseException, directory: Path | None = None) -> ShortTraceback:
-    """Format an exception for the author of the program.
+    """Format an exception for the author of the user code.
 
-    Files below ``directory`` (the working directory if None) are named relative to it. A chained exception is shown if it is the
-    stated cause and says something that the last one does not, or if it was raised in the user's code.
+    Paths are relative to ``directory`` (None: the working directory). A chained exception is shown if it is an explicit cause
+    with more information than the last exception, or if it was raised in user code.
     """
     base = f"{(directory or Path.cwd()).resolve()}/"
     described = traceback.TracebackException.from_exception(error, compact=True)
@@ -82,14 +82,14 @@ def short_traceback(error: BaseException, directory: Path | None = None) -> Shor
 
 
 def whole_traceback(error: BaseException) -> str:
-    """Format an exception and its chain as Python does; cut more than 1 MiB."""
+    """Format an exception and its chain as Python does; truncate at 1 MiB."""
     return cut_text("".join(traceback.format_exception(error)), _MAX_WHOLE_CHARS)
 
 
 def _chain(
     error: BaseException, described: traceback.TracebackException
 ) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
-    """Yield what to show, the first cause first, each with the words that lead on."""
+    """Yield the exceptions to show, root cause first, each with its joining phrase."""
     found: list[tuple[traceback.TracebackException, BaseException, str]] = []
     joint, seen = "", set()
     while id(error) not in seen:
@@ -127,7 +127,7 @@ def _length(described: traceback.TracebackException | None) -> int:
 
 
 def _block(described: traceback.TracebackException, error: BaseException, base: str) -> tuple[str, bool]:
-    """Return one exception of a chain as text, and whether that is all of it."""
+    """Return one exception of a chain as text, and whether the text is complete."""
     frames = _frames_of(described.stack)
     ending = "".join(described.format_exception_only()).rstrip("\n")
     if getattr(described, "exceptions", None):
@@ -158,10 +158,10 @@ def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
 
 
 def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
-    """Return the user's frames as lines, with a count for each row of others.
+    """Return user frames as lines; consecutive other frames become one line.
 
-    What comes before the user's first frame is counted behind the last one, which leaves the user's on top. Without any of
-    the user's the innermost ones stay.
+    Frames before the first user frame are counted at the end, so that user frames come first. Without user frames the
+    innermost frames are kept.
     """
     kept = {position for position, frame in enumerate(frames) if _package(frame.file) is None}
     if not kept and keeps_innermost:
@@ -203,7 +203,7 @@ def _place(frame: _Frame) -> str:
 
 
 def _package(file: str) -> str | None:
-    """Return whose a file is: a package, dstrial, Python; None for the user's own."""
+    """Return the owner of a file: a package, dstrial or Python; None for user code."""
     installed = _INSTALLED.search(file)
     if installed is not None:
         return installed[1].removesuffix(".py")

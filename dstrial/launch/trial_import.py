@@ -1,4 +1,4 @@
-"""Import the user's trial class; say what is wrong in their files if it fails."""
+"""Import the user's trial class; explain errors in the user's files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dstrial.launch.tracebacks import short_traceback
 
 
 def import_trial(spec: str, context_dir: Path) -> type[Any]:
-    """Import ``module:Class``, with ``context_dir`` first on the module path for good.
+    """Import ``module:Class``; prepend ``context_dir`` to ``sys.path``.
 
     Args:
         spec: for example ``model_def:MyTrial`` or ``package.model_def:MyTrial``.
         context_dir: the directory that holds the module.
 
     Raises:
-        TrialImportError: the module raises while it is imported, or has no such class. The message ends
-            with the traceback, from the user's first line on.
+        TrialImportError: the import raises, or the module has no such class. The message ends with the
+        traceback of user code.
 
     Ranks: each its own; no communication.
     """
@@ -54,14 +54,14 @@ def import_trial(spec: str, context_dir: Path) -> type[Any]:
 
 
 def find_modules_first(context_dir: Path) -> None:
-    """Put a directory first on the module path, for good."""
+    """Prepend a directory to ``sys.path`` unless it is already first."""
     directory = str(context_dir.resolve())
     if sys.path[:1] != [directory]:
         sys.path.insert(0, directory)
 
 
 def is_determined_trial(trial_class: type[Any]) -> bool:
-    """Say whether a class is one of Determined's own trials, and not of dstrial's."""
+    """Return whether a class is a trial of Determined's harness, not of dstrial."""
     packages = {base.__module__.partition(".")[0] for base in trial_class.__mro__}
     return "determined" in packages and "dstrial" not in packages
 
@@ -76,7 +76,7 @@ def _import_module(module_name: str, spec: str, context_dir: Path) -> ModuleType
                 "module. Correct the name, or pass its directory as --context-dir."
             ) from None
         raise _import_error(error, spec, context_dir) from error
-    except (Exception, SystemExit) as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise _import_error(error, spec, context_dir) from error
 
 

@@ -1,7 +1,4 @@
-"""What the launcher's watches share.
-
-A thread that looks again and again, and a file that shows what it sees.
-"""
+"""Shared code of the launcher's watches: a polling thread and a status file."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ logger = logging.getLogger("dstrial.launch")
 
 
 @contextlib.contextmanager
-def watching(
-    look: Callable[[], None], close: Callable[[], None], *, name: str, every_s: float
+def polling(
+    poll: Callable[[], None], close: Callable[[], None], *, name: str, every_s: float
 ) -> Iterator[None]:
-    """Call ``look`` from a thread while a block lasts, then ``close``.
+    """Call ``poll`` periodically from a thread inside the block, then ``close``.
 
-    A look that fails is logged, once in a row of equal ones, and watching goes on.
+    Exceptions of ``poll`` are logged, equal ones only once in a row, and polling continues.
     """
     is_over = threading.Event()
 
@@ -34,11 +31,11 @@ def watching(
         last = ""
         while not is_over.wait(every_s):
             try:
-                look()
+                poll()
                 last = ""
             except Exception as error:
                 if repr(error) != last:
-                    logger.warning("%s had a problem and goes on", name, exc_info=True)
+                    logger.warning("%s failed once; it continues", name, exc_info=True)
                 last = repr(error)
         close()
 
@@ -52,17 +49,17 @@ def watching(
 
 
 class ShownFile:
-    """A file of the allocation's directory that shows what a watch sees."""
+    """A status file in the allocation's directory, written by a watch."""
 
     def __init__(self, name: str) -> None:
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
         self._path = Path(directory) / name if directory else None
 
     def show(self, fields: Mapping[str, Any] | None) -> None:
-        """Replace what is shown; None takes it back."""
+        """Replace the file's content; None deletes the file."""
         if self._path is None:
             return
-        with contextlib.suppress(OSError):  # The next look shows it.
+        with contextlib.suppress(OSError):  # The next poll writes the file.
             if fields is None:
                 self._path.unlink(missing_ok=True)
             else:

@@ -227,7 +227,7 @@ class GroupChannel:
                     has_announced = True
                 if self._store.check([_LEFT]):
                     left = self._store.get(_LEFT).decode(errors="replace")
-                    raise RankError(f"{transfer.name} is without a rank that takes part no more; {left}")
+                    raise RankError(f"{transfer.name} cannot complete without a rank that has left; {left}")
                 failure = self._timeout_error(transfer) if is_over else None
             except RuntimeError as error:
                 raise self._peer_error(transfer, error) from error

@@ -85,7 +85,7 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 
     Ranks: any; no communication.
     """
-    view = _View(environ)
+    view = _EnvView(environ)
     has_rank, has_world_size = view.has("RANK"), view.has("WORLD_SIZE")
     if has_rank and has_world_size:
         return _validated(_from_explicit_variables(view), view)
@@ -113,14 +113,14 @@ def device_variable(identity: RankIdentity, device_idx: int) -> str:
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
 
-def _local_rank_before(view: _View, rank: int) -> int | None:
+def _local_rank_before(view: _EnvView, rank: int) -> int | None:
     text = view.text(DEVICE_VARIABLE) or ""
     prefix = f"{rank}:{view.text('LOCAL_RANK')}:"
     rest = text.removeprefix(prefix)
     return int(rest) if text.startswith(prefix) and rest.isdecimal() else None
 
 
-class _View:
+class _EnvView:
     """Environment that records which variables were read, for error messages."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -162,7 +162,7 @@ class _View:
         raise RankIdentityError(f"{problem}. {fix} Seen in the environment: {seen or 'nothing'}.")
 
 
-def _from_explicit_variables(view: _View) -> RankIdentity:
+def _from_explicit_variables(view: _EnvView) -> RankIdentity:
     is_torchrun = view.has("LOCAL_WORLD_SIZE") or view.has("GROUP_RANK") or not view.has("LOCAL_SIZE")
     rank, world_size = view.integer("RANK"), view.integer("WORLD_SIZE")
     single = world_size == 1
@@ -189,7 +189,7 @@ def _from_explicit_variables(view: _View) -> RankIdentity:
     )
 
 
-def _from_slurm(view: _View) -> RankIdentity | None:
+def _from_slurm(view: _EnvView) -> RankIdentity | None:
     if not (view.has("SLURM_PROCID") and view.has("SLURM_STEP_ID")):
         return None
     if view.integer("SLURM_STEP_ID") % 2**32 >= _SLURM_FIRST_RESERVED_STEP_ID:
@@ -219,7 +219,7 @@ def _from_slurm(view: _View) -> RankIdentity | None:
     )
 
 
-def _slurm_local_world_size(view: _View, world_size: int, node_rank: int, num_nodes: int) -> int:
+def _slurm_local_world_size(view: _EnvView, world_size: int, node_rank: int, num_nodes: int) -> int:
     """Return the number of the step's tasks on this node.
 
     ``SLURM_GTIDS`` lists them. The counts of all nodes are in list order, but ``SLURM_NODEID`` is not in a heterogeneous step
@@ -243,7 +243,7 @@ def _slurm_local_world_size(view: _View, world_size: int, node_rank: int, num_no
     return tasks_per_node[node_rank]
 
 
-def _slurm_nodes(view: _View, num_nodes: int) -> tuple[str, ...]:
+def _slurm_nodes(view: _EnvView, num_nodes: int) -> tuple[str, ...]:
     name = "SLURM_STEP_NODELIST" if view.has("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     text = view.text(name)
     try:
@@ -258,7 +258,7 @@ def _slurm_nodes(view: _View, num_nodes: int) -> tuple[str, ...]:
     return nodes
 
 
-def _from_openmpi(view: _View) -> RankIdentity | None:
+def _from_openmpi(view: _EnvView) -> RankIdentity | None:
     if not view.has("OMPI_COMM_WORLD_RANK"):
         return None
     world_size = view.integer("OMPI_COMM_WORLD_SIZE")
@@ -281,7 +281,7 @@ def _from_openmpi(view: _View) -> RankIdentity | None:
     )
 
 
-def _from_hydra(view: _View) -> RankIdentity | None:
+def _from_hydra(view: _EnvView) -> RankIdentity | None:
     if not (view.has("PMI_RANK") and view.has("MPI_LOCALRANKID")):
         return None
     rank, world_size = view.integer("PMI_RANK"), view.integer("PMI_SIZE")
@@ -323,7 +323,7 @@ def _hydra_proxy_job_id(process_dir: Path = Path("/proc")) -> str | None:
     return None
 
 
-def _master_addr(view: _View, num_nodes: int) -> str:
+def _master_addr(view: _EnvView, num_nodes: int) -> str:
     addr = _given_master_addr(view)
     if addr is None and num_nodes > 1:
         view.fail(
@@ -333,12 +333,12 @@ def _master_addr(view: _View, num_nodes: int) -> str:
     return addr or LOOPBACK_ADDR
 
 
-def _given_master_addr(view: _View) -> str | None:
+def _given_master_addr(view: _EnvView) -> str | None:
     return view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
 
 
 def _master_port(
-    view: _View, world_size: int, job_id: Callable[[], str | None] | None, *, optional: bool = False
+    view: _EnvView, world_size: int, job_id: Callable[[], str | None] | None, *, optional: bool = False
 ) -> int:
     if view.has("MASTER_PORT"):
         port = view.integer("MASTER_PORT")
@@ -362,7 +362,7 @@ def _ceil_div(dividend: int, divisor: int) -> int:
     return -(-dividend // max(divisor, 1))
 
 
-def _validated(identity: RankIdentity, view: _View) -> RankIdentity:
+def _validated(identity: RankIdentity, view: _EnvView) -> RankIdentity:
     for what, index, count in (
         ("rank", identity.rank, identity.world_size),
         ("local rank", identity.local_rank, identity.local_world_size),

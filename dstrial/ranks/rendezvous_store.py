@@ -30,7 +30,7 @@ from dstrial.ranks.job_secret import private_path
 from dstrial.ranks.sockets import rendezvous_socket
 
 _SCHEME = "dstrial"
-_LOOK_S = 0.01
+_POLL_S = 0.01
 _SEARCH_S = 0.1
 _PROBE_S = 2.0
 # torch's type stubs do not export its stores.
@@ -181,4 +181,4 @@ def _await_all(store: Any, identity: RankIdentity, give_up_at_s: float, timeout_
                 f"(this is rank {identity.rank}); expected every rank to arrive. Look at the output of {who}."
             )
         if missing:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""A watch of the launcher looks as long as ranks run, whatever one of its looks meets, and shows what it sees."""
+"""The launcher's watches poll until the ranks end, even after an exception, and write their status file."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from waiting import wait_for
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 from dstrial.launch.start_watch import watched_start
-from dstrial.launch.watches import ShownFile, watching
+from dstrial.launch.watches import ShownFile, polling
 
 
-def test_a_watch_looks_until_the_block_ends_and_is_closed_once() -> None:
+def test_polling_continues_until_block_ends_and_closes_once() -> None:
     seen: list[str] = []
-    with watching(
-        lambda: seen.append("look"), lambda: seen.append("close"), name="dstrial-test-watch", every_s=0.005
+    with polling(
+        lambda: seen.append("poll"), lambda: seen.append("close"), name="dstrial-test-watch", every_s=0.005
     ):
-        wait_for(lambda: seen.count("look") >= 3)
+        wait_for(lambda: seen.count("poll") >= 3)
     assert seen[-1] == "close"
     assert seen.count("close") == 1
 
 
-def test_a_look_that_fails_is_logged_once_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_polling_logs_equal_exceptions_once_and_continues(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[int] = []
 
-    def look() -> None:
+    def poll() -> None:
         seen.append(len(seen))
         if len(seen) <= 3:
             raise OSError("the terminal is gone")
 
-    with caplog.at_level(logging.WARNING), watching(look, list, name="dstrial-test-watch", every_s=0.005):
+    with caplog.at_level(logging.WARNING), polling(poll, list, name="dstrial-test-watch", every_s=0.005):
         wait_for(lambda: len(seen) >= 5)
-    assert [record.message for record in caplog.records] == ["dstrial-test-watch had a problem and goes on"]
+    assert [record.message for record in caplog.records] == ["dstrial-test-watch failed once; it continues"]
 
 
 def test_a_start_is_told_of_though_a_line_could_not_be_printed(

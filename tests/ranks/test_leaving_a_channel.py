@@ -1,4 +1,4 @@
-"""A rank that takes part no more is named to those that wait for it, long before their deadline."""
+"""Ranks that wait for a rank that has left fail long before their deadline and name it."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ def wait_for_a_rank_that_leaves() -> str:
 def test_whoever_waits_for_a_rank_that_left_is_told_why() -> None:
     waiting, left = (result.value for result in run_function(wait_for_a_rank_that_leaves, 2))
     assert left == "left"
-    assert waiting == "allgather is without a rank that takes part no more; rank 1: the upload failed"
+    assert waiting == "allgather cannot complete without a rank that has left; rank 1: the upload failed"

@@ -21,7 +21,7 @@ from dstrial.config.keys import AUTO, Dialect, check_keys
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
 
-_WHO_FILLS_IN = (
+_AUTO_HINT = (
     f' "{AUTO}" is filled in only for an entrypoint whose script, or a module beside it that it imports, shows Hugging Face\'s '
     "Trainer or Accelerate's Accelerator."
 )
@@ -178,7 +178,7 @@ def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | No
             total, micro, steps = (given[key] for key in BATCH_KEYS)
             solution = solve_batch(total, micro, steps, replicas, where=where)
     except ConfigError as error:
-        hint = "" if filler is not None or AUTO not in given.values() else _WHO_FILLS_IN
+        hint = "" if filler is not None or AUTO not in given.values() else _AUTO_HINT
         findings.problems += [
             dataclasses.replace(problem, fix=f"{problem.fix}{hint}") for problem in error.problems
         ]

@@ -193,8 +193,8 @@ def _check_slots(
             f"at least {slots}, the slots_per_trial, without which no trial ever starts",
             "Raise it, or remove it.",
         )
-    goes_on_with_fewer = resumed is not None and _fits(resumed, raw, num_slots or 0)
-    if num_slots is None or not isinstance(slots, int) or slots <= num_slots or goes_on_with_fewer:
+    can_run_with_fewer = resumed is not None and _fits(resumed, raw, num_slots or 0)
+    if num_slots is None or not isinstance(slots, int) or slots <= num_slots or can_run_with_fewer:
         return False
     if defaults.launch_error:
         findings.problem(

@@ -1,1 +1,1 @@
-"""Find ranks that make no progress, name the straggler, restart them if asked."""
+"""Detect stalled ranks, find the straggler, and restart the ranks if configured."""

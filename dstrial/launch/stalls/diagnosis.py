@@ -1,4 +1,4 @@
-"""Decides whether ranks have stalled, and names the straggler. Pure."""
+"""Decide whether ranks have stalled, and find the straggler. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrial.launch.stalls.stacks import Place, Wait
 from dstrial.ranks.heartbeat import Beat, Phase
 
 STOPPED_AFTER_S = 10.0  # a stopped process is reported after this long, whatever the timeout
-FIRST_FACTOR = 8  # timeouts until the first of a phase, which may compile, has stalled: 16 minutes by default
+FIRST_FACTOR = 8  # timeouts for the first phase of a kind, which may compile: 16 minutes by default
 
 _PHASES = {
     Phase.BATCH: ("batch", "in train_batch"),
@@ -38,9 +38,9 @@ class StallSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank at one moment: its heartbeat, and its process's state letter (proc(5)).
+    """A rank's state at one poll: heartbeat, and the process's state letter (proc(5)).
 
-    ``age_s`` is how long the phase has lasted, ``stopped_s`` how long the process has been stopped.
+    ``age_s`` is the age of the phase; ``stopped_s`` is the time since the process was stopped.
     """
 
     rank: int
@@ -56,15 +56,15 @@ class RankView:
 
     @property
     def kind(self) -> Phase:
-        """The phase by which the rank is timed: an exchange waits for the slowest batch."""
+        """The phase whose timeout applies: an exchange waits for the slowest rank's batch."""
         return Phase.BATCH if self.beat.phase is Phase.BETWEEN else self.beat.phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """Ranks that have made no progress for ``lasted_s`` after ``batch`` batches.
+    """A stall: no rank has made progress for ``lasted_s`` after ``batch`` batches.
 
-    ``longest_s`` is the longest phase of this kind so far. Without ``is_certain`` the ranks may only be slow.
+    ``longest_s`` is the longest phase of this kind so far. If not ``is_certain``, the ranks may only be slow.
     """
 
     kind: Phase
@@ -75,13 +75,13 @@ class Stall:
 
     @property
     def prefix(self) -> str:
-        """How each line about the stall begins."""
+        """The common beginning of the log lines about the stall."""
         return "stalled:" if self.is_certain else "slow:"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where the ranks are, which rank the others wait for if known, and a hint."""
+    """The position of each rank, the straggler if known, and a hint."""
 
     text: str
     straggler: int | None
@@ -92,7 +92,7 @@ class Diagnosis:
 def find_longest(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
     """Return the longest finished phase of each kind over all ranks.
 
-    ``longest_batch_s`` is what the launcher has measured, as ranks measure few batches.
+    ``longest_batch_s`` is measured by the launcher, because ranks measure only few batches.
     """
     found = {} if longest_batch_s is None else {Phase.BATCH: longest_batch_s}
     for view in views:
@@ -105,10 +105,10 @@ def find_longest(views: Sequence[RankView], longest_batch_s: float | None) -> di
 def find_stall(
     views: Sequence[RankView], longest_s: Mapping[Phase, float], settings: StallSettings
 ) -> Stall | None:
-    """Return the stall of the ranks, or None.
+    """Return the stall if the ranks have stalled, else None.
 
-    Ranks have stalled if none has entered a new phase for the timeout plus the longest so far of any phase that a rank is in,
-    because a rank that waits for another one is quiet for as long as that one. The first of a phase is certain after
+    The ranks have stalled if none enters a new phase for the timeout plus the longest duration so far of any current phase. (A
+    rank that waits for another rank is silent as long as that rank.) The first phase of a kind is certain after
     ``FIRST_FACTOR`` timeouts. A stopped process counts after ten seconds. User code between batches is never certain.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
@@ -128,9 +128,9 @@ def find_stall(
 
 
 def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
-    """Return the rank that the others wait for; of several, the farthest behind."""
-    # On an accelerator a rank may wait for others without a call that shows it: a rank that computes is the straggler only if
-    # another rank is seen to wait.
+    """Return the rank for which the others wait; of several, the one farthest behind."""
+    # On an accelerator a rank may wait for others without a visible call. So a computing rank is the straggler only if the
+    # stack of another rank shows a wait.
     is_awaited = len(views) == 1 or any(_waits(place) for place in places.values())
     for is_straggler in (
         lambda view: view.is_stopped,
@@ -146,9 +146,9 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
 
 
 def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
-    """Say where each rank is, the straggler first.
+    """Describe the position of each rank, the straggler first.
 
-    ``places`` lacks ranks without stacks; the text has no full stop.
+    ``places`` has only ranks with a stack; the text has no full stop.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     straggler = find_straggler(views, places)
@@ -169,7 +169,7 @@ def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosi
 
 
 def sentence(stall: Stall, diagnosis: Diagnosis) -> str:
-    """Return the line about a stall."""
+    """Return the log line about a stall."""
     unit = _PHASES[stall.kind][0]
     if stall.longest_s is not None:
         so_far = f"the longest {unit} so far took {_seconds(stall.longest_s)}"
@@ -178,7 +178,7 @@ def sentence(stall: Stall, diagnosis: Diagnosis) -> str:
     else:
         so_far = f"no {unit} has ended so far, and the first may take long"
     hint = f" {diagnosis.hint}" if diagnosis.hint else ""
-    # Training may go on while a checkpoint is written in the background.
+    # Training may continue while a checkpoint is written in the background.
     what = "It has not ended" if stall.kind is Phase.SAVE else "Nothing has moved"
     return f"{stall.prefix} {diagnosis.text}. {what} for {_seconds(stall.lasted_s)}; {so_far}.{hint}"
 
@@ -188,7 +188,7 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
     if len(places) < len(views) or not all(_waits(place) for place in places.values()):
         return Diagnosis(states, None)
     if any(place.wait is Wait.DEVICE for place in places.values()):
-        # A device may wait for a collective that another rank has not called; that is not seen.
+        # A device may wait for a collective that another rank has not called; stacks do not show that.
         return Diagnosis(states, None, "See whether all ranks call the same collectives, in the same order.")
     groups: dict[str, list[int]] = {}
     for view in views:
@@ -204,7 +204,7 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
         return Diagnosis(f"{ranks} {where}", None, hint)
     texts = [f"{_name(ranks)} {'is' if len(ranks) == 1 else 'are'} {at}" for at, ranks in groups.items()]
     ahead = max(views, key=lambda view: view.beat.batch)
-    # A rank that has gone past an exchange in which the others still wait has left it out.
+    # A rank that is ahead of an exchange in which the others wait has skipped it.
     is_ahead = any(view.beat.batch != ahead.beat.batch for view in views)
     named = _name([ahead.rank]) if is_ahead else "one of them"
     return Diagnosis(
@@ -258,7 +258,7 @@ def _hint(view: RankView, place: Place | None) -> str:
 
 
 def _is_blocked(view: RankView, place: Place | None) -> bool:
-    # A process that writes its stacks has left the kernel.
+    # A process that could write its stacks is not blocked in the kernel.
     return view.state == "D" and place is None
 
 
@@ -271,7 +271,7 @@ def _waits_for_ranks(place: Place | None) -> bool:
 
 
 def _waits_for_data(view: RankView, place: Place | None) -> bool:
-    # A loader may itself talk to other ranks, as the Trainer's does; then the rank waits for those.
+    # A loader may communicate with other ranks, as the Trainer's does; then the rank waits for them.
     if _waits(place):
         return False
     return view.beat.waits_for_data or (place is not None and place.wait is Wait.DATA)

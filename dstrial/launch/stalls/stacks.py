@@ -1,6 +1,6 @@
-"""Asks ranks for their Python stacks, and says what each rank waits for.
+"""Dump the ranks' Python stacks, and find out for what each rank waits.
 
-The signal is sent only to processes that catch it: it would end any other.
+The signal is sent only to processes with a handler, because it would end others.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from dstrial.process_state import catches, children, has_open
 from dstrial.ranks.stack_dump import STACKS_SIGNAL
 
 _DUMP_TIMEOUT_S = 5.0
-_QUIET_S = 0.15  # a dump is complete once its file has not grown for so long
+_QUIET_S = 0.15  # a dump is complete when its file has not grown for this time
 _MAX_WORKERS = 8
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[.*\])? \(most recent call first\):")
 _NAME = re.compile(r"^Thread 0x([0-9a-fA-F]+) is named (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
-# A rank whose innermost calls are in these files waits for other ranks.
+# If the innermost calls are in these files, the rank waits for other ranks.
 _COLLECTIVE = (
     "/torch/distributed/",
     "/deepspeed/comm/",
     "/dstrial/ranks/",
 )
-# Names of collectives are taken from these files first; wrappers of them say less.
+# The collective's name is taken from these files first, because wrappers are less specific.
 _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control_channel.py")
 _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
-# ZeRO 3 waits here for handles of C++, which have no frames of their own.
+# ZeRO 3 waits here for C++ handles, which have no Python frames.
 _ZERO_GATHERS = "/deepspeed/runtime/zero/partition_parameters.py"
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _FETCH = "/torch/utils/data/_utils/fetch.py"
 _MASTER = ("/determined/common/api/",)
 _REPORT_WRITER = "/dstrial/loop/report_writer.py"
 _DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
-# These are written in C++ and have no frame of their own: only the calling line tells. On the CPU they take no time.
+# C++ functions without Python frames: only the calling line shows them. On the CPU they take no time.
 _DEVICE_CALL = re.compile(r"\.(?:item|cpu|tolist|numpy|synchronize|nonzero)\(")
 _BACKWARD = "_engine_run_backward"
 _OURS = str(Path(__file__).parents[2])
@@ -51,7 +51,7 @@ _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+/")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One call; ``line`` is 0 where Python does not know it."""
+    """One call on a stack; ``line`` is 0 if unknown."""
 
     file: str
     line: int
@@ -70,23 +70,23 @@ class ThreadStack:
 
 
 class Wait(enum.Enum):
-    """What a rank waits for, as far as its stack shows."""
+    """The kind of operation for which a rank waits, from its stack."""
 
     RANKS = "ranks"
     DATA = "data"
     MASTER = "master"
     DEVICE = "device"
-    """Its accelerator, which may itself wait for other ranks in an earlier collective."""
+    """The accelerator, which may itself wait for other ranks in an earlier collective."""
     UNKNOWN = "unknown"
-    """None of these: the rank computes, or waits for something that only its code knows."""
+    """Other: the rank computes, or waits for something that the stack does not show."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is, and what it waits for.
+    """The position of a rank in the code, and for what it waits.
 
-    ``frame`` is the innermost call of the user's code, or of dstrial's if the thread runs none of the user's; in the loader
-    worker ``worker_pid`` if that is not 0.
+    ``frame`` is the innermost call of the user's code, else of dstrial's code. If ``worker_pid`` is not 0, the frame is in that
+    loader worker.
     """
 
     wait: Wait
@@ -96,13 +96,13 @@ class Place:
 
     @property
     def call(self) -> str:
-        """The function and line to look at; empty if unknown."""
+        """Function, file and line of the frame; empty if unknown."""
         frame = self.frame
         return "" if frame is None else f"{frame.function} ({frame.file.rpartition('/')[2]}:{frame.line})"
 
 
 def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
-    """Return the stacks that processes write into files, by pid, within 5 s."""
+    """Make processes dump their stacks to files; return the texts by pid, within 5 s."""
     sizes: dict[int, int] = {}
     for pid, path in files.items():
         if catches(pid, STACKS_SIGNAL):
@@ -149,12 +149,12 @@ def parse_stacks(text: str) -> list[ThreadStack]:
 
 
 def thread_names(text: str) -> dict[int, str]:
-    """Return the names of non-daemon threads that a leaving rank has written."""
+    """Return the names of non-daemon threads that an exiting rank has written."""
     return {int(number, 16): name for number, name in _NAME.findall(text)}
 
 
 def stack_of(stacks: Sequence[ThreadStack], thread_id: int) -> ThreadStack | None:
-    """Return one thread's calls, or the oldest thread's if there is no such thread."""
+    """Return the stack of one thread, or of the oldest thread if it is missing."""
     for stack in reversed(stacks):
         if stack.thread_id == thread_id:
             return stack
@@ -166,20 +166,20 @@ def place_of(
     thread_id: int,
     source_line: Callable[[str, int], str] = lambda _file, _line: "",
 ) -> Place | None:
-    """Return where a thread is; None without a stack."""
+    """Return the position of a thread; None without a stack."""
     stack = stack_of(stacks, thread_id)
     if stack is None or not stack.frames:
         return None
     wait, operation = _wait_of(stack.frames)
     others = [other.frames for other in stacks if other is not stack]
     if wait is Wait.UNKNOWN and any(frame.function == _BACKWARD for frame in stack.frames[:3]):
-        # Hooks of a backward pass on an accelerator run in autograd's threads, which Python has not started.
+        # On an accelerator, hooks of the backward pass run in autograd's C++ threads.
         for frames in others:
             found = _wait_of(frames)
             if found[0] is Wait.RANKS and not _has(frames, "threading.py", "_bootstrap_inner"):
                 wait, operation = found
     if wait is Wait.UNKNOWN and _has(stack.frames, _REPORT_WRITER):
-        # The thread waits for the report writer, which may wait for the master.
+        # The thread waits for the report writer, which may itself wait for the master.
         for frames in others:
             if _has(frames, _REPORT_WRITER, "_run"):
                 wait, operation = _wait_of(frames)
@@ -190,12 +190,12 @@ def place_of(
 
 
 def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
-    """Return the place in the rank's loader worker that reads data, if there is one.
+    """Return the position in the loader worker that reads data; else ``place``.
 
-    Workers are forks of the rank and write their stacks into its file, one worker after the other.
+    Workers are forks of the rank and append their stacks to the rank's file, one after the other.
     """
     for pid in children(rank_pid)[:_MAX_WORKERS]:
-        # A child that is no fork of the rank may use the signal for something else.
+        # A child that is not a fork of the rank may use the signal for another purpose.
         if not has_open(pid, path):
             continue
         for stack in reversed(parse_stacks(dump_stacks({pid: path}).get(pid, ""))):
@@ -206,7 +206,7 @@ def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
 
 
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
-    """Return what the innermost calls, up to the user's own, wait for."""
+    """Return (kind of wait, name) from the calls inside the innermost user frame."""
     num_inner = next((idx for idx, frame in enumerate(frames) if _is_users(frame)), len(frames))
     inner = frames[:num_inner]
     if _has(inner[:2], _ZERO_GATHERS, "wait"):
@@ -218,7 +218,7 @@ def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
             return Wait.MASTER, ""
         if _is_in(frame, _DATA):
             return Wait.DATA, ""
-    # User code in a data set that the loader has called in the rank itself.
+    # User code of a data set, called by the loader in the rank itself.
     if any("/torch/utils/data/" in frame.file for frame in frames[: num_inner + 12]):
         return Wait.DATA, ""
     if any(_is_in(frame, _DEVICE) for frame in inner):

@@ -1,6 +1,6 @@
-"""Polls the ranks' heartbeats, and reports a stall with straggler and stacks.
+"""Poll the ranks' heartbeats; report a stall with straggler and stacks.
 
-Lines go to the launcher's log, the state to ``stalled.json`` of the allocation. ``diagnosis`` decides.
+Lines go to the launcher's log, the state to the allocation's ``stalled.json``. ``diagnosis`` makes the decisions.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from dstrial.process_state import kernel_function, read_state
 from dstrial.ranks.heartbeat import MAIN_LANE, SAVE_LANE, Beat, Phase, read_beat
 
 EXIT_TIMEOUT_S = 60.0
-"""How long threads and exit handlers may keep a rank after its program; loggers flush then."""
+"""Grace period from the end of a rank's program to its exit, seconds; loggers flush in this time."""
 
 POLL_S = 0.5
-_MAX_POLL_S = 2.0  # a launcher that was itself stopped, or a machine that slept, has not watched meanwhile
+_MAX_POLL_S = 2.0  # limits the time counted per poll, as the launcher or machine may have been suspended
 _MAX_FRAMES = 25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedRanks:
-    """This machine's ranks by slot, and their heartbeats.
+    """This machine's ranks by slot, with their heartbeats.
 
-    ``stacks_files`` has, by rank, the file to which the rank writes its stacks; whole dumps are kept in ``kept_stacks``. With
-    ``has_other_nodes`` the straggler may be on another machine.
+    ``stacks_files`` maps each rank to the file to which it writes its stacks; full dumps are stored in ``kept_stacks``. If
+    ``has_other_nodes``, the straggler may be on another machine.
     """
 
     beats: mmap.mmap | bytearray
@@ -64,8 +64,8 @@ class WatchedRanks:
 
 
 @dataclasses.dataclass(slots=True)
-class _Seen:
-    """The beat of one lane at the last poll, and since when it holds."""
+class _LaneState:
+    """The beat of one lane at the last poll, and the time since it is unchanged."""
 
     beat: Beat
     since_s: float
@@ -73,9 +73,10 @@ class _Seen:
 
 
 class StallWatch:
-    """Polls the ranks; one thread calls ``poll`` again and again.
+    """Detects stalls; one thread calls ``poll`` periodically.
 
-    ``end_ranks`` gets the rank to blame, if known, and the line. ``end_left`` ends the rank of a slot that does not exit.
+    ``end_ranks`` is called with the straggler, if known, and the log line. ``end_left`` kills the rank of a slot whose program
+    has ended but whose process does not exit.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class StallWatch:
         self._clock = clock
         self._polled_s = clock()
         self._now_s = 0.0  # time watched
-        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._seen: dict[tuple[int, int], _LaneState] = {}
         self._longest_batch_s: float | None = None
-        self._stopped_s = -math.inf  # when a rank was stopped last
+        self._stopped_s = -math.inf  # last time at which a rank was stopped
         self._stall: Stall | None = None
         self._reported_s: float | None = None
         self._reported_batch = 0
@@ -126,7 +127,7 @@ class StallWatch:
         if before is not None and (stall is None or (stall.kind, stall.batch) != (before.kind, before.batch)):
             self._end_stall(has_live_ranks=bool(views))
         self._stall = stall
-        # Reported at once, and again whenever the stall has lasted twice as long.
+        # Report at once, and again each time the duration has doubled.
         if stall is not None and (self._reported_s is None or stall.lasted_s >= 2 * self._reported_s):
             self._reported_s = stall.lasted_s
             self._reported_batch = self._farthest()
@@ -158,7 +159,7 @@ class StallWatch:
         seen = self._advance(slot, lane, beat)
         state = read_state(beat.pid)
         if state is None or state.start_ticks != beat.start_ticks or state.has_ended:
-            return None  # the supervisor reports that
+            return None  # the supervisor reports exited ranks
         if not state.is_stopped:
             seen.stopped_since_s = None
         else:
@@ -170,13 +171,13 @@ class StallWatch:
         age_s = self._now_s - seen.since_s
         return RankView(self._watched.ranks[slot], beat, age_s, state.letter, stopped_s, function)
 
-    def _advance(self, slot: int, lane: int, beat: Beat) -> _Seen:
+    def _advance(self, slot: int, lane: int, beat: Beat) -> _LaneState:
         seen = self._seen.get((slot, lane))
         if seen is None or seen.beat.pid != beat.pid:
-            seen = self._seen[slot, lane] = _Seen(beat, self._now_s)
+            seen = self._seen[slot, lane] = _LaneState(beat, self._now_s)
             return seen
         old, seen.beat = seen.beat, beat
-        # A wait for data is a part of its batch: only the beginning of a phase counts as progress.
+        # A wait for data is part of its batch: only the start of a phase counts as progress.
         if (beat.phase, beat.batch, beat.since_s) != (old.phase, old.batch, old.since_s):
             if old.phase is Phase.BATCH and lane == MAIN_LANE and self._stopped_s < seen.since_s:
                 took_s = min(beat.since_s - old.since_s, self._now_s - seen.since_s + _MAX_POLL_S)
@@ -187,7 +188,7 @@ class StallWatch:
         return seen
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Return the stacks of ranks that can write them now, by rank; keep the dumps."""
+        """Return the stacks of responsive ranks, by rank; store the dumps."""
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}
@@ -251,7 +252,7 @@ class StallWatch:
         self._end_ranks(diagnosis.straggler, line)
 
     def _end_if_late(self, slot: int, view: RankView) -> None:
-        """End a rank whose program ended long ago, and name what keeps the process."""
+        """Kill a rank whose program ended long ago; report the threads that keep it alive."""
         if view.age_s <= EXIT_TIMEOUT_S or slot in self._left:
             return
         self._left.add(slot)
