@@ -1,4 +1,4 @@
-"""How the loop drives DeepSpeed's engines, and how checkpoints keep their state.
+"""Drive DeepSpeed engines in the training loop; save and load their state.
 
-With the trial files of users, this is the only package that imports DeepSpeed at module level.
+Apart from user trials, only this package imports DeepSpeed at module level.
 """

@@ -1,6 +1,6 @@
 """Report DeepSpeed's forward, backward and step on this rank to a listener.
 
-The only place where DeepSpeed's classes are replaced for measuring; everything is put back at the end.
+The only place where methods of DeepSpeed's classes are patched for measurements; the patches are undone at the end.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from dstrial.errors import TrialContractError
 
 
 class EngineListener(Protocol):
-    """Called for the engines; on all ranks with an engine, in the same order."""
+    """Listener for calls of engines, in the same order on all ranks with an engine."""
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Make one call of an engine and return its result.
+        """Execute one call of an engine and return its result.
 
         ``phase`` is ``forward``, ``backward``, ``step``, or ``train_batch`` of a pipeline; ``call`` is DeepSpeed's own
         method with its arguments.
         """
 
     def stepped(self, engine: Any) -> None:
-        """Called after an optimizer step, also one skipped for overflow."""
+        """Called after each optimizer step, including steps skipped for overflow."""
 
 
 @contextlib.contextmanager
 def observe_engines(listener: EngineListener) -> Iterator[None]:
-    """Report every engine of this process to a listener inside the block.
+    """Report calls of every engine in this process to a listener inside the block.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``; both count ``global_steps``.
     """
@@ -60,10 +60,10 @@ def _wrapped(phase: str, method: Callable[..., Any], listener: EngineListener) -
 
 
 class LostGradientCheck:
-    """Refuses a step after ``backward`` calls whose gradients ZeRO has dropped.
+    """Raises an error at a step if ZeRO has dropped gradients of ``backward`` calls.
 
-    Counts calls of ``engine.backward`` only: a ``loss.backward()`` may cross an engine that is not meant to step. ZeRO 0 and
-    ``BF16_Optimizer`` add up every call.
+    Only ``engine.backward`` is counted, because ``loss.backward()`` may also pass through engines that do not step. ZeRO 0 and
+    ``BF16_Optimizer`` accumulate every call.
     """
 
     def __init__(self) -> None:

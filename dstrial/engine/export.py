@@ -1,7 +1,7 @@
-"""Write a saved engine's weights as one model, without ranks or an accelerator.
+"""Export a saved engine's weights as one model, without ranks or an accelerator.
 
-Names and shapes are those of the module's ``state_dict``. A weight is the optimizer's master weight, rounded once if another
-type is asked for. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory does not
+Names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
+requested dtype. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory does not
 grow with the model.
 """
 
@@ -35,21 +35,21 @@ _CODES: Mapping[torch.dtype, str] = {
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 OnBytes = Callable[[int], None]
-"""Told how many more bytes were written."""
+"""Callback with the number of bytes written since its last call."""
 
 
 class ModelWeights:
-    """The consolidated weights of a saved engine, read piece by piece.
+    """The consolidated weights of a saved engine, read in chunks.
 
-    Floating-point tensors get ``dtype``, or if that is None the type in which the module computed; others keep theirs.
+    Floating-point tensors are converted to ``dtype``, by default the module's dtype; others are unchanged.
 
     Attributes:
-        specs: every tensor, each storage once, in the order of the module, buffers last.
-        aliases: further name of a tied weight -> its name among ``specs``.
-        unequal: parameters whose copies on several pipeline stages are not equal; those of the first stage are read.
+        specs: every tensor, each storage once, in module order, buffers last.
+        aliases: further name of a tied weight -> its name in ``specs``.
+        unequal: parameters whose copies on several pipeline stages differ; the first stage's copy is used.
 
     Raises:
-        CheckpointLayoutError: layers are cut over a model-parallel axis, and how is known to the model alone.
+        CheckpointLayoutError: layers are split over a model-parallel axis in a way that only the model's code defines.
     """
 
     def __init__(self, saved: SavedEngine, dtype: torch.dtype | None) -> None:
@@ -76,7 +76,7 @@ class ModelWeights:
         return sum(spec.num_bytes for spec in self.specs)
 
     def pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in order; each piece is valid until the next one's turn."""
+        """Yield a tensor's bytes in chunks; a chunk is valid until the next one is read."""
         scratch = torch.empty(min(spec.numel, _BUFFER_NUMEL), dtype=_TYPES[spec.dtype])
         buffer = self._buffers.get(spec.name)
         for begin in range(0, spec.numel, _BUFFER_NUMEL):
@@ -94,7 +94,7 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a new safetensors file; metadata maps further names of tied weights."""
+    """Write a new safetensors file; its metadata has the aliases of tied weights."""
     ordered = in_file_order(weights.specs if specs is None else specs)
     names = {spec.name for spec in ordered}
     aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
@@ -105,10 +105,10 @@ def write_safetensors(
 
 
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
-    """Write a ``state_dict`` for ``torch.load``, whose tied weights share storage.
+    """Write a ``state_dict`` for ``torch.load``, in which tied weights share storage.
 
-    torch writes only from tensors in memory, so the bytes go to a temporary file beside ``path`` first, which is mapped and
-    removed afterwards. It takes as much room as the result.
+    torch can only save tensors in memory, so the bytes are first written to a temporary file beside ``path``, which is mapped
+    and then removed. It is as large as the result.
     """
     beside = path.with_name(f"{path.name}.mapped")
     ordered = in_file_order(weights.specs)
@@ -134,9 +134,9 @@ def write_hugging_face(
     files: Sequence[pathlib.Path] = (),
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a new model directory as ``save_pretrained`` of Transformers lays it out.
+    """Write a new model directory in the format of Transformers' ``save_pretrained``.
 
-    With more than ``max_shard_bytes`` of tensors there are several files and an index. ``files`` are config and tokenizer
+    Tensors of more than ``max_shard_bytes`` are split into several files with an index. ``files`` are config and tokenizer
     files to copy.
 
     Source: file names and index of Transformers 4, ``PreTrainedModel.save_pretrained``.
@@ -179,9 +179,9 @@ def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype 
 
 
 def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Map a file of consecutive tensors; each one's storage is its own bytes alone."""
+    """Map a file of consecutive tensors; each tensor has its own storage."""
     total = sum(spec.num_bytes for spec in specs)
-    # Written to by nobody; torch wants memory that could be.
+    # Never written, but torch requires writable memory.
     mapped: Any = mmap.mmap(descriptor, total, access=mmap.ACCESS_COPY) if total else b""
     tensors, begin = {}, 0
     for spec in specs:

@@ -1,6 +1,6 @@
-"""Which files of a DeepSpeed checkpoint a rank writes and reads.
+"""Find the files of a DeepSpeed checkpoint that a rank writes and reads.
 
-Paths are relative to the directory that ``save_checkpoint`` is given; a tag is a folder in it.
+Paths are relative to the ``save_dir`` of ``save_checkpoint``; a tag is a folder in it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class EngineFiles:
 def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     """Return the files that this rank writes and reads.
 
-    Where the model is cut into model-parallel parts or stages, DeepSpeed reads the first part's file on
-    every rank to see how many parts there are. Experts and tensors offloaded to NVMe are not named: they are files of
-    the checkpoint like any other, but who reads them is not known.
+    With model-parallel parts or stages, every rank also reads the first part's file, from which DeepSpeed gets the number of
+    parts. Files of experts and of tensors offloaded to NVMe are not included, because it is not known which ranks read them.
 
     Source: ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``.
     """
@@ -50,13 +49,13 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
 
 
 def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> str | None:
-    """Return the tag that ``latest`` names; None where there is no such file.
+    """Return the tag in the file ``latest``; None if the file is missing.
 
-    ``is_universal``: universal checkpoints have a file of their own for the tag.
+    ``is_universal``: whether to read the separate file of universal checkpoints.
 
     Raises:
-        CheckpointDamagedError: the tag is no folder name: DeepSpeed joins it to the directory unchecked, so ``../../x`` would
-            load files that no manifest names.
+        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check it, so ``../../x`` would load
+        files outside the manifest.
 
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
     """

@@ -1,4 +1,4 @@
-"""How many bytes are parameters, gradients, optimizer state and buffers."""
+"""Measure memory of engines by part: parameters, gradients, optimizer, buffers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def memory_parts(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return bytes by part, on the device and on the host.
 
-    Each storage counts once, as the first part that it is found in. Weights that the optimizer keeps in another type are its own.
-    Buffers are those of modules, weights that ZeRO 3 has gathered, and what DeepSpeed's objects hold besides, as buckets for
-    communication.
+    Each storage counts once, in the first part in which it is found. Master weights count as optimizer state. Buffers are module
+    buffers, weights that ZeRO 3 has gathered, and other tensors of DeepSpeed's objects, such as communication buckets.
     """
     on_device, on_host = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen = set() if seen is None else seen
@@ -36,7 +35,7 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors of engines with their part, also those that share a storage."""
+    """Yield (part, tensor) of engines; tensors may share a storage."""
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -63,7 +62,7 @@ def _trained(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
         yield from engine.module.parameters()
         for group in _base(engine).param_groups if engine.optimizer is not None else ():
             yield from group["params"]
-        # ZeRO 3 lends them to the optimizer for its step only.
+        # ZeRO 3 gives them to the optimizer only during a step.
         yield from optimizers.flat_masters(engine.optimizer) or ()
 
 
@@ -80,7 +79,7 @@ def _gradients(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
-    # Those of the module are counted already, or gathered by ZeRO 3, which marks its masters as it does what it cuts.
+    # Parameters of the module are counted already or gathered by ZeRO 3, which also marks its master weights as partitioned.
     of_modules = {id(one) for engine in engines for one in engine.module.parameters()}
     yield from (one.data for one in _trained(engines) if id(one) not in of_modules)
     for engine in engines:
@@ -98,7 +97,7 @@ def _buffers(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _tensors(holders: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers and DeepSpeed's objects; modules are skipped."""
+    """Yield tensors inside containers and DeepSpeed's objects, except modules."""
     waiting = list(holders)
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_OBJECTS:

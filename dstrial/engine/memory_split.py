@@ -1,6 +1,6 @@
-"""Where memory goes within a batch, by the engines' tensors; each at its largest.
+"""Measure the peak memory of each part (weights, gradients, …) within a batch.
 
-Predicted and measured figures are made here alike: of fake tensors in a dry run, and of real ones in a training's first batch.
+Used for predictions, with fake tensors in a dry run, and for measurements, with real tensors in the first batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ ACTIVATIONS = "activations"
 ALL_PARTS = ("parameters", "gradients", "optimizer", ACTIVATIONS, "buffers")
 
 _NOTABLE_GROWTH = 1.05
-"""A backward pass that has so many times as much memory as before is looked at: it has made gradients, or a bucket."""
+"""Growth factor from which a backward pass is measured again, because it has allocated gradients or a bucket."""
 
 
 class MemorySplit:
-    """Measures parts at the moments of a batch at which they are largest.
+    """Measures each part at the moment of a batch at which it is largest.
 
     Attributes:
-        device: bytes by part on the device, each at its largest; ``activations`` only if operations are reported.
+        device: peak bytes by part on the device; ``activations`` only if operations are reported.
         host: the same on the host, without activations.
-        peak_bytes: the most that was alive at once on the device; valid only if operations are reported.
+        peak_bytes: peak of all parts together on the device; valid only if operations are reported.
     """
 
     def __init__(self, engines: Sequence[Any], is_host: Callable[[torch.device], bool]) -> None:
@@ -36,22 +36,22 @@ class MemorySplit:
         self._is_host = is_host
         self.device: dict[str, int] = {}
         self.host: dict[str, int] = {}
-        # of operations
+        # counter of operations
         self._alive: dict[int, tuple[int, Any]] = {}
         self._now_bytes = self.peak_bytes = 0
         self._before_step = (0, 0)
         self._is_in_backward = False
         self._most_before_backward = -1
-        self._check_above: float | None = None  # bytes; not known until the next result
+        self._check_above: float | None = None  # bytes; set at the next result
         for _, tensor in part_tensors(engines):
             self._follow(tensor)
         self._has_operations = False
 
     def operation(self, result: Any, args: Any) -> None:
-        """Take an operation's result and arguments, however nested.
+        """Record an operation's result and arguments, which may be nested.
 
-        Hot path: microseconds. The first operation of a backward pass ends the forward pass; all gradients are there at the first
-        operation after the backward pass.
+        Hot path: microseconds. The first operation of a backward pass ends the forward pass; at the first operation after the
+        backward pass all gradients exist.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward and not self._is_in_backward:
@@ -62,7 +62,7 @@ class MemorySplit:
             self._check_above = None
         self._is_in_backward, self._has_operations = is_in_backward, True
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            # A view of what was there before, as of a data set, is nothing new.
+            # A view of an existing tensor, for example of a data set, is no new memory.
             if (
                 isinstance(tensor, torch.Tensor)
                 and not self._is_followed(tensor)
@@ -78,7 +78,7 @@ class MemorySplit:
 
     def end_step(self) -> None:
         self._take()
-        # The state that a first step makes is there in all forward and backward passes from then on.
+        # State created by the first step exists in all later forward and backward passes.
         peak_bytes, optimizer_bytes = self._before_step
         if self._has_operations:
             self.peak_bytes = max(self.peak_bytes, peak_bytes + self.device["optimizer"] - optimizer_bytes)
@@ -87,15 +87,15 @@ class MemorySplit:
         self._alive.clear()
 
     def take_activations(self) -> int:
-        """Return the most bytes of activations since the last call, and reset."""
+        """Return the peak bytes of activations since the last call, and reset it."""
         self._most_before_backward = -1
         return self.device.pop(ACTIVATIONS, 0)
 
     # ---- moments -------------------------------------------------------------------------------------
 
     def _end_forward(self) -> None:
-        """Take activations: what is alive as a backward pass begins, of no other part."""
-        if self._now_bytes <= self._most_before_backward:  # looking at all engines takes longer
+        """Measure activations: live tensors of no other part when backward begins."""
+        if self._now_bytes <= self._most_before_backward:  # inspecting all engines is slower
             return
         self._most_before_backward = self._now_bytes
         known: set[int] = set()
@@ -109,7 +109,7 @@ class MemorySplit:
             for part in PARTS:
                 kept[part] = max(now[part], kept.get(part, 0))
 
-    # ---- storages that are alive ---------------------------------------------------------------------
+    # ---- live storages ---------------------------------------------------------------------------------
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
         is_other = tensor.layout != torch.strided or tensor.is_meta or self._is_host(tensor.device)
@@ -130,7 +130,7 @@ class MemorySplit:
 
 
 def _shares(tensor: torch.Tensor, args: Any) -> bool:
-    """Return whether an operation's result is a view of an argument, or itself one."""
+    """Return whether an operation's result is an argument or a view of one."""
     key = tensor.untyped_storage()._cdata
     return any(
         leaf.untyped_storage()._cdata == key

@@ -1,7 +1,7 @@
-"""FLOPs of a call, counted operation by operation, recomputation apart.
+"""Count the FLOPs of a call by operation, with recomputation as a separate count.
 
-Counting changes no number that training computes. The count is unknown rather than guessed if an operation has no formula, or
-a compiler or a fused kernel hides operations from torch's dispatcher.
+Counting does not change training results. The count is marked as unknown if an operation has no formula, or if a compiler or
+fused kernel hides operations from torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _KNOWN_NAMESPACES = frozenset(
         "debugprims",
     }
 )
-"""Namespaces of operations whose products of matrices torch has formulas for; the others of theirs have none to speak of."""
+"""Namespaces whose relevant operations have torch formulas; the FLOPs of their other operations are negligible."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlopCount:
-    """What a call computed on this rank.
+    """The FLOPs of a call on this rank.
 
     Attributes:
-        total: all FLOPs of products of matrices, convolutions and attention; a multiplication with an addition is two.
-        recomputed: those of them that backward computed a second time (activation checkpointing).
-        unknown: why the numbers are not to be used; None if they are.
+        total: FLOPs of matrix products, convolutions and attention; a multiply-add counts as two.
+        recomputed: the part of them that backward recomputed (activation checkpointing).
+        unknown: why the numbers are invalid; None if they are valid.
     """
 
     total: float
@@ -58,7 +58,7 @@ class FlopCount:
 
 
 class FlopCounter(FlopCounterMode):
-    """Counts while entered; an operation that cannot be counted raises nothing.
+    """Context manager that counts FLOPs; operations without a formula raise no error.
 
     Attributes:
         on_result: called with each operation's result and arguments, in an optimizer's step too.
@@ -66,11 +66,11 @@ class FlopCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False)
-        # Torch follows modules by hooks on what they take, at which `torch.autograd.grad` of a leaf fails.
+        # Torch's module tracker hooks module inputs, which breaks `torch.autograd.grad` of a leaf.
         self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and left, never asked
         self.total = 0.0
         self._checkpointed = 0.0
-        # By backward pass: whether it records gradients, and what functions of others' computed in it with gradients recorded.
+        # By backward pass: whether it records gradients, and FLOPs of foreign functions that recorded gradients in it.
         self._records: dict[int, bool] = {}
         self._by_code: dict[int, float] = {}
         self._code: dict[int, str] = {}
@@ -83,7 +83,7 @@ class FlopCounter(FlopCounterMode):
         return self
 
     def paused(self, call: Callable[[], ResultT]) -> ResultT:
-        """Make a call that is no part of the model, such as an optimizer's step."""
+        """Execute a call that is not part of the model, such as an optimizer's step."""
         before, self._is_paused = self._is_paused, True
         try:
             return call()
@@ -122,20 +122,20 @@ class FlopCounter(FlopCounterMode):
 
     @property
     def recomputed(self) -> float:
-        """FLOPs that backward passes computed a second time.
+        """FLOPs that backward passes recomputed.
 
-        These are operations of checkpointed functions there, and operations of other functions that record gradients in a
-        pass that records none by itself.
+        These are operations of checkpointed functions in backward, and operations of other functions that record gradients in
+        a pass that itself records none.
         """
         own = sum(flops for task, flops in self._by_code.items() if not self._records.get(task, False))
         return self._checkpointed + own
 
     @property
     def count(self) -> FlopCount:
-        """Return what was counted so far.
+        """Return the count so far.
 
-        Unknown if a pass records gradients (``create_graph=True``) and a foreign function computes in it: its gradient and
-        recomputation look the same.
+        It is unknown if a pass records gradients (``create_graph=True``) and a foreign function computes in it, because its
+        gradient and recomputation cannot be distinguished.
         """
         told = [
             f"{code}, called in a backward pass with create_graph=True, may compute gradients or compute again"
@@ -147,7 +147,7 @@ class FlopCounter(FlopCounterMode):
 
 
 def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Make a call; return its result, its FLOPs, and those of recomputation."""
+    """Execute a call; return its result, its FLOPs, and the recomputed FLOPs."""
     with FlopCounter() as counter:
         result = call()
     return result, counter.total, counter.recomputed
@@ -157,7 +157,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module is compiled, which hides its operations."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    # Loading torch's compiler takes longer than loading the rest of torch; without it there is nothing that it has compiled.
+    # Importing torch's compiler is slower than the rest of torch; if it is not imported, nothing has been compiled.
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     return loaded is not None and isinstance(module, loaded.OptimizedModule)
 
@@ -174,10 +174,10 @@ def why_uncountable(engines: Iterable[Any]) -> str | None:
 
 
 class Origin(enum.Enum):
-    """What asks for an operation of a backward pass.
+    """The kind of code that requests an operation of a backward pass.
 
-    Recognised by the functions on the stack, because a backward pass may record gradients too (``create_graph=True``), which
-    looks like a forward pass. Nothing is replaced or hooked.
+    It is found by the functions on the stack, because a backward pass may record gradients too (``create_graph=True``), like a
+    forward pass. Nothing is patched or hooked.
     """
 
     GRADIENT = "torch's own formula of a gradient"
@@ -193,28 +193,28 @@ _CHECKPOINTS = frozenset(
         (engines_of_deepspeed.CHECKPOINT_MODULE, "backward"),
     }
 )
-"""Modules, and functions of theirs, that compute again what was checkpointed.
+"""Module -> its functions that recompute checkpointed activations.
 
-``backward`` of the reentrant kind goes on to the gradients of it (``torch/utils/checkpoint.py:278``), which are not of these.
+``backward`` of reentrant checkpoints then also computes gradients (``torch/utils/checkpoint.py:278``), which do not count.
 """
 
 _TRANSPARENT = ("torch.", *engines_of_deepspeed.GRADIENT_MODULES, __name__)
-"""Beginnings of modules that ask for nothing themselves, or for gradients."""
+"""Prefixes of modules that are ignored on the stack, because they request nothing themselves or only gradients."""
 
 _DISPATCHERS = ("__torch_dispatch__", "__torch_function__")
-"""Methods of anybody's modes and tensors, which pass on what others ask for."""
+"""Methods of modes and tensor subclasses, which only forward operations."""
 
 _NEW_PASS: CodeType = _engine_run_backward.__code__
 
 
 def origin() -> tuple[Origin, str]:
-    """Return what asks for the operation in backward, and a function's name.
+    """Return which kind of code requests the operation in backward, and its function.
 
-    Takes some microseconds: it looks at all functions on this thread's stack, as what is differentiated may be part of what is
-    computed again.
+    Takes some microseconds: all functions on this thread's stack are inspected, because a differentiated function may be part of
+    a recomputed one.
     """
     frame: FrameType | None = sys._getframe(1)
-    called = ""  # the module whose function this frame has called
+    called = ""  # module of the function that this frame called
     code: str | None = None
     is_in_pass = True
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Names of parameters and buffers without the prefix of ``torch.compile``."""
+"""Strip the prefix of ``torch.compile`` from names of parameters and buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plain_name(name: str) -> str:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield all parameters by plain name, shared ones by each of their names."""
+    """Yield all parameters with plain names; shared ones once per name."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 
@@ -27,7 +27,7 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dictionary, or DeepSpeed's model file with one, by plain names."""
+    """Return a state dictionary, or DeepSpeed's model file, with plain names."""
     return {
         plain_name(key): with_plain_names(value) if key in _NAMED and isinstance(value, Mapping) else value
         for key, value in state.items()
@@ -35,7 +35,7 @@ def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(module: torch.nn.Module, state: Any) -> Any:
-    """Return DeepSpeed's model file under the current names of ``module``."""
+    """Return DeepSpeed's model file with the current names of ``module``."""
     if not isinstance(state, Mapping):
         return state
     named = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())

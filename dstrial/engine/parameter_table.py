@@ -1,4 +1,4 @@
-"""Read where a live engine's parameters lie; the values are ``layout``'s."""
+"""Build the layout of a live engine: the location of each parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrial.engine.parameter_names import named_parameters
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where the optimizer keeps one parameter; fields as in ``ParameterPlace``."""
+    """Location of one parameter in the optimizer; fields as in ``ParameterPlace``."""
 
     group_idx: int
     buffer_idx: int | None
@@ -29,7 +29,7 @@ class _Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stages:
-    """The stages of a pipeline: how many, and this rank's, 0-based."""
+    """The number of pipeline stages, and this rank's stage, 0-based."""
 
     count: int
     own_idx: int
@@ -38,7 +38,7 @@ class Stages:
 def collect_layout(
     engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stages: Stages | None = None
 ) -> Layout:
-    """Return how ``engine``'s state lies over all ranks, the same on every rank.
+    """Return how ``engine``'s state is split over all ranks; equal on every rank.
 
     Source: ``deepspeed_internals.optimizers``.
 
@@ -64,7 +64,7 @@ def collect_layout(
     is_wrapped = optimizer is not None and optimizer is not engine.optimizer
     return Layout(
         engine_kind="pipeline" if dims.is_pipeline else "data_parallel",
-        # Ranks that share a sequence share the optimizer's state, too, where an mpu puts both into one group.
+        # Sequence-parallel ranks also partition the optimizer's state if an mpu puts both into one group.
         **{**dims.to_layout(), "data_parallel_size": int(engine.seq_dp_world_size)},
         zero_stage=int(engine.zero_optimization_stage()),
         offload_optimizer=_offload_device(engine.zero_offload_optimizer()),
@@ -92,7 +92,7 @@ def _offload_device(offload: Any) -> str:
 
 
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
-    """Return the slots of the optimizer's parameters by ``id``, and its buffers."""
+    """Return the slots of the optimizer's parameters by ``id``, and its flat buffers."""
     sub_groups = optimizers.sub_groups(engine.optimizer)
     if sub_groups is not None:
         return _slots_of_sub_groups(sub_groups, part)
@@ -152,7 +152,7 @@ def _slots_of_sub_groups(sub_groups: list[SubGroup], part: int) -> tuple[dict[in
 
 
 def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
-    """Return this rank's parameters in module order, with all names of shared ones."""
+    """Return this rank's parameters in module order; shared ones once per name."""
     first_names: dict[int, str] = {}
     places = []
     for name, param in named_parameters(engine.module):
@@ -179,7 +179,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Mark copies of layers tied across a pipeline's stages: they share one name."""
+    """Set ``tied_to`` for copies of layers tied across stages, which share one name."""
     first_stages: dict[str, int] = {}
     for place in places:
         first = first_stages.setdefault(place.name, place.stage)

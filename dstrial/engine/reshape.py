@@ -1,8 +1,8 @@
-"""Load a checkpoint of another layout: ranks, ZeRO stage, offload, pipeline split.
+"""Reshard a checkpoint: other ranks, ZeRO stage, offload or pipeline split.
 
-Every rank copies the elements it owns straight from the mapped files into the tensors that it trains with, parameter by
-parameter, with at most one piece of a parameter in extra memory. Afterwards everything is read again, by DeepSpeed's own
-records of where it lies, and compared bit by bit. ``deepspeed_internals.optimizers`` knows which tensors DeepSpeed trains with.
+Each rank copies its own elements from the mapped files into its live tensors, parameter by parameter; extra memory is at most
+one shard of a parameter. Afterwards all values are read back through DeepSpeed's own mapping and compared bit by bit.
+``deepspeed_internals.optimizers`` finds the live tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from dstrial.engine.state import describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCRATCH_NUMEL = 1 << 20
-# How a step is computed, not what it computes; each implementation keeps its own.
+# Settings of the implementation that do not change results; each engine keeps its own.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "step"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """Elements of one parameter that this rank trains.
+    """Elements of one parameter that this rank's optimizer updates.
 
     Attributes:
         begin: first element within the flattened parameter.
-        master: the flat tensor that the optimizer updates and that holds them.
-        offset: their first element in ``master``.
-        owner: the tensor under which the base optimizer keeps their state.
+        master: the flat tensor with the elements, which the optimizer updates.
+        offset: position of the first element in ``master``.
+        owner: the tensor that is the key of their state in the base optimizer.
     """
 
     name: str
@@ -50,12 +50,12 @@ class _Target:
 
 
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
-    """Load a checkpoint of another layout into a new engine, and compare the two.
+    """Load a checkpoint of another layout into a new engine, and verify the result.
 
     Raises:
-        CheckpointLayoutError: the checkpoint cannot be loaded in the layout of ``now``.
-        CheckpointDamagedError: the checkpoint's files are not as its manifest says.
-        CheckpointError: after loading, a value is not the checkpoint's.
+        CheckpointLayoutError: the checkpoint cannot be loaded in the layout ``now``.
+        CheckpointDamagedError: the checkpoint's files differ from its manifest.
+        CheckpointError: after loading, a value differs from the checkpoint.
 
     Ranks: all, collectively.
     """
@@ -80,7 +80,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
     targets = list(live.targets())
     for target in targets:
         for key in saved.state_keys(target.name):
-            saved.dtype(target.name, key)  # refuses state of unknown layout before anything is changed
+            saved.dtype(target.name, key)  # raises for state of unknown layout before anything is changed
     with torch.no_grad():
         for target in targets:
             saved.copy(
@@ -110,7 +110,7 @@ class _Live:
         self.parameters = dict(named_parameters(engine.module))
 
     def targets(self) -> Iterator[_Target]:
-        """Yield what this rank's optimizer updates; every element once."""
+        """Yield the elements that this rank's optimizer updates, each once."""
         masters = optimizers.flat_masters(self._optimizer)
         own_masters = _own_masters(self._optimizer, self.places)
         for name, place in self.places.items():
@@ -129,11 +129,9 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return the elements of a target whose state of ``key`` this rank keeps.
+        """Return the elements of a target of which this rank stores the state ``key``.
 
-        The second value is the numel of the tensor that has them.
-
-        The numel is None if the tensor has the shape of the master.
+        The second value is the numel of the state tensor, or None if that has the shape of the master.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
@@ -144,7 +142,7 @@ class _Live:
         return whole, sum(matrix.numel for matrix in matrices.values())
 
     def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
-        """Yield the elements of each parameter that the module of this rank computes with."""
+        """Yield the elements of each parameter in this rank's module."""
         for name, parameter in self.parameters.items():
             place = self.places[name]
             if place.is_cut:
@@ -156,7 +154,7 @@ class _Live:
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
-    """Return the masters that a wrapper keeps one by one, by parameter name, if any."""
+    """Return separate master weights by parameter name; empty if there are none."""
     masters = optimizers.own_masters(optimizer)
     if masters is None:
         return {}
@@ -178,7 +176,7 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return the saved settings of this rank's groups; joined ones are ``problems``."""
+    """Return saved settings by group; append conflicts between groups to ``problems``."""
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for name, place in live.places.items():
@@ -200,7 +198,7 @@ def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict
     values = saved.scalars(name)
     if "step" not in values or _is_same_class(engine, saved):
         return values
-    # DeepSpeed counts steps in an int, torch in a tensor.
+    # The step is an int in DeepSpeed and a tensor in torch.
     is_torch = type(optimizers.base_optimizer(engine.optimizer)).__module__.startswith("torch.")
     num_steps = float(values["step"])
     return {**values, "step": torch.tensor(num_steps) if is_torch else int(num_steps)}
@@ -229,7 +227,7 @@ def _load_base_state(
         for key in keys:
             held, numel = live.state(target, key)
             if key not in state:
-                # Muon's momentum has the type of gradients, which differs; a load by DeepSpeed makes it the master's too.
+                # Muon's momentum has the dtype of gradients; DeepSpeed's load also converts it to the master's dtype.
                 is_momentum = saved.layout.optimizer == "MuonWithAuxAdam" and key == "momentum_buffer"
                 dtype = target.owner.dtype if is_momentum else saved.dtype(target.name, key)
                 shape = target.owner.shape if numel is None else (numel,)
@@ -244,14 +242,14 @@ def _load_base_state(
 
 
 def _counts_on_device(optimizer: Any) -> bool:
-    """Return whether ``load_state_dict`` puts the step on the parameter's device."""
+    """Return whether ``load_state_dict`` moves the step to the parameter's device."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
-    """Load the weights that the module computes with: rounded masters, frozen ones."""
+    """Load the module's weights: rounded master weights, and frozen weights."""
     for name, tensor, piece in live.module_tensors():
-        # Where the module computes with the master itself it is there already; copying it again changes nothing.
+        # If the module's weight is the master itself, copying again changes nothing.
         saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
 
 
@@ -274,7 +272,7 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Continue a dynamic loss scale; its settings, and a static one, are the config's."""
+    """Restore a dynamic loss scale; a static one and the settings are the config's."""
     state = saved.loss_scale_state()
     holder = optimizers.loss_scale_holder(engine.optimizer)
     if holder is None or not state.get("dynamic_loss_scale"):
@@ -291,7 +289,7 @@ def _verify(
     targets: list[_Target],
     settings: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Read everything again and compare it bit by bit with the engine."""
+    """Read the checkpoint again and compare it bit by bit with the engine."""
     wrong = []
     optimizer = optimizers.base_optimizer(engine.optimizer)
     for target in targets:
@@ -342,7 +340,7 @@ def _is_same(saved: SavedEngine, target: _Target, key: str, tensor: torch.Tensor
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view in which NaN equals itself."""
+    """Return a tensor's bits as integers, so that NaN equals itself."""
     kinds: dict[int, Callable[[], torch.dtype]] = {
         1: lambda: torch.uint8, 2: lambda: torch.int16, 4: lambda: torch.int32, 8: lambda: torch.int64,
     }  # fmt: skip

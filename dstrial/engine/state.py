@@ -1,4 +1,4 @@
-"""Save or load all of an engine, with what DeepSpeed 0.19.8 omits, or raise."""
+"""Save and load an engine, including state that DeepSpeed 0.19.8 omits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dstrial.engine.parameter_names import named_buffers
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCHEDULED = ("lr", "betas", "momentum")
-# torch's schedulers keep their base in initial_lr.
+# torch's schedulers store their base learning rate in initial_lr.
 _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampening", "nesterov")
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` under ``path/tag`` between two steps, and check its files.
+    """Save ``engine`` in ``path/tag`` between two steps, and check that files exist.
 
     Ranks: all, collectively.
     """
@@ -45,7 +45,7 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Load a new ``engine`` of the same layout from ``path/tag``, or raise.
+    """Load ``path/tag`` into a new ``engine`` of the same layout, or raise.
 
     Ranks: all, collectively.
     """
@@ -65,15 +65,15 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Return this rank's state that an exact resume needs and DeepSpeed does not save.
+    """Return this rank's state for exact resuming that DeepSpeed does not save.
 
     - ``micro_steps``: forward passes so far.
     - ``global_grad_norm``: of the last step, as ``get_global_grad_norm`` returns it.
-    - ``buffers``: the module's buffers as this rank has them. DeepSpeed saves replica 0's persistent ones
-      only, and running statistics differ between replicas.
-    - ``micro_offset``: forward passes of a pipeline, which ``seed_layers`` seeds from.
-    - ``tied_modules``: layers tied between pipeline stages. DeepSpeed writes no file for one that is only ever called
-      through a ``forward_fn``, and does not say in which file another one is.
+    - ``buffers``: this rank's module buffers. DeepSpeed saves only the persistent buffers of replica 0, and
+      running statistics differ between replicas.
+    - ``micro_offset``: forward passes of a pipeline, the seed of ``seed_layers``.
+    - ``tied_modules``: layers tied between pipeline stages. DeepSpeed writes no file for a layer that is only called
+      through a ``forward_fn``, and does not record the file of other tied layers.
     - ``rng_tracker``: generators of activation checkpointing.
     - ``grad_scalers``: state of torch autocast's gradient scalers.
 
@@ -100,7 +100,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Put back this rank's extra state after loading. Ranks: all, collectively."""
+    """Restore this rank's extra state after loading. Ranks: all, collectively."""
     engine.micro_steps = state["micro_steps"]
     engines.set_global_grad_norm(engine, state["global_grad_norm"])
     _restore_buffers(engine, state["buffers"])
@@ -120,10 +120,10 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return this rank's extra state from that of all ranks of another layout.
+    """Build this rank's extra state from the extra states of another layout's ranks.
 
-    ``restore_engine_extra_state`` takes it. A replica takes the buffers of the replica of its own number, or if there were fewer,
-    of one of those; a pipeline stage those of its layers.
+    The result is for ``restore_engine_extra_state``. A replica gets the buffers of the saved replica with the same index, or
+    of another one if there were fewer; a pipeline stage gets those of its layers.
     """
     replica = engines.replica(engine) % saved.data_parallel_size
     parts = [
@@ -157,10 +157,10 @@ def extra_state_for(
 
 
 def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a pipeline's tied layers from every rank's extra state.
+    """Merge the state of a pipeline's tied layers from every rank's extra state.
 
     Raises:
-        CheckpointLayoutError: the ranks hold different values of one layer.
+        CheckpointLayoutError: the ranks have different values of one layer.
     """
     tied: dict[str, Any] = {}
     unequal: set[str] = set()
@@ -185,11 +185,11 @@ def describe_untied(names: Sequence[str]) -> str:
 
 
 def bind_load_checkpoint(engine: PipelineEngine) -> None:
-    """Make ``load_checkpoint`` of a bfloat16 pipeline without ZeRO load at all.
+    """Fix ``load_checkpoint`` of a bfloat16 pipeline without ZeRO.
 
-    DeepSpeed 0.19.8 wraps such an optimizer in ``BF16_Optimizer``, which is cut over the replicas and
-    saved in a file of each, then hands it the state of replica 0 in a form that it cannot read
-    (``KeyError: 0``). The bound call reads each replica's own file instead. Other engines are left alone.
+    DeepSpeed 0.19.8 wraps such an optimizer in ``BF16_Optimizer``, which is partitioned and saved per replica.
+    Its load passes replica 0's state in a wrong format (``KeyError: 0``). The replaced method loads each replica's
+    own file. Other engines are not changed.
     """
     if not optimizers.has_file_per_replica(engine.optimizer) or engine.zero_optimization():
         return
@@ -225,9 +225,9 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    """Return by parameter group the optimizer settings that a load replaces.
+    """Return the optimizer settings that a load replaces, by parameter group.
 
-    A learning-rate scheduler sets its own part. DeepSpeed's read their settings from the config again.
+    Settings controlled by a learning-rate scheduler are left out. DeepSpeed's schedulers read the config again.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED
     groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
@@ -236,7 +236,7 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
 
 
 def describe_optimizer(engine: DeepSpeedEngine) -> str:
-    """Return an engine's optimizer, as ``AdamW (lr 0.1, eps 1e-08)``."""
+    """Return a description of an engine's optimizer: ``AdamW (lr 0.1, eps 1e-08)``."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     group = optimizer.param_groups[0]
     settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]
@@ -244,7 +244,7 @@ def describe_optimizer(engine: DeepSpeedEngine) -> str:
 
 
 def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
-    """Return whether an engine's optimizer began with a value of a setting."""
+    """Return whether ``value`` is the initial value of an optimizer setting."""
     group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
     started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
     return bool(_as_tuple(started) == _as_tuple(value))
@@ -255,13 +255,13 @@ def differing_settings(
 ) -> list[str]:
     """Compare a loaded engine's optimizer settings with those before the load.
 
-    ``overrides`` puts the earlier ones back.
+    ``overrides``: restore the settings from before the load.
 
     Returns:
         Each difference as ``lr 0.0001, in the checkpoint 0.01``.
 
     Raises:
-        CheckpointError: ``overrides`` is set, and a scheduler of the trial's code has another base learning rate.
+        CheckpointError: ``overrides`` is set, and the trial's own scheduler has another base learning rate.
     """
     found: list[str] = []
     for idx, (wanted, loaded) in enumerate(zip(before, optimizer_settings(engine), strict=False)):
@@ -287,7 +287,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
-    """Return this stage's tied layers without a file, in an order all ranks share."""
+    """Return this stage's tied layers without a file, in an order common to all ranks."""
     with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 
@@ -306,7 +306,7 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Make ``get_last_lr()`` return the loaded rates, which schedulers do not save."""
+    """Update ``get_last_lr()`` to the loaded rates, which schedulers do not save."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

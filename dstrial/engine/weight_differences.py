@@ -1,4 +1,4 @@
-"""How far two saved engines differ by parameter, whatever layouts wrote them."""
+"""Compare two saved engines by parameter, independently of their layouts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 
-_PIECE_NUMEL = 1 << 20  # all that is in memory of an engine at a time
+_PIECE_NUMEL = 1 << 20  # elements of each engine in memory at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightDifference:
-    """One parameter's weights, or one of its optimizer's states, in two checkpoints.
+    """The difference of one parameter's weights or optimizer state in two checkpoints.
 
-    ``key`` is ``master`` for the weights as the optimizer updates them, else the optimizer's own key. NaN equals NaN in
-    ``num_differing``. Norms are Euclidean.
+    ``key`` is ``master`` for master weights, else the optimizer's state key. NaN equals NaN in ``num_differing``. Norms are
+    Euclidean.
     """
 
     name: str
@@ -32,13 +32,13 @@ class WeightDifference:
 
     @property
     def relative(self) -> float:
-        """Norm of the difference over the larger norm of the two; 0 where both are."""
+        """Norm of the difference divided by the larger norm; 0 if both are 0."""
         larger = max(self.norm_a, self.norm_b)
         return self.norm_difference / larger if larger else 0.0
 
 
 def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
-    """Return parameters of one shape in both, each storage once, in the first's order."""
+    """Return parameters of equal shape in both, each storage once, in ``a``'s order."""
     return [
         name
         for name, place in a.places.items()
@@ -55,8 +55,8 @@ def weight_differences(
 ) -> Iterator[WeightDifference]:
     """Compare two engines in double precision; yield every parameter.
 
-    With ``with_optimizer`` also the optimizer's state by element, where both have it. ``on_bytes`` is called with the bytes
-    compared since its last call.
+    With ``with_optimizer`` also compare the optimizer's state, if both have it. ``on_bytes`` is called with the bytes compared
+    since its last call.
     """
     for name in comparable(a, b):
         keys = [MASTER]

@@ -1,1 +1,1 @@
-"""One interface to data-parallel and pipeline engines."""
+"""A common interface to data-parallel and pipeline engines."""

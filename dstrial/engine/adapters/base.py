@@ -1,6 +1,6 @@
-"""What the training loop needs of a DeepSpeed engine.
+"""The interface between the training loop and a DeepSpeed engine.
 
-The loop never asks which kind of engine it has: an adapter per wrapped engine answers for data-parallel and pipeline engines.
+The loop does not distinguish kinds of engines: each wrapped engine has an adapter for its kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Protocol):
-    """What the loop asks of one wrapped engine; properties never change."""
+    """Adapter of one wrapped engine; its properties never change."""
 
     @property
     def engine(self) -> Any:
@@ -33,7 +33,7 @@ class EngineAdapter(Protocol):
 
     @property
     def train_calls_per_batch(self) -> int:
-        """Calls of ``train_batch`` per step: the accumulation, or 1 for a pipeline."""
+        """Calls of ``train_batch`` per step: accumulation steps, or 1 for a pipeline."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -49,7 +49,7 @@ class EngineAdapter(Protocol):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to, from 0."""
+        """Index of this rank's replica, from 0."""
 
     @property
     def data_parallel_world_size(self) -> int: ...
@@ -76,19 +76,19 @@ class EngineAdapter(Protocol):
     def set_training(self, training: bool) -> None: ...
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``train_batch()`` draw from ``iterator``; a no-op for data parallel.
+        """Make ``train_batch()`` read from ``iterator``; a no-op for data parallel.
 
-        The iterator yields micro batches without end; it is None on ranks that read no records.
+        The iterator yields micro batches endlessly; it is None on ranks that read no records.
         """
 
     @property
     def micro_batches_per_evaluation(self) -> int:
-        """Micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation."""
+        """Micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps."""
 
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Plan a validation: every record once, equally many rounds on every replica.
+        """Plan a validation: each record once, the same number of rounds on all replicas.
 
         ``all_replicas``: every replica must call ``evaluate_batch`` equally often, because a forward pass of another engine
         of the trial is collective. Returns one round per call of ``evaluate_batch`` on this replica, in order.
@@ -97,20 +97,20 @@ class EngineAdapter(Protocol):
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` serve one round; None ends validation.
+        """Make ``engine.eval_batch`` evaluate one round; None ends the validation.
 
-        The iterator yields this round's micro batches; it is None on ranks that read no records. An iterator that the caller of
-        ``eval_batch`` passes takes its place.
+        The iterator yields this round's micro batches; it is None on ranks that read no records. An iterator passed to
+        ``eval_batch`` overrides it.
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Return how the engine's state lies over ranks. Ranks: all, collectively."""
+        """Return how the engine's state is split over ranks. Ranks: all, collectively."""
 
 
 class WrappedEngine:
-    """What adapters of every kind answer alike.
+    """Base of the adapters: properties common to all kinds of engines.
 
-    The batch sizes are read once: the engine's own setters refuse to change them from then on.
+    The batch sizes are read once; afterwards the engine's setters raise an error.
     """
 
     def __init__(self, engine: Any, data_parallel_rank: int, data_parallel_world_size: int) -> None:

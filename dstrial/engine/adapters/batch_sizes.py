@@ -1,4 +1,4 @@
-"""How an engine divides ranks and batches, and how its batch sizes are changed."""
+"""Read an engine's parallel dimensions; change its batch sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
     is_pipeline = isinstance(engine, PipelineEngine)
     pp = int(engine.grid.get_pipe_parallel_world_size()) if is_pipeline else 1
-    tp = max(int(engine.mp_world_size) // pp, 1)  # which counts the stages of a pipeline, too
+    tp = max(int(engine.mp_world_size) // pp, 1)  # mp_world_size includes pipeline stages
     world_size = comm.get_world_size()
     sp = max(world_size // (int(engine.dp_world_size) * pp * tp), 1)
     return ParallelDims(world_size, pp, tp, sp, is_pipeline=is_pipeline)
@@ -22,13 +22,13 @@ def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
 def set_batch_sizes(
     engine: DeepSpeedEngine, *, micro_batch_size: int, micro_batches_per_batch: int, name: str
 ) -> None:
-    """Change micro batch and accumulation of an engine between two optimizer steps.
+    """Change an engine's micro batch size and accumulation between two steps.
 
-    DeepSpeed's own two setters change its config. What its parts have copied from there is changed as well: the schedule
-    of a pipeline, the optimizer's accumulation, and the records that the throughput timer counts.
+    DeepSpeed's two setters only change its config. This function also updates copies of the values: a pipeline's
+    schedule, the optimizer's accumulation steps, and the batch size of the throughput timer.
 
     Raises:
-        ConfigError: DeepSpeed has made the training loader, with the old micro batch.
+        ConfigError: DeepSpeed has created the training loader, with the old micro batch size.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``, ``set_train_batch_size``,
         ``set_train_micro_batch_size``; ``gradient_accumulation_steps`` of ``runtime/zero/stage_1_and_2.py`` and
@@ -47,7 +47,7 @@ def set_batch_sizes(
     unit = int(engine.train_batch_size()) // (before * int(engine.gradient_accumulation_steps()))
     engine.set_train_micro_batch_size(micro_batch_size)
     engine.set_train_batch_size(micro_batch_size * micro_batches_per_batch * int(engine.dp_world_size))
-    # Where ranks share a sequence, dp_world_size is not the number that the config's equation has.
+    # With sequence parallelism, dp_world_size is not the number of replicas in the batch equation.
     engines.set_train_batch_size(engine, micro_batch_size * micro_batches_per_batch * unit)
     if isinstance(engine, PipelineEngine):
         engine.micro_batch_size = micro_batch_size
@@ -55,7 +55,7 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Recount a loaded engine's micro batches in the current accumulation."""
+    """Convert a loaded engine's micro batch count to the current accumulation steps."""
     if saved.micro_batches_per_batch == now.micro_batches_per_batch:
         return
     engine.micro_steps = int(engine.global_steps) * now.micro_batches_per_batch

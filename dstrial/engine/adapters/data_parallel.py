@@ -14,7 +14,7 @@ from dstrial.engine.parameter_table import collect_layout
 
 
 class DataParallelAdapter(WrappedEngine):
-    """The adapter of a ``DeepSpeedEngine``; rank and size None ask its groups."""
+    """Adapter of a ``DeepSpeedEngine``; rank and size default to those of its groups."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DataParallelAdapter(WrappedEngine):
 
     @property
     def micro_batches_stepped(self) -> int:
-        """DeepSpeed counts the calls of ``step`` (0.19.8 runtime/engine.py:3680)."""
+        """Number of ``step`` calls, counted by DeepSpeed (0.19.8 runtime/engine.py:3680)."""
         return int(self.engine.micro_steps)
 
     @property
@@ -63,7 +63,7 @@ class DataParallelAdapter(WrappedEngine):
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether forward communicates, as ZeRO 3 and experts do."""
+        """Whether forward communicates, as with ZeRO 3 and experts."""
         return self._forward_is_collective
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None: ...

@@ -15,10 +15,10 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return the adapter for ``engine``; a pipeline engine's methods are bound.
+    """Return the adapter for ``engine``; replace methods of a pipeline engine.
 
-    ``data_parallel_rank`` and ``data_parallel_world_size`` come from the user's model-parallel unit, if there is one; None asks
-    the engine's own groups.
+    ``data_parallel_rank`` and ``data_parallel_world_size`` come from the user's model-parallel unit, if any; None means the
+    engine's own groups.
     """
     require_engine(engine)
     if isinstance(engine, PipelineEngine):
@@ -27,9 +27,9 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Refuse what is no DeepSpeed engine, or holds a compiled module under ZeRO 3.
+    """Reject objects that are no DeepSpeed engine, and compiled modules under ZeRO 3.
 
-    DeepSpeed 0.19 partitions the parameters of a module that ``torch.compile`` has wrapped, and fails at the wrapper.
+    DeepSpeed 0.19 partitions the parameters of a module wrapped by ``torch.compile``, then fails at the wrapper.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
@@ -37,7 +37,7 @@ def require_engine(engine: object) -> None:
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
         )
-    # Not there where nothing was compiled; importing it takes seconds.
+    # Not imported if nothing was compiled, because the import takes seconds.
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None or not engine.zero_optimization_partition_weights():
         return

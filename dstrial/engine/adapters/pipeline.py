@@ -1,7 +1,7 @@
-"""The adapter for a DeepSpeed pipeline engine, and what it binds on the engine.
+"""The adapter for a DeepSpeed pipeline engine, and replacements of its methods.
 
-DeepSpeed freezes the shapes of activations at the first micro batch, wants an iterator in every call, and averages validation
-replicas without weights. The binding answers all three on the user's own engine object.
+DeepSpeed fixes activation shapes at the first micro batch, requires an iterator in every call, and averages validation losses
+of replicas without weights. The replaced methods on the user's engine object solve all three.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VALIDATION_SHAPE = "validation"
 
 
 class PipelineAdapter(WrappedEngine):
-    """The adapter of a ``PipelineEngine``, some of whose methods it binds."""
+    """Adapter of a ``PipelineEngine``; replaces some methods of the engine."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PipelineAdapter(WrappedEngine):
 
     @property
     def micro_batches_stepped(self) -> int:
-        """All micro batches of a batch belong to one schedule, which steps once."""
+        """Micro batches stepped; one schedule trains all micro batches of a batch."""
         return int(self.engine.global_steps) * self.micro_batches_per_batch
 
     @property
@@ -82,7 +82,7 @@ class PipelineAdapter(WrappedEngine):
 
     @property
     def forward_is_collective(self) -> bool:
-        """Always: stages exchange activations, evaluations begin with a world barrier."""
+        """Always true: stages exchange activations, and evaluations begin with a barrier."""
         return True
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
@@ -123,11 +123,11 @@ class PipelineAdapter(WrappedEngine):
 
 @dataclasses.dataclass(slots=True)
 class _Binding:
-    """What one pipeline engine is bound to; the only mutable state of this module.
+    """Replaced methods and state of one pipeline engine.
 
     Attributes:
-        shape: which shape of activations the stages' buffers hold, as the ranks agree on it; None unknown.
-        weights: while a round is evaluated, real records in each of its micro batches.
+        shape: name of the activation shape in the stages' buffers, equal on all ranks; None if unknown.
+        weights: during a round, the number of real records in each micro batch.
     """
 
     engine: PipelineEngine
@@ -138,19 +138,19 @@ class _Binding:
     weights: tuple[int, ...] | None = None
 
     def install(self) -> None:
-        """Put the bound functions on the engine instance, over the methods of its class."""
+        """Set the replacements as attributes of the engine instance."""
         self.engine.train_batch = self.train_batch
         self.engine.eval_batch = self.eval_batch
         engines.bind_output_reduction(self.engine, self.reduce_outputs)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one batch, from ``data_iter`` or else from the bound training loader.
+        """Train on one batch from ``data_iter``, else from the bound training loader.
 
         Returns:
             Mean loss over the micro batches of all replicas, shape (), on every rank.
 
         Raises:
-            DataError: the data ran out within the batch.
+            DataError: the iterator ended within the batch.
 
         Ranks: all, collectively.
         """
@@ -172,14 +172,14 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the bound round; with arguments of its own it is DeepSpeed's call.
+        """Evaluate the bound round; with arguments, call DeepSpeed's own method.
 
         Returns:
             Mean loss over the round's records of all replicas, weighted by records, shape (), on every rank (with ``bcast_loss``
             False on the last stage only); NaN if the round holds no real record.
 
         Raises:
-            DataError: the data ran out within the round.
+            DataError: the iterator ended within the round.
             TrialContractError: the loss is not a single number.
 
         Ranks: all, collectively.
@@ -222,7 +222,7 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Reduce losses on the last stage; a bound round weighs them by records.
+        """Reduce losses on the last stage, weighted by records in a bound round.
 
         Ranks: the last stage of every replica, collectively.
         """
@@ -245,13 +245,13 @@ class _Binding:
         return total[0] / total[1]
 
     def _hold_shape(self, shape: str | None) -> None:
-        """Let stages forget activation shapes unless they already hold ``shape``."""
+        """Reset the stages' activation buffers unless they already have ``shape``."""
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
         self.shape = shape
 
     def _require_data(self, call: str, iterator: Iterator[Any] | None) -> None:
-        """Refuse a call without data on a stage that reads records."""
+        """Raise an error for a call without data on a stage that reads records."""
         if iterator is None and (self.engine.is_first_stage() or self.engine.is_last_stage()):
             raise TrialContractError(
                 f"{call}() on {describe_rank(self.engine)} has no data; expected to be called while the training "
@@ -268,10 +268,10 @@ class _Binding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kept:
-    """What an evaluation changes and training must find unchanged.
+    """Saves state that an evaluation changes, to restore it for training.
 
-    A ``PipelineModule`` with ``seed_layers`` seeds the global generators from a count of all its forward passes, evaluations
-    included.
+    A ``PipelineModule`` with ``seed_layers`` seeds the global generators from a counter of forward passes that includes
+    evaluations.
     """
 
     micro_offset: int

@@ -1,7 +1,7 @@
-"""Decide which replica evaluates which records in which calls; pure arithmetic.
+"""Plan which replica evaluates which records in which calls. Pure.
 
-Every record is evaluated exactly once over all replicas, and every replica makes equally many calls with equally many micro
-batches, so that collectives inside a forward pass always meet.
+Each record is evaluated exactly once over all replicas. All replicas make the same number of calls with the same number of
+micro batches, so that collectives inside a forward pass match.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class ValidationRound:
 
     Attributes:
         record_ranges: for each micro batch of this replica the half-open range ``(start, stop)`` of
-            positions in the validation order that it reads. Empty: this replica sits the round out.
-        records: real records of this replica in this round, its weight in the mean. 0 for a round that
-            only keeps collectives in step, whatever it reads, and for one that is sat out.
-        is_ragged: whether a micro batch of any replica holds another number of records than the loader's
-            batch size; the same on all replicas, so all of them can change their buffers together.
+            positions in the validation order. Empty: this replica skips the round.
+            records: real records of this replica in this round, its weight in the mean. 0 for a filler round and
+            for a skipped one.
+            is_ragged: whether a micro batch of any replica differs in size from the loader's batch size; the same
+            on all replicas, so that all reset their buffers together.
     """
 
     record_ranges: tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class ValidationRound:
 
     @property
     def is_filler(self) -> bool:
-        """Whether the round only makes collectives meet, and its result is discarded."""
+        """Whether the round only matches collectives, and its result is discarded."""
         return self.records == 0 and self.num_micro_batches > 0
 
 
@@ -51,8 +51,8 @@ def plan_data_parallel(
 ) -> tuple[ValidationRound, ...]:
     """Plan the rounds of one data-parallel replica: one micro batch per round.
 
-    With ``forward_is_collective`` (ZeRO 3) every replica must run every round: if fewer records than replicas are left, a replica
-    without one evaluates a record again with weight 0 instead of sitting the round out.
+    With ``forward_is_collective`` (ZeRO 3) every replica must run every round: if fewer records than replicas remain, a replica
+    without one evaluates a record again with weight 0 instead of skipping the round.
     """
     _check(num_records, records_per_micro_batch, 1, replica, num_replicas)
     num_whole = num_records // (records_per_micro_batch * num_replicas)

@@ -48,7 +48,7 @@ DOCUMENTED = frozenset(
         "train_micro_batch_size_per_gpu",
     }
 )
-"""What DeepSpeed's documents name of engines, or torch's of modules."""
+"""Documented attributes of DeepSpeed engines and torch modules."""
 
 ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "bfloat16_enabled": Callable,  # type: ignore[dict-item]  # isinstance takes it
@@ -81,7 +81,7 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "zero_optimization_partition_weights": Callable,  # type: ignore[dict-item]
     "zero_optimization_stage": Callable,  # type: ignore[dict-item]
 }
-"""Attributes of every engine that are read under their own names, with what they are (``runtime/engine.py:530`` and on)."""
+"""Undocumented attributes of engines that dstrial reads directly -> description (``runtime/engine.py:530`` and on)."""
 
 PIPELINE_ATTRIBUTES: Mapping[str, type] = {
     "data_iterator": object,
@@ -93,14 +93,14 @@ PIPELINE_ATTRIBUTES: Mapping[str, type] = {
     "num_stages": int,
     "stage_id": int,
 }
-"""Likewise of a pipeline's engine (``runtime/pipe/engine.py:92`` and on)."""
+"""The same for pipeline engines (``runtime/pipe/engine.py:92`` and on)."""
 
 PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
     "micro_offset": int,
     "seed_layers": bool,
     "tied_modules": object,
 }
-"""Likewise of its ``module``, a ``PipelineModule`` (``runtime/pipe/module.py``)."""
+"""The same for a pipeline engine's ``module``, a ``PipelineModule`` (``runtime/pipe/module.py``)."""
 
 GRID_METHODS = frozenset(
     {
@@ -113,11 +113,11 @@ GRID_METHODS = frozenset(
         "get_slice_parallel_rank",
     }
 )
-"""What is asked of its ``grid``, which is its ``mpu`` too, a ``PipelineParallelGrid`` (``runtime/pipe/topology.py``)."""
+"""Used methods of a pipeline engine's ``grid`` (also its ``mpu``), a ``PipelineParallelGrid`` (``runtime/pipe/topology.py``)."""
 
 
 def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
-    """Return the config that an engine was made from, be it a dictionary or a file.
+    """Return the config with which an engine was created, from a dictionary or file.
 
     Source: ``DeepSpeedConfig._param_dict``, ``runtime/config.py:433``.
     """
@@ -126,9 +126,9 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
 
 
 def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
-    """Set the batch in the parsed config and in the throughput timer.
+    """Set the batch size in the parsed config and in the throughput timer.
 
-    Source: ``DeepSpeedEngine.set_train_batch_size``, which leaves ``tput_timer`` as it was, ``runtime/engine.py:637``.
+    Source: ``DeepSpeedEngine.set_train_batch_size``, which does not update ``tput_timer``, ``runtime/engine.py:637``.
     """
     engine._config.train_batch_size = train_batch_size
     engine.tput_timer.batch_size = engine.train_batch_size()
@@ -136,7 +136,7 @@ def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None
 
 @contextlib.contextmanager
 def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]:
-    """Have engines ignore ``checkpoint.load_universal`` within the block.
+    """Make engines ignore ``checkpoint.load_universal`` within the block.
 
     Source: ``checkpoint.load_universal``, ``runtime/config.py:549``, which the engine reads at each load.
     """
@@ -157,19 +157,19 @@ def load_config_file(path: str) -> dict[str, Any]:
 
 
 def basic_optimizer(engine: DeepSpeedEngine) -> Any:
-    """Return the optimizer that DeepSpeed wrapped or took as it is; None without one."""
+    """Return the engine's optimizer without DeepSpeed's wrapper; None without one."""
     return getattr(engine, "basic_optimizer", None)
 
 
 def replica(engine: DeepSpeedEngine) -> int:
-    """Return this rank's replica as ZeRO cuts state: a sequence's ranks are replicas."""
+    """Return this rank's ZeRO partition index; sequence-parallel ranks count too."""
     return int(comm.get_rank(group=engine.seq_data_parallel_group))
 
 
 def checkpoint_part(engine: DeepSpeedEngine) -> int:
-    """Return the number of the model's part in the names of this rank's files.
+    """Return this rank's model-parallel index in checkpoint file names.
 
-    Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; 0.19.0 asks the model-parallel unit each time.
+    Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; 0.19.0 calls the model-parallel unit each time.
     """
     if hasattr(engine, "checkpoint_mp_rank"):
         return int(engine.checkpoint_mp_rank)
@@ -177,7 +177,7 @@ def checkpoint_part(engine: DeepSpeedEngine) -> int:
 
 
 def expert_parallel_size(engine: DeepSpeedEngine) -> int:
-    """Return over how many ranks the experts of a layer are spread; 0 without experts.
+    """Return the number of ranks that share a layer's experts; 0 without experts.
 
     Source: ``group_name`` of experts' parameters, ``moe/experts.py:26`` and ``module_inject/auto_ep_layer.py:674``.
     """
@@ -186,7 +186,7 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the file with this rank's weights (``part``: two digits).
+    """Return the path of the file with this rank's weights (``part``: two digits).
 
     Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
     """
@@ -194,12 +194,12 @@ def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) ->
 
 
 def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
-    """Return the file with this rank's optimizer state (``_get_zero_ckpt_name``)."""
+    """Return the path of this rank's optimizer state (``_get_zero_ckpt_name``)."""
     return pathlib.PurePath(engine._get_zero_ckpt_name("", tag)).as_posix()
 
 
 def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
-    """Return the files of this stage's layers with weights, by index in the stage.
+    """Return the files of this stage's layers with weights, by layer index in the stage.
 
     Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
     """
@@ -235,7 +235,7 @@ def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:
 
 
 def load_zero_states(engine: DeepSpeedEngine, load_dir: str, tag: str | None) -> None:
-    """Load each replica's optimizer state, as with ZeRO. Ranks: all, collectively."""
+    """Load each replica's own optimizer state, as with ZeRO. Ranks: all, collectively."""
     engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
 
 
@@ -250,19 +250,19 @@ def gradient_scaler(engine: DeepSpeedEngine) -> Any:
 
 
 def bind_output_reduction(engine: PipelineEngine, function: Callable[..., Any]) -> None:
-    """Have ``eval_batch`` call a function with the arguments of ``reduce_outputs``."""
+    """Make ``eval_batch`` call a function in place of ``reduce_outputs``."""
     engine._reduce_outputs = function
 
 
 def reduce_outputs(
     engine: PipelineEngine, outputs: list[Any], reduce: str | None, reduce_dp: bool, micro_batches: int | None
 ) -> Any:
-    """Reduce outputs like ``runtime/pipe/engine.py:527``. Ranks: the last stage's."""
+    """Call ``_reduce_outputs`` (``runtime/pipe/engine.py:527``). Ranks: last stage."""
     return type(engine)._reduce_outputs(engine, outputs, reduce, reduce_dp, micro_batches)
 
 
 def forget_losses(engine: PipelineEngine) -> None:
-    """Drop the losses' sum: 0.19.0 and 0.19.8 add evaluations' to it, of any shape."""
+    """Reset the sum of losses, to which 0.19.0 and 0.19.8 add those of evaluations."""
     engine.total_loss = None
     engine.total_additional_losses = None
 
@@ -278,9 +278,9 @@ INSTRUCTIONS: Mapping[type, str] = {
     schedule.SendGrad: "stages",
     schedule.RecvGrad: "stages",
 }
-"""What a pipeline's instructions are part of; ``stages`` is exchange with the neighbours and waiting for them.
+"""Pipeline instruction -> part of a step; ``stages`` is communication with neighbouring stages, waits included.
 
-Gradients are reduced inside of backward in engines that are no pipelines. ``LoadMicroBatch`` is left out.
+In other engines backward also reduces gradients. ``LoadMicroBatch`` is left out.
 """
 
 
@@ -289,9 +289,9 @@ def observe_instructions(
 ) -> Callable[[], None]:
     """Call each instruction of a pipeline through ``around(part, instruction)``.
 
-    Returns a function that puts everything back; the engine's class stays as it is.
+    Returns a function that undoes the change; the engine's class is not modified.
 
-    Source: ``PipelineEngine._INSTRUCTION_MAP``, from which ``_exec_schedule`` makes methods, ``runtime/pipe/engine.py:1360``.
+    Source: ``PipelineEngine._INSTRUCTION_MAP``, which ``_exec_schedule`` binds as methods, ``runtime/pipe/engine.py:1360``.
     """
 
     def wrapped(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
@@ -312,7 +312,7 @@ def observe_instructions(
 
 
 FUSED_KERNELS = "deepspeed.ops.transformer"
-"""The package whose modules compute past torch's dispatcher."""
+"""The package whose kernels bypass torch's dispatcher."""
 
 
 def is_fused(module: torch.nn.Module) -> bool:
@@ -320,17 +320,17 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 
 CHECKPOINT_MODULE = "deepspeed.runtime.activation_checkpointing.checkpointing"
-"""The module that computes again what was checkpointed.
+"""The module that recomputes checkpointed activations.
 
 It does so in ``CheckpointFunction.backward`` and ``checkpoint_unpack`` (lines 667 and 877).
 """
 
 GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
-"""Modules whose functions compute gradients in a backward pass, and nothing again."""
+"""Modules whose functions in a backward pass compute gradients only, without recomputation."""
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the type in which an engine multiplies: autocast's or its weights'.
+    """Return the dtype of an engine's matrix products: autocast's or its weights'.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -342,13 +342,13 @@ def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
 
 
 PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer")
-"""Attributes of a pipeline's engine with buffers for exchange, which stay (``runtime/pipe/engine.py:181``)."""
+"""Attributes of a pipeline engine with persistent communication buffers (``runtime/pipe/engine.py:181``)."""
 
 
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
-    """Return a pipeline engine's buffers for exchange between stages, if any.
+    """Return a pipeline engine's communication buffers between stages, if any.
 
-    What it holds of micro batches that are under way, ``pipe_buffers``, are activations.
+    ``pipe_buffers``, with data of current micro batches, are not included, because they are activations.
     """
     if not isinstance(engine, PipelineEngine):
         return []
@@ -358,16 +358,16 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 def steps_next(engine: DeepSpeedEngine) -> bool:
     """Return whether the next step is the optimizer's.
 
-    A pipeline's schedule has no other; it says so itself only within (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
+    In a pipeline every step is; its own flag is set only inside a step (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
     """
     return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
-    """Have a stage that runs alone send no activation shapes and wait for none.
+    """Make a stage that runs alone neither send nor receive activation shapes.
 
-    ``received`` is called where the shapes of the previous stage would come; it returns a tensor or tuple of tensors with the
-    shapes and types that the stage sends, without memory.
+    ``received`` is called instead of receiving the previous stage's shapes; it returns a meta tensor, or a tuple of them, with
+    these shapes and types.
 
     Source: ``PipelineEngine._send_tensor_meta``, ``_recv_tensor_meta`` and ``_allocate_or_extend_buffers``,
     ``runtime/pipe/engine.py:933``.
@@ -387,9 +387,9 @@ def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> Non
 
 
 def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
-    """Build the layers of all stages before this one.
+    """Build the layers of all earlier stages.
 
-    Tied layers with a ``forward_fn`` have weights of their own here, which is the same for shapes.
+    Tied layers with a ``forward_fn`` get separate weights here, which does not change shapes.
     """
     built: list[Callable[..., Any]] = []
     for spec in module._layer_specs[: module._local_start]:
@@ -410,19 +410,19 @@ REMEDIES: Mapping[str, str] = {
         "engine.module.requires_grad_(False) and engine.module.requires_grad_(True); or set zero_optimization.stage to 1."
     ),
 }
-"""Messages of what DeepSpeed 0.19 refuses and earlier releases took, in part, and what to do."""
+"""Part of a DeepSpeed 0.19 message -> remedy, for configs that earlier releases accepted."""
 
 _MISSING_ATTRIBUTE = "deepscale_config"
 
 
 def append_remedy(error: BaseException) -> None:
-    """Append the remedy, if known, to the message of an error of DeepSpeed's."""
+    """Append the remedy, if known, to the message of a DeepSpeed error."""
     text = str(error.args[0]) if error.args else ""
     for fragment, remedy in REMEDIES.items():
         if fragment in text and remedy not in text:
             error.args = (f"{text.rstrip('. ')}. {remedy}", *error.args[1:])
     if isinstance(error, KeyError) and text == _MISSING_ATTRIBUTE:
-        # hasattr() of DeepSpeed on an object of the user's that raises KeyError for what it does not have.
+        # DeepSpeed calls hasattr() on a user's object that raises KeyError for missing attributes.
         error.args = (
             f"{text}: args of deepspeed.initialize() has attributes that raise KeyError. Leave args out of the call.",
         )

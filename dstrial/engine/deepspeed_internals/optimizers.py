@@ -1,4 +1,4 @@
-"""How DeepSpeed's optimizers keep weights and settings, and how ZeRO 3 cuts them.
+"""Access weights and settings in DeepSpeed's optimizers, and ZeRO 3's partitions.
 
 Source: ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
 ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py``, ``runtime/zero/partition_parameters.py``.
@@ -25,13 +25,13 @@ from deepspeed.utils.tensor_fragment import fragment_address as fragment_address
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatGroups:
-    """Parameter groups of an optimizer that keeps each in a flat buffer; by group.
+    """Parameter groups of an optimizer with one flat buffer per group.
 
     Attributes:
-        groups: parameters in the order in which they lie in the buffer.
-        offsets: element of the buffer at which each begins; None if there are no gaps.
+        groups: parameters of each group in buffer order.
+        offsets: first element of each parameter in its buffer; None if there are no gaps.
         numels: elements of each buffer, all partitions and paddings included.
-        num_partitions: over how many replicas each is cut.
+        num_partitions: number of partitions of each buffer.
     """
 
     groups: Sequence[Sequence[torch.nn.Parameter]]
@@ -42,7 +42,7 @@ class FlatGroups:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Parameters in one flat buffer of ZeRO 3, each cut over the replicas."""
+    """Parameters in one flat buffer of ZeRO 3, each partitioned over the replicas."""
 
     parameters: Sequence[Any]
     group_idx: int
@@ -68,7 +68,7 @@ def sub_groups(optimizer: Any) -> list[SubGroup] | None:
 def flat_groups(optimizer: Any) -> FlatGroups | None:
     """Return groups of ZeRO 1, 2, ``BF16_Optimizer``, ``FP16_Optimizer``; else None.
 
-    Source: ``runtime/zero/stage_1_and_2.py:413`` and on; 0.19.0 knows no gaps between parameters (``parameter_alignment``).
+    Source: ``runtime/zero/stage_1_and_2.py:413`` and on; 0.19.0 has no gaps between parameters (``parameter_alignment``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         groups = optimizer.round_robin_bit16_groups
@@ -88,7 +88,7 @@ def _numels(flat: Sequence[torch.Tensor]) -> list[int]:
 
 
 def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """Return parameters by group where each is kept by itself; none without optimizer."""
+    """Return parameters by group of an optimizer without flat buffers; [] without one."""
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         return list(optimizer.fp16_groups)
     return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
@@ -109,7 +109,7 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return master weights kept one by one, by group and position; else None."""
+    """Return separate master weights per parameter, by group and position; else None."""
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 
 
@@ -123,24 +123,24 @@ GRADIENTS: Mapping[type, tuple[str, ...]] = {
     DeepSpeedZeroOptimizer_Stage3: ("averaged_gradients", "grad_partitions_flat_buffer"),
     BF16_Optimizer: ("fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
 }
-"""Attributes in which an optimizer keeps gradients beside those of the parameters, nested in lists and dicts.
+"""Attributes of an optimizer with further gradient buffers, nested in lists and dicts.
 
-Source: ``runtime/zero/stage_1_and_2.py:687``, ``runtime/zero/stage3.py:786``, ``runtime/bf16_optimizer.py:112``. The third of
-ZeRO 1 and 2 is there with ``offload_optimizer`` only, the fourth holds the rank's share with ZeRO 2 (line 2184), the second of
-ZeRO 3 is there where anything is trained.
+Source: ``runtime/zero/stage_1_and_2.py:687``, ``runtime/zero/stage3.py:786``, ``runtime/bf16_optimizer.py:112``. The third
+of ZeRO 1 and 2 exists only with ``offload_optimizer``, the fourth has the rank's partition with ZeRO 2 (line 2184), the second
+of ZeRO 3 exists if any parameter is trained.
 """
 
 
 def held_gradients(optimizer: Any) -> list[Any]:
-    """Return what an optimizer keeps of gradients beside those of the parameters."""
+    """Return an optimizer's gradient buffers other than the parameters' ``grad``."""
     names = next((names for kind, names in GRADIENTS.items() if isinstance(optimizer, kind)), ())
     return [getattr(optimizer, name, None) for name in names]
 
 
 def reduction_buckets(optimizer: Any) -> list[Any]:
-    """Return the buffers of ZeRO from which gradients are reduced.
+    """Return ZeRO's buckets for gradient reduction.
 
-    The gradients of parameters are views into them meanwhile.
+    During the reduction, gradients of parameters are views of the buckets.
 
     Source: ``ipg_buckets``, ``runtime/zero/stage_1_and_2.py:616`` and ``runtime/zero/stage3.py:477``.
     """
@@ -148,7 +148,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in the accumulation's type, if that differs.
+    """Return a parameter's gradient in the accumulation dtype, if that differs.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """
@@ -157,34 +157,34 @@ def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
 
 
 def base_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside DeepSpeed's wrapper, or itself without one."""
+    """Return the optimizer inside DeepSpeed's wrapper, or the unwrapped optimizer."""
     is_wrapper = isinstance(optimizer, FP16_UnfusedOptimizer) or flat_masters(optimizer) is not None
     return optimizer.optimizer if is_wrapper else optimizer
 
 
 def keeps_momentum_beside(optimizer: Any) -> bool:
-    """Whether ZeRO 3 has Muon's momentum beside the optimizer's state."""
+    """Return whether ZeRO 3 stores Muon's momentum outside the optimizer's state."""
     return bool(getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None))
 
 
 def has_file_per_replica(optimizer: Any) -> bool:
-    """Whether an optimizer is saved in a file of each replica though ZeRO is off."""
+    """Return whether each replica saves its optimizer state although ZeRO is off."""
     return isinstance(optimizer, BF16_Optimizer)
 
 
 def restore_masters_from_weights(optimizer: Any) -> None:
-    """Make master weights from the module's, as a load without optimizer states does."""
+    """Copy the module's weights to the master weights."""
     optimizer._restore_from_bit16_weights()
 
 
 def gather_persistent(optimizer: Any) -> None:
-    """Let ZeRO 3 reassemble the small parameters that it keeps whole. Ranks: all.
+    """Make ZeRO 3 gather its persistent (small) parameters again. Ranks: all.
 
-    Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``; does nothing for other optimizers.
+    Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``; a no-op for other optimizers.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return
-    # The second copy within a machine (hpZ) is of the weights before.
+    # The secondary partition within a machine (hpZ) has the old weights.
     optimizer.invalidate_secondary_tensor()
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
@@ -192,11 +192,11 @@ def gather_persistent(optimizer: Any) -> None:
 
 
 def overwriting_stage(optimizer: Any) -> int:
-    """Return the ZeRO stage of a wrapper in which ``backward`` may drop gradients.
+    """Return the ZeRO stage of an optimizer in which ``backward`` may drop gradients.
 
-    0 for every other optimizer. 2 stands for stages 1 and 2: at a boundary of the accumulation they keep the last
-    ``backward`` (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). Stage 3 copies instead of adding
-    until the first forward after a ``backward`` (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
+    0 for every other optimizer. 2 means stages 1 and 2: at an accumulation boundary they keep only the last ``backward``
+    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). Until the first forward after a ``backward``, stage 3
+    overwrites instead of adding (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return 3
@@ -204,7 +204,7 @@ def overwriting_stage(optimizer: Any) -> int:
 
 
 def set_accumulation(optimizer: Any, micro_batches_per_batch: int) -> None:
-    """Tell an optimizer that counts micro batches (ZeRO) how many are in a batch."""
+    """Set the micro batches per batch of an optimizer that counts them (ZeRO)."""
     if hasattr(optimizer, "gradient_accumulation_steps"):
         optimizer.gradient_accumulation_steps = micro_batches_per_batch
 
@@ -225,12 +225,12 @@ def gradient_scaler(optimizer: Any) -> Any:
 
 
 def swaps_to_nvme(optimizer: Any) -> int:
-    """Return how many of optimizer states and parameters ZeRO 3 swaps to a file."""
+    """Return how many of (optimizer states, parameters) ZeRO 3 swaps to files: 0 to 2."""
     return sum(bool(getattr(optimizer, name, False)) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
 
 
 def is_cut(parameter: Any) -> bool:
-    """Whether ZeRO 3 has cut a parameter (``_convert_to_deepspeed_param``)."""
+    """Return whether ZeRO 3 partitions a parameter (``_convert_to_deepspeed_param``)."""
     return hasattr(parameter, "ds_id")
 
 
@@ -243,18 +243,18 @@ def full_numel(parameter: Any) -> int:
 
 
 def cut_part(parameter: Any) -> torch.Tensor:
-    """Return this rank's flat, padded piece of a cut parameter, for ZeRO 3 to gather."""
+    """Return this rank's flat, padded partition of a ZeRO 3 parameter."""
     part: torch.Tensor = parameter.ds_tensor
     return part
 
 
 def cut_numel(parameter: Any) -> int:
-    """Return the elements of each rank's piece of a cut parameter, padding included."""
+    """Return the number of elements in a rank's partition, padding included."""
     return int(parameter.partition_numel())
 
 
 def held_part(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's piece of a cut parameter; None while on its way or on disk."""
+    """Return this rank's partition of a parameter; None while in transfer or on disk."""
     held = getattr(parameter, "ds_tensor", None)
     if held is None or getattr(held, "status", None) is not PartitionedParamStatus.AVAILABLE:
         return None

@@ -1,6 +1,6 @@
-"""DeepSpeed's state of the process: communication, kernels and globals.
+"""DeepSpeed's per-process state: communication, kernels and globals.
 
-DeepSpeed is imported by the functions, not by the module: some of them are called before anything of it may be.
+DeepSpeed is imported inside functions, because some are called before DeepSpeed may be imported.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ from typing import Any
 from packaging.version import Version
 
 COMPATIBLE_OPS = "__compatible_ops__"
-"""In ``deepspeed.ops``: name of an operator -> whether it can be compiled here."""
+"""Attribute of ``deepspeed.ops``: operator name -> whether it can be compiled here."""
 
 SHARED_MEMORY_OP = ("deepspeed.comm.torch", "build_shm_op")
-"""Module and name of what compiles shared-memory collectives for CPUs."""
+"""Module and name of the function that compiles shared-memory collectives for CPUs."""
 
 FUSED_ADAM_KERNEL = ("deepspeed.ops.adam.fused_adam", "multi_tensor_applier")
-"""Module and name of what calls the kernel of ``FusedAdam``; absent without CUDA."""
+"""Module and name of the caller of ``FusedAdam``'s kernel; missing without CUDA."""
 
 LIST_COMPARISONS = (
     "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks",
     "deepspeed.runtime.zero.utils.get_lst_from_rank0",
 )
-"""Functions by which ZeRO 3 compares lists between ranks; the second returns rank 0's."""
+"""Functions with which ZeRO 3 compares lists between ranks; the second returns rank 0's list."""
 
 LATE_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3")
-"""Modules that DeepSpeed imports only when it is used, and that take long."""
+"""Modules with a slow import that DeepSpeed imports only at first use."""
 
 MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
-"""Modules that DeepSpeed imports with the first engine, in 40 ms, whatever its model."""
+"""Modules that DeepSpeed imports with the first engine, in 40 ms, for any model."""
 
 COMPILER = "torch._dynamo"
-"""Module that torch's optimizers import at their first step, in 1.3 s of processor time, and that compiles nothing by itself."""
+"""Module that torch's optimizers import at their first step, in 1.3 s of CPU time; the import compiles nothing."""
 COMPILER_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Set by the import of ``COMPILER``, which also makes the directory, and set again by whatever needs it (torch 2.13)."""
+"""Variable set by the import of ``COMPILER``, which also creates the directory; users of the cache set it again (torch 2.13)."""
 
 MODULES_OF_ENGINES_SINCE = "0.19.8"
-"""The first release, of those that are tested, that has them."""
+"""First tested release with ``MODULES_OF_ENGINES``."""
 
 GATHERS_AWAITED_SINCE = "0.19.8"
-"""The first release, of those that are tested, whose ZeRO 3 waits for all parameters that it gathers."""
+"""First tested release in which ZeRO 3 waits for all parameters that it gathers."""
 
 ENGINE_PHASES = (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step"))
-"""Methods of an engine with which a phase of training begins, and the phase."""
+"""(engine method, training phase that begins with the method)."""
 
 GLOBALS: Mapping[str, Mapping[str, Any]] = {
-    # Contexts of ZeRO 3's construction hold modules; one that raised inside leaves itself on the list.
+    # Contexts of ``zero.Init`` reference modules; a context that raised an exception stays on the list.
     "deepspeed.runtime.zero.partition_parameters": {
         "zero_init_context": [],
         "top_level_context": None,
         "temp_contiguous_tensor": None,
     },
-    # Modules whose forward raised are still on it.
+    # Modules whose forward raised stay on it.
     "deepspeed.runtime.zero.parameter_offload": {"FWD_MODULE_STACK": []},
-    # The last pipeline's grid: stages, groups and the ranks that talk to each other.
+    # The last pipeline's grid: stages, groups and communicating ranks.
     "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None},
-    # What `deepspeed.checkpointing.configure` was told, and buffers of contiguous checkpoints.
+    # Arguments of `deepspeed.checkpointing.configure`, and buffers of contiguous checkpoints.
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "mpu": None,
         "mp_rank": 0,
@@ -83,16 +83,16 @@ GLOBALS: Mapping[str, Mapping[str, Any]] = {
         "_cpu_offload_engine": None,
     },
 }
-"""Module -> what its globals are before the first engine; a list is emptied in place."""
+"""Module -> initial values of its globals, before the first engine; lists are cleared in place."""
 
 GLOBALS_SINCE = {"_cpu_offload_engine": "0.19.8"}
-"""Those of ``GLOBALS`` that earlier releases do not have."""
+"""Names in ``GLOBALS`` that earlier releases lack -> first release."""
 
 METHOD_CACHES = {"deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator"}
-"""Classes whose methods remember results by ``self``, which keeps ZeRO 3's coordinator, and by it the engine, for ever."""
+"""Classes with method caches keyed by ``self``, which keep ZeRO 3's coordinator, and so the engine, alive."""
 
 PARAMETER_ATTRIBUTES = ("ds_", "_hp", "_z3", "grad_accum")
-"""How attributes begin that DeepSpeed hangs on parameters."""
+"""Prefixes of attributes that DeepSpeed sets on parameters."""
 
 CONTAINERS = (
     "_grad_acc_hooks",
@@ -101,17 +101,17 @@ CONTAINERS = (
     "averaged_gradients",
     "all_grad_tensors",
 )
-"""Containers of engines and optimizers that keep gradients and hooks alive."""
+"""Containers in engines and optimizers that keep gradients and hooks alive."""
 
 
 def torch_backend() -> Any:
-    """Return the class of collectives, ``send`` and ``recv`` in ``deepspeed.comm``."""
-    # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
+    """Return the class in ``deepspeed.comm`` with collectives, ``send`` and ``recv``."""
+    # Not `import deepspeed.comm.torch as`, which would return the `torch` that deepspeed.comm imports.
     return importlib.import_module("deepspeed.comm.torch").TorchBackend
 
 
 def import_modules_of_engines() -> None:
-    """Import what the first engine would, as far as this release has it."""
+    """Import the modules that the first engine would import, if this release has them."""
     cache = os.environ.get(COMPILER_CACHE_VARIABLE)
     for name in (*MODULES_OF_ENGINES, COMPILER):
         with contextlib.suppress(ModuleNotFoundError):
@@ -123,28 +123,28 @@ def import_modules_of_engines() -> None:
 
 @contextlib.contextmanager
 def no_compatible_ops() -> Iterator[None]:
-    """Let DeepSpeed find that no operator can be compiled, while the block lasts.
+    """Make DeepSpeed treat all operators as not compilable inside the block.
 
-    Source: ``ops/__init__.py:31``, an attribute that probes all operators when it is first asked for; 0.19.0 probes at import.
+    Source: ``ops/__init__.py:31``, an attribute that probes all operators at first access; 0.19.0 probes at import.
     """
     from deepspeed import ops
 
     probed = vars(ops).get(COMPATIBLE_OPS)
-    # Has every name: 0.19.0 takes it by the operator's name without a default (comm/torch.py:33).
+    # Has every name, because 0.19.0 reads it without a default (comm/torch.py:33).
     vars(ops)[COMPATIBLE_OPS] = collections.defaultdict(bool)
     try:
         yield
     finally:
-        # Where nothing was probed yet, the attribute is DeepSpeed's lazy one again.
+        # If nothing was probed yet, restore DeepSpeed's lazy attribute.
         del vars(ops)[COMPATIBLE_OPS]
         if probed is not None:
             vars(ops)[COMPATIBLE_OPS] = probed
 
 
 def replace_available_memory(function: Callable[..., int]) -> None:
-    """Have CUDA's free bytes asked of ``function(accelerator, device_index=None)``.
+    """Replace CUDA's memory query by ``function(accelerator, device_index=None)``.
 
-    Source: ``accelerator/cuda_accelerator.py:188``, which takes words of ``CUDA_VISIBLE_DEVICES`` for integers.
+    Source: ``accelerator/cuda_accelerator.py:188``, which parses ``CUDA_VISIBLE_DEVICES`` as integers.
     """
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
@@ -152,14 +152,14 @@ def replace_available_memory(function: Callable[..., int]) -> None:
 
 
 def op_builder() -> Any:
-    """Return the base class of operators, whose ``load`` compiles and imports."""
+    """Return the base class of operator builders; ``load`` compiles and imports."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder
 
 
 def nested_phases() -> list[tuple[Any, str, str]]:
-    """Return calls that communicate: class or module, name, ``reduce`` or ``gather``."""
+    """Return communicating calls: (class or module, name, ``reduce`` or ``gather``)."""
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
@@ -186,12 +186,12 @@ def reset_globals() -> None:
         for attribute, value in values.items() if isinstance(module, ModuleType) else ():
             found = getattr(module, attribute, None)
             if isinstance(value, list) and isinstance(found, list):
-                found.clear()  # in place, for other modules hold it by name
+                found.clear()  # in place, because other modules have references to it
             elif hasattr(module, attribute):
                 setattr(module, attribute, value)
     for name, owner in METHOD_CACHES.items():
         for method in list(vars(getattr(sys.modules.get(name), owner, object)).values()):
-            # The cache is inside a decorator, which does not say what it decorates.
+            # The cache is inside a decorator without ``__wrapped__``.
             inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
             for one in (method, *inside):
                 if hasattr(one, "cache_clear"):
@@ -199,9 +199,9 @@ def reset_globals() -> None:
 
 
 def release_groups() -> None:
-    """Let DeepSpeed forget all its process groups; the groups themselves stay.
+    """Clear DeepSpeed's references to its process groups; the groups stay.
 
-    Source: ``utils/groups.py:89``, ``_release_process_group_references``; 0.19.0 has no such function, and the same globals.
+    Source: ``utils/groups.py:89``, ``_release_process_group_references``; 0.19.0 has the same globals without the function.
     """
     from deepspeed.utils import groups
 
@@ -221,11 +221,11 @@ def release_groups() -> None:
 
 
 def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
-    """Have ZeRO 3 wait for each small parameter that it gathers.
+    """Make ZeRO 3 wait for each small parameter that it gathers.
 
-    Returns what was replaced: owner, name, value.
+    Returns the replaced attributes: (owner, name, old value).
 
-    Releases before ``GATHERS_AWAITED_SINCE`` wait for the last one only; with gloo the others may not be whole by then.
+    Releases before ``GATHERS_AWAITED_SINCE`` wait only for the last one; with gloo the others may be incomplete then.
 
     Source: ``Init._allgather_params_coalesced``, ``runtime/zero/partition_parameters.py:2022``.
     """
@@ -245,7 +245,7 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def operators() -> list[tuple[str, Any, bool]]:
-    """Return DeepSpeed's operators: name, builder, whether the package compiled it."""
+    """Return DeepSpeed's operators: (name, builder, whether prebuilt)."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -253,7 +253,7 @@ def operators() -> list[tuple[str, Any, bool]]:
 
 
 def can_compile(builder: Any) -> bool:
-    """Say whether an operator can be compiled here; not if DeepSpeed's probe fails.
+    """Return whether an operator can be compiled here; False if the probe fails.
 
     Source: ``probe_is_compatible``, ``ops/op_builder/builder.py:64``, which 0.19.0 does not have.
     """
