@@ -61,7 +61,7 @@ class FiniteWeights:
                 if parameter.requires_grad and weights is not None:
                     by_device.setdefault(weights.device, []).append((name, weights))
             for named in by_device.values():
-                # Minimum and maximum propagate NaN and infinity without a temporary copy. On a CPU thread this is 20 times as fast
+                # Minimum and maximum propagate NaN and infinity without a temporary copy: on a CPU thread 20 times as fast
                 # as a norm or a copy (25 M float32: 8 ms against 151 and 159).
                 ends = [torch.stack(torch.aminmax(weights)).float() for _, weights in named]
                 prefix = f"engine {engine_idx}: " if len(self._engines) > 1 else ""

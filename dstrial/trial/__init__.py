@@ -1,1 +1,1 @@
-"""What a user subclasses or holds: DeepSpeedTrial, its context, ModelParallelUnit."""
+"""Public classes for trials: DeepSpeedTrial, its context, ModelParallelUnit."""

@@ -1,4 +1,4 @@
-"""What a trial holds: it answers questions and takes registrations; the loop acts."""
+"""The context of a trial: configuration, position, registration of engines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
-    """A private attribute of Determined's context that lives in the runtime."""
+    """Descriptor for a private attribute of Determined's context."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -57,12 +57,12 @@ class _RuntimeAttribute:
 
 
 class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[misc]  # wrap_reducer lives there
-    """What a ``DeepSpeedTrial`` is given; use :func:`dstrial.init` to build one.
+    """The context of a ``DeepSpeedTrial``; create one with :func:`dstrial.init`.
 
     Attributes:
         distributed: Determined's distributed context: rank, size, gather, broadcast.
         device: the torch device of this rank, chosen through DeepSpeed's accelerator interface.
-        models: the wrapped engines in the order in which they were wrapped.
+        models: the wrapped engines, in the order of wrapping.
 
     Source: the public surface of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1, and its private attributes.
     """
@@ -130,12 +130,12 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- metrics -------------------------------------------------------------------------------------
 
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
-        """Combine what the wrapped reducers of all ranks have collected.
+        """Reduce the values collected by the wrapped reducers on all ranks.
 
-        For training this includes what absent ranks had collected before the run resumed with fewer ranks.
+        For training this includes values from ranks that no longer exist, if the run resumed with fewer ranks.
 
         Returns:
-            Metric name -> what ``cross_slot_reduce`` returned, the same on every rank.
+            Metric name -> result of ``cross_slot_reduce``, equal on every rank.
 
         Ranks: all, collectively; no communication if no reducer is wrapped.
         """
@@ -158,20 +158,20 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def wrap_model_engine(self, model: Any) -> Any:
         """Register a DeepSpeed engine for training and checkpoints, and check its config.
 
-        The whole configuration check is repeated with the true sizes. The first engine decides the batch
-        sizes and, if it is a pipeline, who reads records and who reports. In a resumed run an engine keeps its
-        ``train_batch_size``: micro batch and accumulation are changed if its config came to another one.
+        The whole configuration check is repeated with the engine's actual sizes. The first engine determines the
+        batch sizes and, if it is a pipeline, which ranks read records and report metrics. In a resumed run an
+        engine keeps its ``train_batch_size``: if the config gives another one, micro batch and accumulation change.
 
         Args:
-            model: what ``deepspeed.initialize`` returned first.
+            model: the engine, the first result of ``deepspeed.initialize``.
 
         Returns:
-            The same engine. On a pipeline engine ``train_batch()`` and ``eval_batch()`` may be called
-            without an iterator: they use the loader in use.
+            The same engine. A pipeline engine's ``train_batch()`` and ``eval_batch()`` may be called without an
+            iterator; they then use the trial's loader.
 
         Raises:
-            ConfigError: the DeepSpeed configuration cannot be right for these sizes, or a search varies a section of it that
-                an object given to ``deepspeed.initialize`` takes the place of.
+            ConfigError: the DeepSpeed config is invalid for these sizes, or a search varies a section of it that an
+            argument of ``deepspeed.initialize`` overrides.
 
         Ranks: all, with the engines in the same order.
         """
@@ -207,13 +207,13 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Keep the batch of the resumed run; return what the config said at its start."""
+        """Set the batch size of the resumed run; return the config's original values."""
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
 
     def _check_config(self, engine: Any, dims: ParallelDims) -> None:
-        # Accelerate 1.15 lets DeepSpeed print its progress every infinity steps.
+        # Accelerate 1.15 sets DeepSpeed's steps_per_print to infinity.
         config = {key: value for key, value in engine.config.items() if value != math.inf}
         where = f"DeepSpeed config of engine {len(self.models)}"
         stage = int(engine.zero_optimization_stage())
@@ -233,7 +233,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 logger.warning("%s", warning)
 
     def _check_overruled(self, engine: Any) -> None:
-        """Name overruled sections of the config; refuse a search over them."""
+        """Warn of config sections overridden by arguments; reject a search over them."""
         given = {"optimizer": engine.client_optimizer, "scheduler": engine.client_lr_scheduler}
         for section, client in given.items():
             if client is None or not engine.config.get(section):
@@ -272,10 +272,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return found
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """Describe model parallelism of your own; once, after the first engine is wrapped.
+        """Set the unit of custom model parallelism, once, after wrapping the first engine.
 
         Raises:
-            TrialContractError: no engine is wrapped yet, or it was called before.
+            TrialContractError: no engine is wrapped yet, or the method was called before.
         """
         if not self.models:
             raise InvalidTrialError(
@@ -300,11 +300,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._use_pipeline_parallel
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Call ``train_batch`` once per batch; it then trains all its micro batches."""
+        """Call ``train_batch`` once per batch, to train on all micro batches itself."""
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow loaders of other types; order, sharding and resuming are then yours."""
+        """Allow other loaders; order, sharding and resuming are then the user's task."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
@@ -315,16 +315,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.adapters[0]
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the records in one forward pass of one replica, from the first engine."""
+        """Return the records per forward pass of a replica, from the first engine."""
         return self._first_adapter("the micro batch size").micro_batch_size
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return the micro batches of one replica in one batch, from the first engine."""
+        """Return a replica's micro batches per batch, from the first engine."""
         return self._first_adapter("the number of micro batches").micro_batches_per_batch
 
     @property
     def _train_micro_batch_size_per_gpu(self) -> int | None:
-        """Determined's private attribute, which trials read; None without an engine."""
+        """Determined's private attribute, used by some trials; None without an engine."""
         return self._runtime.adapters[0].micro_batch_size if self._runtime.adapters else None
 
     @property
@@ -356,9 +356,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def to_device(self, data: Any) -> pytorch.TorchData:
         """Move tensors and arrays, in lists, tuples and dicts too, to this rank's device.
 
-        Tensors in pinned memory, as ``dstrial.DataLoader`` yields them, are copied without waiting for the device: do not write
-        to pinned memory of your own again before the device has it. What cannot be moved is returned as it is, with one
-        warning per type.
+        Tensors in pinned memory, as from ``dstrial.DataLoader``, are copied asynchronously: do not overwrite your own pinned
+        memory before the copy is complete. Objects that cannot be moved are returned unchanged, with one warning per type.
         """
         return to_device(data, self.device, self._to_device_warned_types)
 
@@ -399,13 +398,13 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.current_batch_idx
 
     def get_initial_batch(self) -> int:
-        """Return how many batches were trained before this allocation."""
+        """Return the number of batches trained before this allocation."""
         return self._runtime.steps_completed
 
     # ---- configuration -------------------------------------------------------------------------------
 
     def get_experiment_config(self) -> dict[str, Any]:
-        """Return the experiment config; ``ValueError`` if none was given to ``init``."""
+        """Return the experiment config; ``ValueError`` if ``init`` was called without one."""
         if self._runtime.exp_conf is None:
             raise ValueError("there is no experiment config; pass exp_conf to dstrial.init().")
         return self._runtime.exp_conf
@@ -415,13 +414,13 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return dict(self.get_experiment_config().get("data") or {})
 
     def get_hparams(self) -> dict[str, Any]:
-        """Return all hyperparameters; ``ValueError`` if none were given to ``init``."""
+        """Return all hyperparameters; ``ValueError`` if ``init`` was called without them."""
         if self._runtime.hparams is None:
             raise ValueError("there are no hyperparameters; pass hparams to dstrial.init().")
         return self._runtime.hparams
 
     def get_hparam(self, name: str) -> Any:
-        """Return one hyperparameter; ``ValueError`` if there is none of that name."""
+        """Return one hyperparameter; ``ValueError`` if the name is unknown."""
         hparams = self.get_hparams()
         if name not in hparams:
             raise ValueError(
@@ -437,23 +436,23 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         *,
         model_parallel_size: int | None = None,
     ) -> dict[str, Any]:
-        """Return a config for ``deepspeed.initialize``: read, overwritten, batch solved.
+        """Return a config for ``deepspeed.initialize``, with overwrites and batch sizes.
 
-        Unlike ``overwrite_deepspeed_config`` alone, every batch size left out or ``"auto"`` becomes a number,
-        for the current replicas. A resumed run keeps its ``train_batch_size``.
+        Unlike ``overwrite_deepspeed_config``, it computes every batch size that is missing or ``"auto"`` for the current
+        number of replicas. A resumed run keeps its ``train_batch_size``.
 
         Args:
-            name: hyperparameter that holds the path of the JSON, or the config itself.
-            overwrite: hyperparameter with what to merge over it; may be missing.
-            model_parallel_size: ranks that form one replica: pipeline stages times tensor-parallel size. None takes
-                ``pipeline_stages`` times ``model_parallel_size`` of ``data.dstrial``, as ``dstrial check`` does.
+            name: hyperparameter with the path of the JSON, or the config itself.
+            overwrite: hyperparameter with overwrites for the config; may be missing.
+            model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. None means
+            ``pipeline_stages`` times ``model_parallel_size`` of ``data.dstrial``, as in ``dstrial check``.
 
         Returns:
             A new dict.
 
         Raises:
-            ConfigError: the batch equation has no solution for these replicas, the ranks cannot be divided into replicas of
-                that size, or ``data.dstrial`` gives another size than ``model_parallel_size`` does.
+            ConfigError: the batch equation has no solution, the ranks cannot be divided into replicas of that size, or
+            ``data.dstrial`` contradicts ``model_parallel_size``.
             ValueError: the hyperparameter does not exist.
 
         Not in Determined.
@@ -479,7 +478,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def get_global_batch_size(self) -> int:
         """Return ``global_batch_size``, rounded down to a multiple of the slots.
 
-        DeepSpeed's own batch size is in its JSON.
+        This is not DeepSpeed's batch size, which is in its config.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -497,14 +496,14 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def get_experiment_id(self) -> int:
         """Return the experiment's number; 0 off a cluster."""
-        return int(self._runtime.core.train._exp_id)  # Determined offers no public name for it
+        return int(self._runtime.core.train._exp_id)  # Determined has no public name for it
 
     def get_trial_id(self) -> int:
         """Return the trial's number; 0 off a cluster."""
         return int(self._runtime.core.train._trial_id)
 
     def get_trial_seed(self) -> int:
-        """Return the trial's seed; an error if none is configured."""
+        """Return the trial's seed; raise an error if none is configured."""
         if self._runtime.trial_seed is None:
             raise NoSeedError(
                 "there is no trial seed; set reproducibility.experiment_seed in the experiment config."
@@ -514,14 +513,14 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- TensorBoard, profiling ----------------------------------------------------------------------
 
     def get_tensorboard_path(self) -> pathlib.Path:
-        """Return the directory whose files are shown by TensorBoard."""
+        """Return the directory for TensorBoard event files."""
         return pathlib.Path(self._runtime.core.train.get_tensorboard_path())
 
     def get_tensorboard_writer(self) -> Any:
-        """Return this rank's TensorBoard ``SummaryWriter``, made at the first call."""
-        with _making_writer:  # user code and the loop's reports ask for it on threads of their own
+        """Return this rank's TensorBoard ``SummaryWriter``, created at the first call."""
+        with _making_writer:  # user code and the report writer may call this from different threads
             if self._runtime.tensorboard_writer is None:
-                # It imports boto3, fsspec and protobuf: half of what a first report costs.
+                # Slow import of boto3, fsspec and protobuf: half of the cost of a first report.
                 with collector.paused():
                     from torch.utils.tensorboard import SummaryWriter
 
@@ -529,19 +528,19 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             return self._runtime.tensorboard_writer
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
-        """Switch the writing of reported metrics for TensorBoard on or off."""
+        """Enable or disable writing reported metrics to TensorBoard."""
         if not isinstance(enable_tensorboard_logging, bool):
             raise AssertionError("enable_tensorboard_logging must be a boolean")
         self._runtime.writes_tensorboard = enable_tensorboard_logging
 
     def get_enable_tensorboard_logging(self) -> bool:
-        """Return whether reported metrics are written for TensorBoard."""
+        """Return whether reported metrics are written to TensorBoard."""
         return self._runtime.writes_tensorboard
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
         """Profile with ``torch.profiler.profile``; the loop steps it after every batch.
 
-        All arguments go to the profiler; traces are written where TensorBoard finds them.
+        All arguments are passed to the profiler; traces are written to the TensorBoard directory.
         """
         handler = torch.profiler.tensorboard_trace_handler(str(self.get_tensorboard_path()))
         self.profiler = torch.profiler.profile(*args, on_trace_ready=handler, **kwargs)
@@ -549,11 +548,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- stopping ------------------------------------------------------------------------------------
 
     def get_stop_requested(self) -> bool:
-        """Return whether this rank has asked for training to stop."""
+        """Return whether this rank has requested a stop of the training."""
         return self._runtime.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Ask, on any rank, that all stop after the same batch, with a checkpoint."""
+        """Request, on any rank, that all ranks save a checkpoint and stop."""
         if not isinstance(stop_requested, bool):
             raise AssertionError("stop_requested must be a boolean")
         if stop_requested:
@@ -562,7 +561,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
 
 def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
-    """Return the state behind a context, for the loop, the trainer and integrations."""
+    """Return a context's internal state, for the loop, the trainer and integrations."""
     return context._runtime
 
 

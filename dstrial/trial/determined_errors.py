@@ -1,6 +1,6 @@
-"""Errors that are also of the types that Determined raises in the same places.
+"""dstrial errors that are also subclasses of the errors Determined raises.
 
-They are shown under the name of ``dstrial.errors`` that they also are; ``dstrial.errors`` itself imports nothing of Determined.
+Tracebacks show the name of the base class in ``dstrial.errors``, which itself does not import Determined.
 
 Source: determined 0.38.1, ``pytorch/deepspeed/_deepspeed_context.py`` and ``_deepspeed_trial.py``.
 """
@@ -12,33 +12,33 @@ from determined import errors
 from dstrial.errors import TrialContractError
 
 
-# Determined's is a BaseException; with TrialContractError first it is an Exception all the same.
+# Determined's class is a BaseException; TrialContractError as first base makes this class an Exception.
 class InvalidTrialError(TrialContractError, errors.InvalidExperimentException):  # type: ignore[misc]  # untyped
-    """There: ``InvalidExperimentException``. No wrapped engine, or no metrics by name."""
+    """No engine is wrapped, or metrics have no names (``InvalidExperimentException``)."""
 
 
 class MetricNamesError(InvalidTrialError, ValueError):
-    """There: ``ValueError``. Names of metrics differ between batches or ranks."""
+    """Metric names differ between batches or ranks (``ValueError``)."""
 
 
 class SearcherMetricError(TrialContractError, RuntimeError):
-    """There: ``RuntimeError``. The searcher's metric is missing or no number."""
+    """The searcher's metric is missing or not a number (``RuntimeError``)."""
 
 
 class ForeignLoaderError(TrialContractError, RuntimeError):
-    """There: ``RuntimeError``. A loader is not one whose order is reproducible."""
+    """A data loader's order is not reproducible (``RuntimeError``)."""
 
 
 class FullDatasetError(TrialContractError, TypeError):
-    """There: ``TypeError``. ``evaluate_full_dataset`` returned no dict."""
+    """``evaluate_full_dataset`` did not return a dict (``TypeError``)."""
 
 
 class AccumulationError(TrialContractError, AssertionError):
-    """There: ``AssertionError``. ``train_batch`` accumulated too few or many batches."""
+    """``train_batch`` trained a wrong number of micro batches (``AssertionError``)."""
 
 
 class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
-    """Determined's, without asking its reader to write to Determined."""
+    """Determined's ``InternalException`` without the request to contact Determined."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
@@ -46,13 +46,13 @@ class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
 
 
 class NotTrainingError(TrialContractError, _Internal):
-    """There: ``InternalException``. The position is asked for before training."""
+    """The position was requested before training (``InternalException``)."""
 
     __init__ = _Internal.__init__
 
 
 class NoSeedError(_Internal, ValueError):
-    """There: ``InternalException``. No trial seed is configured."""
+    """No trial seed is configured (``InternalException``)."""
 
 
 for _class in (

@@ -1,4 +1,4 @@
-"""A loader that pins records, and a copy to the device that does not wait."""
+"""A data loader with pinned memory, and asynchronous copies to the device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
 
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
-    """Determined's ``DataLoader``, with records pinned where an accelerator is used.
+    """Determined's ``DataLoader``, with pinned memory if an accelerator is used.
 
-    ``context.to_device`` then copies them while the device goes on computing. ``pin_memory`` None pins if records go to an
-    accelerator. All other arguments and their defaults are ``determined.pytorch.DataLoader``'s.
+    ``context.to_device`` then copies records while the device computes. ``pin_memory=None`` pins if records go to an
+    accelerator. All other arguments and their defaults are those of ``determined.pytorch.DataLoader``.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships 
 
 
 def should_pin() -> bool:
-    """Return whether pinned memory serves this rank: for torch's accelerators but MPS.
+    """Return whether to pin memory: if torch has an accelerator other than MPS.
 
-    Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without one ``pin_memory=True`` warns.
+    Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without an accelerator ``pin_memory=True`` warns.
     """
     if not has_accelerator(os.environ) or not num_torch_accelerators():
         return False
@@ -73,11 +73,11 @@ def should_pin() -> bool:
 
 
 def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
-    """Return tensors and arrays, nested in lists, tuples and dicts, moved to a device.
+    """Move tensors and arrays, nested in lists, tuples and dicts, to a device.
 
-    Tensors in pinned host memory are copied without waiting: later device work comes behind the copy, and torch's loader keeps
-    the memory until then. Everything else is copied as ``.to(device)`` does. Other objects move themselves by their ``to``;
-    types that cannot be moved are warned of once and added to ``warned_types``.
+    Tensors in pinned memory are copied asynchronously: later device work is queued behind the copy, and torch keeps the memory
+    until then. Other tensors are copied by ``.to(device)``. Other objects are moved by their own ``to`` method; each type that
+    cannot be moved causes one warning and is added to ``warned_types``.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=_is_pinned(value, device))
@@ -86,7 +86,7 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
     if isinstance(value, list):
         return [to_device(item, device, warned_types) for item in value]
     if isinstance(value, PackedSequence):
-        packed: Any = value  # its overloads know no device with a type of its own
+        packed: Any = value  # the overloads do not accept this device type
         return packed.to(device, non_blocking=_is_pinned(value.data, device))
     if isinstance(value, tuple):
         moved = (to_device(item, device, warned_types) for item in value)
@@ -99,12 +99,12 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
-    # A copy the other way, to pinned memory, would be read before it has arrived.
+    # An asynchronous copy from device to pinned memory could be read before it is complete.
     return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> Any:
-    """Move an object that knows how; mappings of pinned tensors do not wait."""
+    """Move an object by its ``to`` method; mappings of pinned tensors asynchronously."""
     held = list(value.values()) if isinstance(value, Mapping) else []
     if held:
         tensors = [item for item in held if isinstance(item, torch.Tensor)]

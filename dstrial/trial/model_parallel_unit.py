@@ -1,4 +1,4 @@
-"""Who is which replica, reads records or reports metrics under model parallelism."""
+"""A rank's replica and roles (reads records, reports metrics) in model parallelism."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from determined import core
 
 @dataclasses.dataclass
 class ModelParallelUnit:
-    """The place of this rank in a model-parallel arrangement.
+    """This rank's replica and roles in a model-parallel job.
 
-    Build one yourself, and hand it to ``context.set_mpu``, only for model parallelism outside DeepSpeed's
-    own: data parallel and pipeline engines get theirs when they are wrapped.
+    Create one and pass it to ``context.set_mpu`` only for model parallelism outside DeepSpeed. Data-parallel
+    and pipeline engines get theirs when they are wrapped.
 
     Attributes:
-        data_parallel_rank: which replica this rank belongs to, from 0.
+        data_parallel_rank: index of this rank's replica, from 0.
         data_parallel_world_size: number of replicas.
-        should_report_metrics: whether what this rank returns from ``train_batch`` and ``evaluate_batch``
-            counts. In a pipeline these are the ranks of the last stage, which hold the loss.
+        should_report_metrics: whether this rank's results of ``train_batch`` and ``evaluate_batch`` are used. In
+        a pipeline this is true on the last stage, which has the loss.
         should_build_data_loader: whether this rank reads records: the first and last stage of a pipeline.
     """
 
@@ -40,9 +40,9 @@ def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParall
 
 
 def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
-    """Return the arrangement of a pipeline from its grid (``engine.mpu``).
+    """Return the unit of a rank in a pipeline, from its grid (``engine.mpu``).
 
-    Determined lets every stage report; here only the last one does, the one that computed the loss.
+    Unlike in Determined, only the last stage reports metrics, because it computes the loss.
     """
     stage = topology.get_pipe_parallel_rank()
     last_stage = topology.get_pipe_parallel_world_size() - 1

@@ -1,4 +1,4 @@
-"""The state behind a trial's context, for the loop, the trainer and integrations."""
+"""Internal state of a trial's context, for the loop, the trainer and integrations."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ logger = logging.getLogger("dstrial.trial")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TrialRuntime:
-    """The state behind one context; not user code's, see ``runtime_of``.
+    """Internal state of one context; get it with ``runtime_of``.
 
     Attributes:
-        core: Determined's Core API, on a cluster or on a run directory; entered.
-        engines: in the order in which they were wrapped; the same list as ``context.models``.
-        given_settings: of each engine what ``EngineRecord.given`` keeps of its config.
+        core: Determined's Core API, on a cluster or on a run directory; already entered.
+        engines: in the order of wrapping; the same list as ``context.models``.
+        given_settings: ``EngineRecord.given`` of each engine.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
-        reductions_of_absent_ranks: of each rank that wrote the checkpoint and no longer exists, what its training reducers had
-            collected for the next report.
-        given_hparams: hyperparameters as given; None if the caller has none.
-        hparams: the same as the trial sees them: with the batch of the checkpoint that the run resumes from.
+        reductions_of_absent_ranks: values of training reducers for the next report, from each rank that wrote the checkpoint
+        but no longer exists.
+        given_hparams: hyperparameters as given; None if there are none.
+        hparams: hyperparameters for the trial, with the batch size of the resumed checkpoint.
         trial_seed: None off a cluster where no seed is configured.
         steps_completed: batches trained before this allocation.
-        resumed: the checkpoint whose batch the run keeps; None for a new run.
-        mpu: who reads records and who reports.
+        resumed: the checkpoint whose batch size the run keeps; None for a new run.
+        mpu: this rank's replica and roles.
         accumulates_itself: whether ``train_batch`` trains a whole batch (``disable_auto_grad_accumulation``).
-        stop_signals: stop requests that reached this process; None where nobody collects them.
-        own_run: the run directory of which this script keeps the record, on the chief; None otherwise.
-        is_own_run: whether there is such a directory, on every rank.
+        stop_signals: stop requests to this process; None if they are not collected.
+        own_run: the run directory that this script records itself, on the chief; None otherwise.
+        is_own_run: whether such a directory exists, equal on every rank.
         current_batch_idx: the current batch, 0-based over the whole run; None before training.
-        epoch_length: batches of an epoch; None before it is known, and if the loader has no length.
+        epoch_length: batches per epoch; None if not yet known or if the loader has no length.
     """
 
     core: core.Context
@@ -82,7 +82,7 @@ class TrialRuntime:
 
     @property
     def adapter(self) -> EngineAdapter:
-        """Adapter of the first engine, whose batches are counted."""
+        """Adapter of the first engine, which defines the batches."""
         return self.adapters[0]
 
     @property
@@ -92,7 +92,7 @@ class TrialRuntime:
 
     @property
     def train_batch_size(self) -> int:
-        """Records of one optimizer step over all replicas, by the first engine."""
+        """Records per optimizer step over all replicas, from the first engine."""
         first = self.adapter
         return first.micro_batch_size * first.micro_batches_per_batch * first.data_parallel_world_size
 
@@ -109,7 +109,7 @@ class TrialRuntime:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a master gets everything that a run directory keeps (``dstrial run``)."""
+        """Whether reports go to a master as well as a run directory (``dstrial run``)."""
         return isinstance(self.core.train, MirroredTrainContext)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
@@ -123,10 +123,10 @@ class TrialRuntime:
     def newest_checkpoint(self) -> str | None:
         """Return the uuid of the newest checkpoint of a run off a cluster.
 
-        None for a script's own run that has none yet: the same script starts and resumes a run.
+        None for a script's own run without a checkpoint: the same script starts and resumes a run.
 
         Raises:
-            CheckpointNotFoundError: no checkpoint is complete, or a launcher asks to resume and there is none.
+            CheckpointNotFoundError: no checkpoint is complete, or the launcher requests a resume without one.
         """
         newest = self.core.checkpoint.newest()
         if newest is None and self.is_own_run and not any(self.core.run_directory.checkpoints_path.iterdir()):
@@ -146,7 +146,7 @@ class TrialRuntime:
             writer.close()
 
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return a checkpoint's metadata, which a resuming run compares its config with."""
+        """Return a checkpoint's metadata, with which a resumed run compares its config."""
         saved = self.resumed.saved.engines if self.resumed is not None else ()
         engines = []
         for idx, (layout, given) in enumerate(zip(layouts, self.given_settings, strict=True)):

@@ -1,4 +1,4 @@
-"""How many tokens a micro batch has."""
+"""Count the tokens of a micro batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def tokens_in(micro_batch: Any) -> int | None:
     """Return the elements of ``input_ids``, padding included; None without it.
 
-    Other integer tensors are not guessed to be tokens.
+    Other integer tensors are not assumed to be tokens.
     """
     if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
         micro_batch = micro_batch[0]

@@ -1,4 +1,4 @@
-"""DeepSpeedTrial: what a user subclasses. It decides nothing; the loop calls it."""
+"""DeepSpeedTrial, the base class of user trials, whose methods the loop calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dstrial.trial.token_count import tokens_in
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Tells a user of Determined's harness how to start a dstrial trial."""
+    """Raises an error in Determined's harness: how to start a dstrial trial."""
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook
@@ -29,42 +29,42 @@ class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined 
 
 
 class Checkpointable:
-    """What is saved with a context's engines: a trial, or another library's objects."""
+    """Base of objects saved with a context's engines: trials and library adapters."""
 
     _saves_engines_by_tag = False
-    """Whether an overridden ``save`` writes every engine through DeepSpeed under ``_engine_tag`` all the same."""
+    """Whether an overridden ``save`` still writes every engine through DeepSpeed with tag ``_engine_tag``."""
 
     def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:
         """Write all engines under ``path``, engine *i* as tag ``model<i>``. Ranks: all.
 
-        Override it to save something else; then override ``load`` too.
+        Override this method to save more state; then override ``load`` too.
         """
         for engine_idx, engine in enumerate(context.models):
             state.save_engine(engine, path, f"model{engine_idx}")
 
     def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Read back what ``save`` wrote. Ranks: all.
+        """Load the files that ``save`` wrote. Ranks: all.
 
         Raises:
-            CheckpointError: an engine found nothing to load.
+            CheckpointError: an engine has no files to load.
         """
         for engine_idx, engine in enumerate(context.models):
             state.load_engine(engine, load_path, f"model{engine_idx}")
 
     def _engine_tag(self, engine_idx: int) -> str:
-        """Return the tag under which ``save`` writes an engine."""
+        """Return DeepSpeed's tag for an engine in ``save``."""
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Read back what ``save`` wrote besides the (reshaped) engines."""
+        """Load the state that ``save`` wrote besides the engines, which are resharded."""
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it
     """A model, its data and its steps, for training with DeepSpeed.
 
-    Subclass it. In ``__init__`` call ``deepspeed.initialize`` and pass every engine to
-    ``context.wrap_model_engine``; build the loaders; write one training and one evaluation step. The loop
-    does the rest: accumulation, epochs, metrics over all ranks, validation, checkpoints, stopping.
+    In the subclass's ``__init__`` call ``deepspeed.initialize`` and pass every engine to
+    ``context.wrap_model_engine``. Define the loaders, a training step and an evaluation step. The loop does the
+    rest: accumulation, epochs, metrics over all ranks, validation, checkpoints, stopping.
 
     Example::
 
@@ -90,7 +90,7 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
 
     @abc.abstractmethod
     def __init__(self, context: DeepSpeedTrialContext) -> None:
-        """Build the engines; ``context.wrap_model_engine`` takes each. Ranks: all."""
+        """Create the engines; pass each to ``context.wrap_model_engine``. Ranks: all."""
 
     @abc.abstractmethod
     def train_batch(
@@ -98,19 +98,19 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
     ) -> torch.Tensor | dict[str, Any]:
         """Train on one micro batch, or on one whole batch.
 
-        Data parallel: draw one micro batch, forward, ``backward``, ``step``; the loop calls this ``gradient_accumulation_steps``
-        times per batch. Pipeline: ``self.model_engine.train_batch()``. Manual accumulation: all micro batches of the batch.
+        Data parallel: read one micro batch, forward, ``backward``, ``step``; it is called ``gradient_accumulation_steps`` times
+        per batch. Pipeline: ``self.model_engine.train_batch()``. Manual accumulation: all micro batches of the batch.
 
         Args:
             dataloader_iter: endless iterator over this replica's micro batches; None on ranks without a loader.
-            epoch_idx: which epoch this batch belongs to, from 0, counted over the whole run.
-            batch_idx: which batch (optimizer step) this is, from 0, counted over the whole run.
+            epoch_idx: epoch of this batch, from 0, counted over the whole run.
+            batch_idx: index of this batch (optimizer step), from 0, counted over the whole run.
 
         Returns:
-            Metric name -> value, or a bare loss, which is reported as ``loss``. Return tensors as they are:
-            they stay on the device and are averaged over micro batches and replicas at the next report.
+            Metric name -> value, or only a loss, which is reported as ``loss``. Do not convert tensors: they stay
+            on the device and are averaged over micro batches and replicas at the next report.
 
-        Ranks: all. What ranks return that do not report metrics is ignored.
+        Ranks: all. Results of ranks that do not report metrics are ignored.
         """
 
     @abc.abstractmethod
@@ -126,7 +126,7 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         """Return the validation records as a ``DataLoader``; None for no validation."""
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        """Return callbacks by the name under which a checkpoint keeps each one's state."""
+        """Return callbacks by name; checkpoints store their state under these names."""
         return {}
 
     def evaluate_batch(
@@ -136,17 +136,17 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
 
         Args:
             dataloader_iter: iterator over this replica's validation micro batches; None on ranks without one.
-            batch_idx: which call of this validation it is, from 0.
+            batch_idx: index of this call in the validation, from 0.
 
         Returns:
-            Metric name -> mean over the records of this call. The loop weights calls by their records.
+            Metric name -> mean over the records of this call. The loop weights calls by number of records.
 
         Ranks: all.
         """
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Evaluate all validation records at once on the chief, not by ``evaluate_batch``.
+        """Evaluate all validation records at once on the chief.
 
         Args:
             data_loader: ``torch.utils.data.DataLoader`` over every validation record.
@@ -154,14 +154,14 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         Returns:
             Metric name -> value for the whole set.
 
-        Ranks: the chief alone, so it cannot be used where a forward pass needs all ranks (ZeRO 3, pipelines).
+        Ranks: the chief only, so this method does not work if a forward pass needs all ranks (ZeRO 3, pipelines).
         """
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
     def evaluation_reducer(self) -> pytorch.Reducer | dict[str, pytorch.Reducer]:
-        """Return how metrics of ``evaluate_batch`` are combined, as one or by metric.
+        """Return the reducer of ``evaluate_batch``'s metrics.
 
-        One ``Reducer`` for all, or one per metric. ``AVG``, the default, is weighted by records.
+        A dict has one ``Reducer`` per metric. ``AVG``, the default, is weighted by records.
         """
         return pytorch.Reducer.AVG
 
@@ -170,10 +170,10 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         return int(pytorch.data_length(batch))
 
     def get_num_tokens(self, batch: Any) -> int | None:
-        """Return the tokens in one item of the training loader.
+        """Return the number of tokens in one item of the training loader.
 
-        They are for tokens per second; None if they are unknown. By default the elements of ``input_ids`` where the item is a
-        mapping that has it, padding included. Called for every micro batch before it is on the device, so it should be quick. Not
-        in Determined.
+        Used for tokens per second; None if unknown. The default is the number of elements of ``input_ids``, padding included, if
+        the item is a mapping with this key. Called for every micro batch before it is on the device, so it should be fast. Not in
+        Determined.
         """
         return tokens_in(batch)

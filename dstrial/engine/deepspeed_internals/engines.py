@@ -199,7 +199,7 @@ def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
 
 
 def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
-    """Return the files of this stage's layers with weights, by layer index in the stage.
+    """Return the files of this stage's layers that have weights, by layer index.
 
     Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
     """
@@ -358,7 +358,7 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 def steps_next(engine: DeepSpeedEngine) -> bool:
     """Return whether the next step is the optimizer's.
 
-    In a pipeline every step is; its own flag is set only inside a step (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
+    In a pipeline every step is; its flag is set only inside a step (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
     """
     return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
 
