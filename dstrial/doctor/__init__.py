@@ -1,4 +1,4 @@
-"""``dstrial doctor``: each module measures and judges one thing; ``proof`` trains.
+"""``dstrial doctor``: one module per check of the machine; ``proof`` trains.
 
-Nothing here imports torch: ``import_probe`` runs in a process that may hang or crash.
+The command does not import torch: ``import_probe`` does, in a separate process that may hang or crash.
 """

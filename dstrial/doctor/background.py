@@ -1,4 +1,4 @@
-"""Calls with a deadline, which may never return (a dead disk, a stuck driver)."""
+"""Run calls that may hang (dead disk, stuck driver) with a deadline."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class NoAnswerError(Exception):
-    """A call has not returned before its deadline."""
+    """A call did not return before its deadline."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer within {seconds:.0f} s")
 
 
 class Background(Generic[T]):
-    """A call in a daemon thread, which does not keep the command from exiting."""
+    """A call in a daemon thread, which does not block the exit of the command."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -28,14 +28,14 @@ class Background(Generic[T]):
         try:
             threading.Thread(target=self._run, args=(call,), name="doctor", daemon=True).start()
         except RuntimeError:
-            # At the limit of processes no thread can start; the check of that limit must still run.
+            # At the process limit no thread can start, but the check of that limit must still run.
             self._run(call)
 
     def result(self, timeout_s: float) -> T:
-        """Return or raise what the call did; ``timeout_s`` counts from its start.
+        """Return the call's result or raise its exception; ``timeout_s`` from the start.
 
         Raises:
-            NoAnswerError: the call has not ended by then.
+            NoAnswerError: the call has not ended in time.
         """
         try:
             return self._future.result(max(0.0, self._began_at_s + timeout_s - time.monotonic()))

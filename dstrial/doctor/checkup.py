@@ -1,4 +1,4 @@
-"""Runs all checks of ``dstrial doctor`` in parallel; findings keep a fixed order."""
+"""Run all checks of ``dstrial doctor`` in parallel; order the findings."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _CHECK_DEADLINE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckupOptions:
-    """The command line of ``dstrial doctor``; None stands for the usual directory."""
+    """Options of ``dstrial doctor``; None means the default directory."""
 
-    is_fast: bool = False  # import no library
+    is_fast: bool = False  # skip importing libraries
     state_dir: str | None = None
     runs_dir: str | None = None
-    num_gpus: int = 0  # accelerators that must be visible
+    num_gpus: int = 0  # required number of visible accelerators
     import_deadline_s: float = 60.0
 
 
 def run(options: CheckupOptions) -> Iterator[Group]:
-    """Start every check at once; yield their findings in a fixed order.
+    """Start all checks at once; yield their findings in a fixed order.
 
-    A check that fails or misses its deadline becomes a problem; the others go on.
+    A check that fails or misses its deadline becomes a problem; the others continue.
     """
     checks = {name: Background(check) for name, check in _checks(options).items()}
     for name, check in checks.items():
@@ -84,7 +84,7 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     imported = Background(lambda: libraries.import_all(options.import_deadline_s))
 
     def known() -> libraries.Libraries:
-        # A process that has been killed at its deadline still answers, so this waits a little longer.
+        # The result of a process that is killed at its deadline comes a little later, so wait longer than that.
         return imported.result(options.import_deadline_s + _CHECK_DEADLINE_S / 2)
 
     def check_libraries() -> list[Finding]:
@@ -107,7 +107,7 @@ def _places(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, P
 
 
 def _slot_kind(hardware: devices.Hardware, environ: dict[str, str]) -> str:
-    """Return the kind of slots that a master started now would offer."""
+    """Return the kind of slots of a master started now."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
     if devices.visible(hardware, environ)[0]:

@@ -1,4 +1,4 @@
-"""What compiles DeepSpeed's operators at first use, and how to train without."""
+"""Check the compilers for DeepSpeed's operators, which are compiled at first use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dstrial.launch.stale_locks import find_stale_locks
 
 _TOOL_TIMEOUT_S = 5.0
 
-# Operators that training uses -> the setting that asks for them, and how to train without. All others serve inference or special
-# layers. Source: DeepSpeed 0.19.8 ``runtime/engine.py`` ``get_optimizer_configuration``, ``ops/op_builder``.
+# Operator used in training -> the setting that enables it, and how to train without it. All others are for inference or
+# special layers. Source: DeepSpeed 0.19.8 ``runtime/engine.py`` ``get_optimizer_configuration``, ``ops/op_builder``.
 WITHOUT = {
     "fused_adam": 'optimizers "Adam" and "AdamW": set `"torch_adam": true` in optimizer.params',
     "cpu_adam": '"Adam" with offload_optimizer: set `"torch_adam": true` in optimizer.params',
@@ -34,23 +34,23 @@ WITHOUT = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compilers:
-    """What this machine has for compiling; versions are None if a tool cannot be run."""
+    """Compilers and tools of this machine; versions are None if a tool cannot be run."""
 
     cxx: str
     cxx_version: str | None
     ninja_version: str | None
-    ninja_beside_python: bool  # in an environment that is not activated; trials under the master find it
+    ninja_beside_python: bool  # whether ninja is in this Python's environment, which is not activated; a master's trials find it
     has_python_headers: bool
     headers_dir: str
     nvcc: str | None
-    nvcc_release: str | None  # 13.0, for example
+    nvcc_release: str | None  # such as 13.0
     stale_locks: tuple[
         str, ...
-    ] = ()  # of killed builds; every program that loads the operator waits for them
+    ] = ()  # of killed builds; every program that loads the operator blocks on them
 
 
 def measure() -> Compilers:
-    """Look for compilers as torch 2.13's ``cpp_extension`` does."""
+    """Find compilers in the same way as torch 2.13's ``cpp_extension``."""
     cxx = os.environ.get("CXX", "c++")
     headers = sysconfig.get_paths()["include"]
     nvcc = _nvcc()

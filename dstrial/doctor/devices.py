@@ -1,4 +1,4 @@
-"""This machine's accelerators: driver, users and visible devices."""
+"""Check this machine's accelerators: driver, processes and visible devices."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-_FULL_SHARE = 0.1  # of a device's memory; a device with less free memory is a problem
-_UNSEEN_BYTES = 1 << 30  # the driver's own share is below this
+_FULL_SHARE = 0.1  # fraction of a device's memory; less free memory is a problem
+_UNSEEN_BYTES = 1 << 30  # the driver itself uses less than this
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceUser:
     """A process that uses a device."""
 
-    pid: int  # as the driver says; in a container that may be the host's
-    name: str  # empty, like ``account``, if the process cannot be seen from here
+    pid: int  # from the driver; in a container possibly the host's pid
+    name: str  # empty, like ``account``, if the process is not visible here
     account: str
-    num_bytes: int | None  # device memory; None if the driver does not say
+    num_bytes: int | None  # device memory; None if unknown
 
     def __str__(self) -> str:
         who = f"{self.name} of {self.account}" if self.name else "not visible from here"
@@ -39,12 +39,12 @@ class DeviceUser:
 class Device:
     """One NVIDIA device."""
 
-    idx: int  # in the driver's order, that of CUDA_DEVICE_ORDER=PCI_BUS_ID
+    idx: int  # driver's index, as with CUDA_DEVICE_ORDER=PCI_BUS_ID
     name: str
     uuid: str
     total_bytes: int
     used_bytes: int
-    capability: tuple[int, int] | None = None  # None if the driver does not say
+    capability: tuple[int, int] | None = None  # None if unknown
     users: tuple[DeviceUser, ...] = ()
     is_mig: bool = False
     mig_uuids: tuple[str, ...] = ()
@@ -55,14 +55,14 @@ class Hardware:
     """The accelerators of this machine."""
 
     driver: str | None = None  # release of NVIDIA's driver; None without one
-    driver_cuda: tuple[int, int] | None = None  # newest CUDA release that the driver serves
-    error: str = ""  # why NVML did not answer, although there is a driver
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA release that the driver supports
+    error: str = ""  # why NVML failed although there is a driver
     devices: tuple[Device, ...] = ()
     num_amd: int = 0
 
 
 def measure() -> Hardware:
-    """Ask NVIDIA's driver (NVML), and the kernel for AMD devices."""
+    """Read NVIDIA devices from the driver (NVML), AMD devices from the kernel."""
     return dataclasses.replace(_nvidia(), num_amd=_num_amd())
 
 
@@ -88,7 +88,7 @@ def _nvidia() -> Hardware:
 
 def _ask(nvml: Any, module: str | None) -> Hardware:
     def offered(call: Callable[..., T], *arguments: Any) -> T | None:
-        """Call NVML; return None where this driver or device does not offer the call."""
+        """Call NVML; return None if this driver or device does not support the call."""
         try:
             return call(*arguments)
         except nvml.NVMLError:
@@ -109,7 +109,7 @@ def _device(nvml: Any, idx: int, offered: Callable[..., Any]) -> Device:
     is_mig = mig is not None and mig[0] == nvml.NVML_DEVICE_MIG_ENABLE
     num_instances = (offered(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0) if is_mig else 0
     found = [offered(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, i) for i in range(num_instances)]
-    instances = [instance for instance in found if instance is not None]  # numbered with gaps
+    instances = [instance for instance in found if instance is not None]  # indexes have gaps
     processes = [
         process
         for one in instances or [handle]
@@ -132,7 +132,7 @@ def _device(nvml: Any, idx: int, offered: Callable[..., Any]) -> Device:
 def _user(pid: int, num_bytes: int | None) -> DeviceUser:
     process = Path(f"/proc/{pid}")
     name = account = ""
-    # The process's arguments are not shown: they may contain secrets.
+    # Do not show the process's arguments, which may contain secrets.
     with contextlib.suppress(OSError):
         name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
         account = account_name(process.stat().st_uid)
@@ -169,9 +169,9 @@ def _text(value: str | bytes) -> str:
 
 
 def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return UUIDs that ``CUDA_VISIBLE_DEVICES`` leaves, and its first unknown word.
+    """Return the UUIDs in ``CUDA_VISIBLE_DEVICES``, and its first invalid entry.
 
-    CUDA ignores all words after one that names no device.
+    CUDA ignores all entries after an invalid one.
     """
     whole = [device.uuid for device in hardware.devices if not device.is_mig]
     instances = [uuid for device in hardware.devices for uuid in device.mig_uuids]

@@ -1,4 +1,4 @@
-"""The result of a check: one line with a status, and what to do about it."""
+"""The result of a check: a status, one line of text, and what to do."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
-# ok: works. note: works, with something to know. problem: some training fails because of it.
+# ok: works. note: works, with a remark. problem: some trainings fail.
 Status = Literal["ok", "note", "problem"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of ``dstrial doctor``."""
+    """One output line of ``dstrial doctor``."""
 
-    name: str  # a few words that stay the same between versions
+    name: str  # a few words, stable between versions
     status: Status
     what: str  # without a full stop
-    todo: str = ""  # sentences with their full stops; empty if there is nothing to do
+    todo: str = ""  # sentences with full stops; empty if there is nothing to do
 
 
 def ok(name: str, what: str) -> Finding:
@@ -53,7 +53,7 @@ def count(groups: Iterable[Group]) -> dict[Status, int]:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which processes may have in their names."""
+    """Replace control characters, which process names may contain."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
@@ -62,7 +62,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Write a number of bytes for people: ``1.5 GiB``."""
+    """Format a number of bytes, such as ``1.5 GiB``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

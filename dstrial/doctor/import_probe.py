@@ -1,8 +1,8 @@
-"""Imports torch, DeepSpeed and Determined for ``dstrial doctor`` and reports them.
+"""Import torch, DeepSpeed and Determined for ``dstrial doctor``; report versions.
 
-It runs in a process of its own, because an import may hang or crash. It writes one JSON object per line to its standard output:
-``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``. What libraries print
-goes to its standard error. At its deadline it writes the stack of every thread there and ends.
+This is a separate process, because an import may hang or crash. It writes one JSON object per line to standard output:
+``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``. Output of
+libraries goes to standard error. At its deadline it dumps the stacks of all threads there and exits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 
 def main() -> None:
-    # Linux's PR_SET_PDEATHSIG: when the command is killed, a hanging import ends too.
+    # Linux's PR_SET_PDEATHSIG: if the command is killed, a hanging import is killed too.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # A watchdog in C: it fires although an import holds the interpreter's lock.
+    # A watchdog in C, which fires even if an import holds the GIL.
     faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
     for stage, probe in (("torch", _torch), ("deepspeed", _deepspeed), ("dstrial", _dstrial)):
         _write(out, {"begins": stage})
@@ -36,7 +36,7 @@ def main() -> None:
         _write(out, {"stage": stage, "seconds": time.monotonic() - began_at_s, **found})
         if stage == "torch" and "error" in found:
             break
-    # Handlers that libraries have registered for the end of the interpreter may take seconds.
+    # Skip the libraries' exit handlers, which may take seconds.
     os._exit(0)
 
 
@@ -51,7 +51,7 @@ def _torch() -> dict[str, Any]:
         import torch
         import torch.distributed
 
-        # The first question asks the driver; its warning says why there is no device.
+        # The first call initialises the driver; its warning says why there is no device.
         is_available = torch.cuda.is_available()
         num_devices = torch.cuda.device_count() if is_available else 0
     with_cuda = torch.version.cuda is not None or torch.version.hip is not None
@@ -86,7 +86,7 @@ def _deepspeed() -> dict[str, Any]:
         "operators": {
             name: _fate(name, builder, is_prebuilt=is_prebuilt)
             for name, builder, is_prebuilt in process.operators()
-            if name != "deepspeed_not_implemented"  # what the CPU accelerator offers for all others
+            if name != "deepspeed_not_implemented"  # the CPU accelerator's placeholder
         },
     }
 
@@ -104,7 +104,7 @@ def _fate(name: str, builder: Any, *, is_prebuilt: bool) -> str:
 
 
 def _python() -> str:
-    """Return how torch 2.13's ``_get_build_directory`` names this Python."""
+    """Return the name of this Python in torch 2.13's ``_get_build_directory``."""
     return f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
 
 
@@ -113,6 +113,6 @@ def _dstrial() -> dict[str, Any]:
 
     import dstrial
 
-    # Resolves what a trial imports, of Determined and of DeepSpeed.
+    # Imports the modules of Determined and DeepSpeed that a trial uses.
     dstrial.DeepSpeedTrial  # noqa: B018
     return {"file": str(determined.__file__), "version": str(determined.__version__)}

@@ -1,4 +1,4 @@
-"""Whether torch, DeepSpeed and Determined import, from the installed copies."""
+"""Check that torch, DeepSpeed and Determined can be imported as installed."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from dstrial.errors import install_command
 
 _GRACE_S = 3.0
 _SLOW_S = 15.0
-# This very package, also from a checkout; last in the path, so that what shadows a library for trials (a file in
-# the working directory, say) does so here.
+# This package, also from a checkout; last in the path, so that a file that shadows a library for trials (for example
+# in the working directory) also does so here.
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from dstrial.doctor.import_probe import main; main()"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The torch that programs of this environment import."""
+    """The torch that programs in this environment import."""
 
     version: str
     file: str = ""
-    cuda: str | None = None  # release that it was built with, for example 13.0
+    cuda: str | None = None  # CUDA release of the build, such as 13.0
     hip: str | None = None
     has_nccl: bool = True
-    architectures: tuple[str, ...] = ()  # that it has kernels for, sm_90 for example; empty if unknown
+    architectures: tuple[str, ...] = ()  # targets of its kernels, such as sm_90; empty if unknown
     is_available: bool = False
     num_devices: int = 0
     warnings: tuple[str, ...] = ()  # about the driver
@@ -50,13 +50,13 @@ class TorchBuild:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Package:
-    """DeepSpeed or Determined, as imported."""
+    """The imported DeepSpeed or Determined."""
 
     version: str
     file: str = ""
     accelerator: str | None = None  # the device that DeepSpeed chose
-    cuda_mismatch: str | None = None  # why DeepSpeed refuses nvcc for this torch
-    # name -> built (with the package), compiled (by an earlier program), compiled at first use, not possible
+    cuda_mismatch: str | None = None  # why DeepSpeed rejects nvcc for this torch
+    # name -> built (with the package), compiled (earlier), compiled at first use, not possible
     operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -65,23 +65,23 @@ class ImportFailure:
     """A library that could not be imported."""
 
     package: str
-    reason: str  # the exception, or how the process ended
+    reason: str  # the exception, or the exit of the process
     place: str = ""  # file, line and function in which the import hung
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Libraries:
-    """The libraries that train; None for one that could not be imported."""
+    """The imported libraries; None for a library that could not be imported."""
 
     torch: TorchBuild | None = None
     deepspeed: Package | None = None
     determined: Package | None = None
     failures: tuple[ImportFailure, ...] = ()
-    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)  # library -> of its import
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)  # library -> import time
 
 
 def import_all(deadline_s: float) -> Libraries:
-    """Import the libraries in a process of their own, which is ended at the deadline."""
+    """Import the libraries in a separate process, which is killed at the deadline."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(deadline_s), str(Path(__file__).resolve().parents[2])],
@@ -95,7 +95,7 @@ def import_all(deadline_s: float) -> Libraries:
         except subprocess.TimeoutExpired:
             return_code = None
         finally:
-            # The compilers that a probe starts go with it.
+            # Also kill compilers that the probe has started.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -107,25 +107,25 @@ def import_all(deadline_s: float) -> Libraries:
 
 
 def read_probe(output: str, errors: str, return_code: int | None, deadline_s: float) -> Libraries:
-    """Read the probe's lines; ``return_code`` is None if it missed the deadline."""
-    begun = ""
+    """Parse the probe's output; ``return_code`` is None if it missed the deadline."""
+    current = ""
     values: dict[str, dict[str, Any]] = {}
     seconds: dict[str, float] = {}
     failures: list[ImportFailure] = []
     for line in output.splitlines():
         record = json.loads(line)
         if "begins" in record:
-            begun = record["begins"]
+            current = record["begins"]
             continue
-        begun = ""
+        current = ""
         seconds[record["stage"]] = record["seconds"]
         if "values" in record:
             values[record["stage"]] = record["values"]
         elif all(failure.reason != record["error"] for failure in failures):
-            # dstrial mostly fails for the reason for which deepspeed does.
+            # dstrial mostly fails for the same reason as deepspeed.
             failures.append(ImportFailure(record["stage"], record["error"]))
-    if begun or return_code != 0:
-        failures.append(_import_failure(begun or "torch", errors, return_code, deadline_s))
+    if current or return_code != 0:
+        failures.append(_import_failure(current or "torch", errors, return_code, deadline_s))
     torch = values.get("torch")
     for name in ("architectures", "warnings") if torch else ():
         torch = {**(torch or {}), name: tuple((torch or {})[name])}
@@ -137,7 +137,7 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
 
 
 def _import_failure(library: str, errors: str, return_code: int | None, deadline_s: float) -> ImportFailure:
-    """Say how an import ended that hung or crashed."""
+    """Describe an import that hung or crashed."""
     if return_code is None or "Timeout (" in errors:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)
         own = [frame for frame in frames if not frame[0].startswith("<")]
@@ -152,7 +152,7 @@ def _import_failure(library: str, errors: str, return_code: int | None, deadline
 def judge(
     libraries: Libraries, installed: Mapping[str, str], hardware: Hardware, environ: Mapping[str, str]
 ) -> list[Finding]:
-    """Judge the libraries; ``installed`` has versions by normalised name."""
+    """Return findings on the libraries; ``installed`` has versions by normalised name."""
     findings = [_judge_failure(failure) for failure in libraries.failures]
     torch, deepspeed, determined = libraries.torch, libraries.deepspeed, libraries.determined
     if torch is not None:
@@ -212,7 +212,7 @@ def _took(libraries: Libraries, library: str) -> str:
 
 
 def _judge_copies(name: str, imported: TorchBuild | Package, installed: Mapping[str, str]) -> list[Finding]:
-    """Find a second copy, by a version that differs from the installed one."""
+    """Detect a second copy of a library by its different version."""
     said = installed.get(name)
     if said is None or said.partition("+")[0] == imported.version.partition("+")[0]:
         return []

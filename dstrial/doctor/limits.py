@@ -1,4 +1,4 @@
-"""What this process may use: cores, memory, shared memory, files, processes."""
+"""Check this process's limits: cores, memory, shared memory, files, processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.engine.host_memory import available_bytes
 _GIB = 1 << 30
 _MIB = 1 << 20
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the directory itself is looked at
-# Below this DeepSpeed itself warns (0.19.8 ``env_report.get_shm_size``); containers have 64 MiB by default.
+# DeepSpeed itself warns below this (0.19.8 ``env_report.get_shm_size``); containers have 64 MiB by default.
 _SMALL_SHM = 512 * _MIB
 _FEW_FILES = 1024
 _ENOUGH_FILES = 4096
@@ -24,17 +24,17 @@ _ENOUGH_FILES = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What this process may use; a number is None if unlimited or unknown."""
+    """Resource limits of this process; None means unlimited or unknown."""
 
     cores: int
-    core_quota: float | None  # cores' worth of time that the control group allows
+    core_quota: float | None  # CPU quota of the control group, in cores
     memory_bytes: int
-    available_bytes: int | None  # control groups included
+    available_bytes: int | None  # with the limits of control groups
     shm_bytes: int  # size of ``/dev/shm``; 0 if it is missing
     shm_free_bytes: int
     shm_is_writable: bool
     open_files: tuple[int | None, int | None]  # soft and hard limit
-    num_processes: int | None  # None for root, too
+    num_processes: int | None  # also None for root
     locked_bytes: int | None
     has_infiniband: bool
 
@@ -67,7 +67,7 @@ def _limit(kind: int, *, hard: bool = False) -> int | None:
 def core_quota(
     own_cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> float | None:
-    """Return how many cores' time the control groups allow.
+    """Return the CPU quota of the control groups in cores.
 
     Source: the kernel's documentation of cgroup v2 (``cpu.max``) and of the CPU controller of v1 (``cpu.cfs_quota_us``).
     """
@@ -79,7 +79,7 @@ def core_quota(
                 continue
             mount = root / "cpu" if controllers else root
             own = mount / path.lstrip("/")
-            # In a container, the path is the host's, and the mount is the group itself.
+            # In a container the path is the host's, but the group itself is mounted.
             for group in {mount, own, *(parent for parent in own.parents if parent.is_relative_to(mount))}:
                 quotas.append(_quota(group))
     return min((quota for quota in quotas if quota is not None), default=None)
@@ -137,7 +137,7 @@ def _judge_memory(limits: Limits) -> Finding:
 
 
 def _judge_shared_memory(limits: Limits, num_devices: int) -> Finding:
-    """Judge ``/dev/shm``, through which loader workers and local ranks exchange data."""
+    """Check ``/dev/shm``, through which loader workers and local ranks exchange data."""
     name = str(_SHARED_MEMORY)
     if limits.shm_bytes == 0 or not limits.shm_is_writable:
         what = "missing" if limits.shm_bytes == 0 else "no files can be made in it"

@@ -1,4 +1,4 @@
-"""Whether this machine's master runs and answers, and its directory is fit."""
+"""Check that this machine's master responds, and its state directory is valid."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ANSWER_TIMEOUT_S = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterState:
-    """What is known of the master."""
+    """The state of this machine's master."""
 
     path: str  # its state directory
-    record: MasterRecord | None  # the process that serves; None if none does
-    answer: str = ""  # what is wrong with its answer
-    owner: int | None = None  # user id of the directory; None, like the mode, without one
+    record: MasterRecord | None  # the running process; None if there is none
+    answer: str = ""  # error in the master's response
+    owner: int | None = None  # user id of the directory's owner; None, like the mode, without a directory
     mode: int | None = None
-    credentials_mode: int | None = None  # of the file of passwords
-    error: str = ""  # why the directory cannot be looked into
+    credentials_mode: int | None = None  # mode of the password file
+    error: str = ""  # why the directory cannot be read
     default_port_is_free: bool = True
 
 
@@ -57,7 +57,7 @@ def measure(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Return what is wrong with a master's answer; empty if nothing is."""
+    """Send a request to a master; return an error text, empty if it responds."""
     try:
         info = within(_ANSWER_TIMEOUT_S, lambda: Client(record.address).get("/info"))
     except (NoAnswerError, MasterError) as error:
@@ -77,7 +77,7 @@ def _is_free(port: int) -> bool:
 
 
 def judge(master: MasterState, *, version: str, accelerator: str) -> list[Finding]:
-    """Judge the master; one started now would offer slots of ``accelerator``."""
+    """Return findings on the master; a new one would have slots of ``accelerator``."""
     if master.error:
         return [problem("state directory", master.error, "Name another directory with --state-dir.")]
     return [*_judge_process(master, version, accelerator), *_judge_directory(master)]

@@ -1,4 +1,4 @@
-"""The loopback, the host's name, and the interfaces of gloo and NCCL."""
+"""Check loopback, host name, and the interfaces of gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SLOW_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Network:
-    """What this machine knows of its network."""
+    """Network configuration of this machine."""
 
     hostname: str
-    resolved: tuple[str, ...]  # addresses of the host's name
+    resolved: tuple[str, ...]  # addresses of the host name
     resolve_s: float | None  # None if resolving did not end
-    interfaces: Mapping[str, Sequence[str]]  # name -> addresses, of those that are up
-    has_loopback: bool  # whether a connection to 127.0.0.1 can be made
+    interfaces: Mapping[str, Sequence[str]]  # name -> addresses of the interfaces that are up
+    has_loopback: bool  # whether a connection to 127.0.0.1 succeeds
     names_loopback: bool  # whether ``localhost`` is 127.0.0.1
 
 
@@ -102,7 +102,7 @@ def _judge_hostname(network: Network) -> Finding:
 
 
 def _judge_gloo(network: Network, environ: Mapping[str, str]) -> Finding:
-    """Judge gloo's interface: ``GLOO_SOCKET_IFNAME``, else that of the host's name.
+    """Check gloo's interface: ``GLOO_SOCKET_IFNAME``, else that of the host name.
 
     Source: torch 2.13 ``ProcessGroupGloo.cpp``, ``createDefaultDevice``.
     """
@@ -122,18 +122,18 @@ def _judge_gloo(network: Network, environ: Mapping[str, str]) -> Finding:
 
 
 def _judge_nccl(network: Network, environ: Mapping[str, str]) -> list[Finding]:
-    """Judge ``NCCL_SOCKET_IFNAME``: prefixes, ``^`` to exclude, ``=`` for exact names."""
+    """Check ``NCCL_SOCKET_IFNAME``: prefixes, ``^`` to exclude, ``=`` for exact names."""
     chosen = environ.get("NCCL_SOCKET_IFNAME")
     if not chosen:
         return []
-    leaves_out, words = chosen.startswith("^"), chosen.removeprefix("^")
+    is_excluding, words = chosen.startswith("^"), chosen.removeprefix("^")
     is_exact = words.startswith("=")
     wanted = [word for word in words.removeprefix("=").split(",") if word]
     found = [
         name
         for name, addresses in network.interfaces.items()
         if addresses
-        and any(name == word if is_exact else name.startswith(word) for word in wanted) is not leaves_out
+        and any(name == word if is_exact else name.startswith(word) for word in wanted) is not is_excluding
     ]
     if found:
         return [ok("NCCL interface", f"{', '.join(found)} (NCCL_SOCKET_IFNAME={chosen})")]

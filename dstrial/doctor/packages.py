@@ -1,4 +1,4 @@
-"""The interpreter and packages against dstrial's requirements."""
+"""Compare the interpreter and installed packages with dstrial's requirements."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _SCRIPT = "dstrial.cli.app:main"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requirement:
-    """One package that dstrial needs, or that an extra of it adds."""
+    """One package that dstrial or one of its extras requires."""
 
     name: str
-    versions: str  # supported ones, ``>=2.6`` for example; empty for any
-    extra: str  # empty for what dstrial always needs
+    versions: str  # supported versions, such as ``>=2.6``; empty for any
+    extra: str  # empty for packages that dstrial always needs
     installed: str | None
     is_supported: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PythonEnvironment:
-    """The interpreter and the packages beside it."""
+    """The interpreter and its installed packages."""
 
     version: str
     executable: str
-    prefix: str  # the virtual environment; empty outside one
+    prefix: str  # of the virtual environment; empty without one
     implementation: str
     system: str
-    is_installed: bool  # whether dstrial is installed, rather than found in a checkout
-    namesake: str  # version and place of PyPI's other package of this name; empty without one
+    is_installed: bool  # whether dstrial is installed, not run from a checkout
+    namesake: str  # version and path of PyPI's other package of this name; empty if not installed
     dstrial: str
     python_versions: str
     python_is_supported: bool
-    requirements: tuple[Requirement, ...] | None  # None if neither metadata nor ``pyproject.toml`` is there
+    requirements: tuple[Requirement, ...] | None  # None if there is neither metadata nor ``pyproject.toml``
 
 
 def measure() -> PythonEnvironment:
@@ -68,7 +68,7 @@ def measure() -> PythonEnvironment:
 
 
 def _declared(own: Sequence[importlib.metadata.Distribution]) -> tuple[list[str] | None, str]:
-    """Return dstrial's requirements, from its metadata or a checkout's pyproject.toml."""
+    """Return dstrial's requirements and Python versions, as declared."""
     if own:
         return (own[0].requires or []), own[0].metadata["Requires-Python"] or ""
     try:
@@ -88,7 +88,7 @@ def _declared(own: Sequence[importlib.metadata.Distribution]) -> tuple[list[str]
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
-    """Compare requirements (as ``Requires-Dist``) with versions by normalised name."""
+    """Parse ``Requires-Dist`` lines; compare them with installed versions."""
     from packaging.requirements import Requirement as Parsed
 
     found = []
@@ -117,12 +117,12 @@ def normalized(name: str) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return versions by normalised name."""
+    """Return the versions of installed packages by normalised name."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            # The first on the path is the one that is imported.
+            # The first copy on the path is imported.
             found.setdefault(normalized(name), distribution.version)
     return found
 

@@ -1,7 +1,7 @@
-"""``dstrial doctor --train``: one short proof that training works on this machine.
+"""``dstrial doctor --train``: a short end-to-end test of training on this machine.
 
-It trains a small GPT, resumes its checkpoint to the same bits and in another ZeRO stage, and measures speed, FLOPs and memory of
-a larger one. Each step runs a command that users type, in a process of its own.
+It trains a small GPT, resumes the checkpoint bitwise-equal and in another ZeRO stage, and measures speed, FLOPs and memory of
+a larger GPT. Each step runs a user command in a separate process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ StepStatus = Literal["ok", "failed", "not reached"]
 
 _SAVED_AT, _END = 7, 12  # batches
 _STAGE, _OTHER_STAGE = 1, 3
-# Relative difference of losses after five batches in which fp32 sums are added up in another order.
+# Relative difference of losses after five batches with another order of fp32 summation.
 _ACROSS_STAGES = 1e-4
-_LEAST_MFU, _MOST_MFU = 0.1, 0.7  # of the measured peak, on accelerators
-_LEAST_S = 5.0  # a step does not start with less time
+_MIN_MFU, _MAX_MFU = 0.1, 0.7  # fraction of the measured peak, on accelerators
+_MIN_STEP_S = 5.0  # minimum time left for starting a step
 _ENDING_S = 10.0
 _SHOWN_LINES = 40
-# Linux's PR_SET_PDEATHSIG: when the doctor is killed, the launcher ends too, and its ranks with it.
+# Linux's PR_SET_PDEATHSIG: if the doctor is killed, the launcher and its ranks end too.
 _WITH_PARENT = """
 import ctypes, runpy, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -53,13 +53,13 @@ _LARGE = {"width": 1024, "num_layers": 16, "num_heads": 8, "block_size": 1024, "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the proof, as ``result.json`` has it."""
+    """One step of the proof, as in ``result.json``."""
 
     name: str
     status: StepStatus
     what: str
     seconds: float
-    output: str = ""  # the end of what a failed step printed
+    output: str = ""  # last output lines of a failed step
 
 
 class StepFailedError(Exception):
@@ -71,7 +71,7 @@ class StepFailedError(Exception):
 
 
 class OutOfTimeError(Exception):
-    """The minutes are over."""
+    """The time limit of the proof is exceeded."""
 
     def __init__(self, output: str = "") -> None:
         super().__init__()
@@ -80,16 +80,16 @@ class OutOfTimeError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """What the proof trains on."""
+    """The devices on which the proof trains."""
 
     kind: str  # cpu, cuda or rocm
     num_ranks: int
-    precision: str  # of the larger model
+    precision: str  # of the larger model's training
     is_roomy: bool = False  # whether every device has more than 40 GiB
 
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Target:
-        """Return 1 or 2 accelerators of this machine, or 2 CPU ranks."""
+        """Choose 1 or 2 accelerators of this machine, or else 2 CPU ranks."""
         try:
             hardware = within(30.0, devices.measure)
         except NoAnswerError as error:
@@ -104,7 +104,7 @@ class Target:
         chosen = [one for one in hardware.devices if {one.uuid, *one.mig_uuids} & seen]
         has_bf16 = all(one.capability is None or one.capability >= (8, 0) for one in chosen)
         is_roomy = all(one.total_bytes > 40 << 30 and not one.is_mig for one in chosen)
-        # Of MIG instances, CUDA uses one a process.
+        # CUDA uses only one MIG instance per process.
         num_ranks = 1 if any(one.is_mig for one in chosen) else min(len(seen), 2)
         return cls("cuda", num_ranks, "bf16" if has_bf16 else "fp32", is_roomy)
 
@@ -114,7 +114,7 @@ class Target:
 
 
 class Proof:
-    """Runs the steps; each result is written to ``output`` as soon as it is known."""
+    """Runs the steps; each result is written to ``output`` immediately."""
 
     def __init__(
         self, target: Target, scratch: Path, output: Path | None, minutes: float, show: Callable[[Step], None]
@@ -144,7 +144,7 @@ class Proof:
             output = error.output
         except StepFailedError as error:
             what, output = str(error), error.output
-        except (LookupError, OSError, ValueError) as error:  # a file or line that the step should have left
+        except (LookupError, OSError, ValueError) as error:  # an output file or line of the step is missing
             what = f"{type(error).__name__}: {error}"
         step = Step(name, status, what, round(time.monotonic() - began_s, 1), output)
         self.steps.append(step)
@@ -154,7 +154,7 @@ class Proof:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the value of ``result.json``."""
+        """Return the content of ``result.json``."""
         steps = [dataclasses.asdict(step) for step in self.steps]
         return {"target": dataclasses.asdict(self._target), "steps": steps, "facts": self.facts}
 
@@ -194,9 +194,9 @@ class Proof:
         predicted = json.loads(said[said.index("{") :])
         self.facts.update(telemetry=told, memory=predicted)
         mfu = told.get("mfu")
-        if self._target.kind != "cpu" and mfu is not None and not _LEAST_MFU <= mfu <= _MOST_MFU:
+        if self._target.kind != "cpu" and mfu is not None and not _MIN_MFU <= mfu <= _MAX_MFU:
             raise StepFailedError(
-                f"MFU is {mfu:.3g}; expected {_LEAST_MFU:g} to {_MOST_MFU:g}. See whether others use the device (nvidia-smi), "
+                f"MFU is {mfu:.3g}; expected {_MIN_MFU:g} to {_MAX_MFU:g}. See whether others use the device (nvidia-smi), "
                 "and whether its clocks are limited."
             )
         rows = summary_rows(told, predicted["predicted"])
@@ -216,9 +216,9 @@ class Proof:
         return RunDirectory.open(record.parent)
 
     def _run(self, words: Sequence[str], name: str, **variables: str) -> str:
-        """Run a module of dstrial's and return what it printed."""
+        """Run a module of dstrial and return its output."""
         left_s = self._ends_at_s - time.monotonic()
-        if left_s < _LEAST_S:
+        if left_s < _MIN_STEP_S:
             raise OutOfTimeError
         log = (self._output or self._scratch) / f"{name}.log"
         with log.open("wb") as stream:
@@ -251,9 +251,9 @@ def _end_of(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that still runs, also after Ctrl-C; its ranks end with it."""
+    """Stop a launcher that still runs, also after Ctrl-C, and its ranks."""
     if process.poll() is None:
-        for _ in range(2):  # a second Ctrl-C ends the ranks at once
+        for _ in range(2):  # a second Ctrl-C kills the ranks
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -264,7 +264,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(environ: Mapping[str, str], kind: str) -> dict[str, str]:
-    """Return this environment without a rank or run, and with absolute paths."""
+    """Return the environment without variables of ranks and runs, with absolute paths."""
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {
         name: value
@@ -274,15 +274,15 @@ def _environment(environ: Mapping[str, str], kind: str) -> dict[str, str]:
     own = str(Path(__file__).resolve().parents[2])
     given = [str(Path(word).absolute()) for word in kept.get("PYTHONPATH", "").split(os.pathsep) if word]
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([own, *given]))
-    kept["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS adds up in the same order each time
+    kept["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # makes cuBLAS deterministic
     if kind == "cpu":
-        # Threads of torch that wait for each other on busy cores take many times as long.
+        # torch's threads are many times slower if they wait for each other on busy cores.
         kept |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
     return kept
 
 
 def experiment(name: str, target: Target, stage: int, *, is_large: bool = False) -> dict[str, Any]:
-    """Return an experiment config; ``is_large`` for speed, else for equal bits."""
+    """Return an experiment config, for speed if ``is_large``, else for determinism."""
     shape: dict[str, Any] = {"dropout": 0.1}
     records = 4
     if is_large:
@@ -291,9 +291,9 @@ def experiment(name: str, target: Target, stage: int, *, is_large: bool = False)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": records,
         "gradient_accumulation_steps": 1,
-        # No compiled operator.
+        # Does not need a compiled operator.
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        # DeepSpeed's buckets of 500 million elements are more memory than these models need.
+        # DeepSpeed's default buckets of 500 million elements would exceed the models' memory.
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000},
     }
     if is_large and target.precision == "bf16":
@@ -319,13 +319,13 @@ def experiment(name: str, target: Target, stage: int, *, is_large: bool = False)
         "min_checkpoint_period": {"batches": num_batches if is_large else _SAVED_AT},
         "reproducibility": {"experiment_seed": 3},
         "max_restarts": 0,
-        # New processes: one that imports for them would survive its launcher where an import hangs.
+        # No fork server, which would outlive its launcher if an import hangs.
         "data": {"dstrial": {"warm": False}},
     }
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:
-    """Return batch -> loss of what a run has reported."""
+    """Return batch -> loss from a run's reports."""
     rows = [json.loads(line) for line in run.metrics_path.read_text(encoding="utf-8").splitlines()]
     return {
         int(row["steps_completed"]): float(row["metrics"]["loss"])
@@ -342,9 +342,9 @@ def _checkpoint_at(run: RunDirectory, batch: int) -> Path:
 
 
 def prove(*, minutes: float, output: Path | None, show: Callable[[Step], None]) -> dict[str, Any]:
-    """Run the proof within ``minutes`` and return the value of ``result.json``.
+    """Run the proof within ``minutes`` and return the content of ``result.json``.
 
-    ``output``, a directory, gets that file and a log of each step; without it, nothing is kept.
+    ``output`` is a directory for that file and a log of each step; if None, nothing is kept.
     """
     if output is not None:
         output = output.absolute()

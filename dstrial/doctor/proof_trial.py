@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import dstrial
 
-VOCABULARY_SIZE = 128  # ASCII; every other character is read as ``?``
+VOCABULARY_SIZE = 128  # ASCII; other characters become ``?``
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ class Block(nn.Module):
         if self.is_fused:
             attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            # Written out, attention adds up in the same order each time; the fused kernel's backward pass need not.
+            # Not the fused attention kernel, whose backward pass may be nondeterministic.
             scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5)
             later = torch.ones(characters, characters, dtype=torch.bool, device=x.device).triu(1)
             attended = scores.masked_fill(later, float("-inf")).softmax(dim=-1) @ value
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps characters and following characters to their mean loss.
+    """A GPT whose forward pass maps characters and next characters to the mean loss.
 
     Both are int64 (records, block_size).
     """
@@ -83,15 +83,15 @@ class GPT(nn.Module):
 
 
 def text_blocks(num_blocks: int, block_size: int) -> TensorDataset:
-    """Return (characters, following characters), int64 (block_size,) each.
+    """Return a data set of (characters, next characters), int64 (block_size,) each.
 
-    The text is the source of the standard library.
+    The text is the source code of the standard library.
 
     Raises:
         FileNotFoundError: the library is not installed as source.
     """
     folder, wanted, text = Path(sysconfig.get_path("stdlib")), num_blocks * block_size + 1, bytearray()
-    for path in sorted(folder.glob("[a-z]*.py")):  # not _sysconfigdata*.py, which differs from build to build
+    for path in sorted(folder.glob("[a-z]*.py")):  # without _sysconfigdata*.py, which differs between builds
         text += path.read_text(encoding="utf-8").encode("ascii", errors="replace")
     if len(text) < wanted:
         raise FileNotFoundError(

@@ -1,6 +1,6 @@
-"""The directories that training writes to: permissions, free space, file system.
+"""Check the directories of training output: permissions, free space, file system.
 
-A directory that does not exist is not created: its nearest existing parent is looked at.
+A directory that does not exist is not created: its nearest existing parent is checked.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Directory:
 
     name: str
     path: str
-    file_system: str  # ``ext4``, for example; empty if unknown
+    file_system: str  # such as ``ext4``; empty if unknown
     free_bytes: int
-    free_files: int | None  # None where that has no limit
-    error: str = ""  # why nothing can be written
+    free_files: int | None  # None if unlimited
+    error: str = ""  # why the directory is not writable
 
 
 def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
-    """Look at directories by name and path; a finding for one that does not answer."""
+    """Inspect directories given by (name, path); return a finding for one that hangs."""
     found: list[Directory | Finding] = []
     for name, path in places:
         try:
@@ -68,7 +68,7 @@ def _inspect(name: str, path: Path) -> Directory:
     try:
         if not at.is_dir():
             raise NotADirectoryError(0, "it is no directory")
-        with tempfile.TemporaryFile(dir=at) as file:  # without a name: nothing is left of a killed command
+        with tempfile.TemporaryFile(dir=at) as file:  # unnamed, so that a killed command leaves no file
             file.write(b"x" * 4096)
             file.flush()
             os.fdatasync(file.fileno())

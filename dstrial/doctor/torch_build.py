@@ -1,4 +1,4 @@
-"""Whether the installed torch fits this machine's driver and devices."""
+"""Check that the installed torch supports this machine's driver and devices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dstrial.doctor.devices import Hardware, dotted, visible
 from dstrial.doctor.finding import Finding, note, ok, plural, problem
 from dstrial.doctor.libraries import TorchBuild
 
-# CUDA major release -> the oldest driver that serves every release of it. Source: CUDA Compatibility, "Minor Version
+# CUDA major release -> the oldest driver that supports all its releases. Source: CUDA Compatibility, "Minor Version
 # Compatibility" (docs.nvidia.com/deploy/cuda-compatibility).
 _OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-# CUDA major release -> the build of torch that an older driver still serves.
+# CUDA major release -> the build of torch that an older driver still supports.
 _BUILDS = {11: "CUDA 11.8 (torch 2.6 or 2.7)", 12: "CUDA 12.6"}
 _SELECTOR = "https://pytorch.org/get-started/locally"
 
 
 def judge(torch: TorchBuild | None, hardware: Hardware, environ: Mapping[str, str]) -> list[Finding]:
-    if torch is None:  # a failed import has a finding of its own
+    if torch is None:  # a failed import has its own finding
         return []
     if environ.get("DS_ACCELERATOR") == "cpu":
         return [ok("build", f"{torch.kind}; DS_ACCELERATOR=cpu keeps training on the CPU")]
@@ -44,7 +44,7 @@ def _judge_cuda(torch: TorchBuild, cuda: str, hardware: Hardware, num_visible: i
             )
         ]
     too_old = _driver_too_old(cuda, hardware)
-    # A compatibility package (cuda-compat) makes a newer CUDA run on an older driver.
+    # The package cuda-compat allows a newer CUDA on an older driver.
     if too_old is not None and not torch.is_available:
         return [too_old]
     findings = [_judge_availability(torch, num_visible)]
@@ -84,8 +84,8 @@ def _driver_too_old(cuda: str, hardware: Hardware) -> Finding | None:
 def has_kernels(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
     """Return whether a build runs on a device of this compute capability.
 
-    ``sm_90`` is machine code, which runs on the same major and the same or a higher minor number; ``compute_90`` is
-    translated for newer devices; ``sm_90a`` runs on that device only.
+    ``sm_90`` is machine code for the same major and the same or a higher minor number; ``compute_90`` is compiled for newer
+    devices at load time; ``sm_90a`` runs on that device only.
     """
     for architecture in architectures:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
@@ -136,7 +136,7 @@ def _wrong_build(torch: TorchBuild, has: str, wanted: str) -> Finding:
 
 
 def _best_build(hardware: Hardware) -> str:
-    """Return the newest CUDA release that the driver serves; empty without any."""
+    """Return the newest CUDA build that the driver supports; empty if there is none."""
     if hardware.driver_cuda is not None:
         major = hardware.driver_cuda[0]
     else:

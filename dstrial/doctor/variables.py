@@ -1,4 +1,4 @@
-"""Environment variables that change what trainings do, as far as they are set."""
+"""Report environment variables that change how training runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LONGEST = 200
 
 
 def judge(environ: Mapping[str, str]) -> list[Finding]:
-    """Judge environment variables; values that may contain secrets are not shown."""
+    """Return findings on variables; values that may contain secrets are not shown."""
     found = [
         *_judge_accelerator(environ),
         *_judge_ranks(environ),
@@ -45,7 +45,7 @@ def judge(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def shown(value: str) -> str:
-    """Return a value to show: no user names or passwords in URLs, and not too long."""
+    """Return a value for display: shortened, without credentials in URLs."""
     value = re.sub(r"://[^/@\s]+@", "://…@", value)
     return value if len(value) <= _LONGEST else value[:_LONGEST] + "…"
 
@@ -79,7 +79,7 @@ def _judge_slow(environ: Mapping[str, str]) -> list[Finding]:
 def _judge_paths(environ: Mapping[str, str]) -> list[Finding]:
     found = []
     temporary = environ.get("TMPDIR")
-    # With a dot behind it, only a directory is there; unlike `Path.is_dir`, no name makes this raise.
+    # With "/." appended, only a directory exists; unlike `Path.is_dir`, this raises for no name.
     if temporary and not os.access(f"{temporary}/.", os.W_OK | os.X_OK):
         what = f"{temporary} is no directory that can be written to"
         found.append(problem("TMPDIR", what, "Make it, or `unset TMPDIR`."))
