@@ -1,7 +1,7 @@
 """Determined-style trials for DeepSpeed, on any machine, by ``pip install`` alone.
 
-The names here are those of ``determined.pytorch.deepspeed`` 0.38.1, so that a trial changes its import and
-nothing else. They are resolved at first use: importing this package imports neither torch nor deepspeed.
+The names are those of ``determined.pytorch.deepspeed`` 0.38.1, so that a trial only needs to change its import.
+They are resolved lazily: importing this package imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
     from dstrial.trial.trial import DeepSpeedTrial
 
 __all__ = [
-    # what a trial file subclasses or calls
+    # base classes and functions for trial files
     "DeepSpeedTrial",
     "DeepSpeedTrialContext",
     "ModelParallelUnit",
     "make_data_parallel_mpu",
     "make_deepspeed_mpu",
     "overwrite_deepspeed_config",
-    # training it
+    # running a trial
     "init",
     "Trainer",
     "FitResult",
-    # for scripts with a loop of their own
+    # for scripts with their own training loop
     "core_context",
-    # Determined's, which pins records where there is an accelerator
+    # Determined's DataLoader, with pinned memory if there is an accelerator
     "DataLoader",
-    # Determined's own, unchanged
+    # re-exported from Determined, unchanged
     "Batch",
     "Epoch",
     "TrainUnit",
@@ -66,7 +66,7 @@ __all__ = [
     "PyTorchCallback",
     "MetricReducer",
     "Reducer",
-    # the attrdict module's
+    # from the module attrdict
     "AttrDict",
     # errors
     "DstrialError",
@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
     if not home.startswith("dstrial.config") and not home.startswith("dstrial.errors"):
         with collector.paused():
             process_group = importlib.import_module("dstrial.ranks.process_group")
-        # DeepSpeed settles its accelerator when it is first imported, so it has to be chosen before.
+        # DeepSpeed selects its accelerator when it is first imported, so this must run before.
         process_group.prepare_accelerator()
     with collector.paused():
         return _resolve(name)

@@ -1,7 +1,7 @@
-"""Python's cyclic garbage collector, kept from looking through what was imported.
+"""Keep Python's cyclic garbage collector from traversing imported modules.
 
-Importing torch makes a million objects that live as long as the process. The collector goes through all of them again and again
-while they are made, and several times when the process ends.
+Importing torch creates a million objects that live as long as the process. The collector traverses them repeatedly during the
+import, and several times at interpreter exit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Pause garbage collection in a block, if it is on."""
+    """Disable garbage collection inside the block, if it is enabled."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,9 +25,9 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_good() -> Iterator[None]:
-    """As ``paused``, and never look at what is there at the end of the block.
+    """Like ``paused``; also exempt (``gc.freeze``) all objects that exist at the end.
 
-    For imports before any code of a user: objects of theirs are to be found and collected as ever.
+    Only for imports before user code runs, so that user objects are still collected.
     """
     with paused():
         try:

@@ -1,7 +1,7 @@
-"""Decides which files of a context directory are packed for a trial.
+"""Select the files of a context directory that are packed for a trial.
 
-Left out is what ``.detignore`` names, and each directory that holds a mark: outputs of dstrial, checkpoint storages and virtual
-environments. Imports neither torch nor determined.
+Files matched by ``.detignore`` are left out, and directories that contain a marker file: outputs of dstrial, checkpoint
+storages and virtual environments. Imports neither torch nor determined.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from determined.common.api.bindings import v1File
 
 OUTPUT_MARK = ".dstrial-output"
-"""Name of the file that marks a directory as output of dstrial."""
+"""Name of the marker file in output directories of dstrial."""
 
 MARKS = frozenset({OUTPUT_MARK, STORAGE_MARKER, "pyvenv.cfg"})
-"""A directory below the context directory that holds a file of one of these names is not packed."""
+"""Marker files: a subdirectory that contains one of them is not packed."""
 
 MAX_BYTES = 95 * 2**20
-"""Most bytes that the files of a context have together, as in Determined's client."""
+"""Maximum size of a context's files in bytes, as in Determined's client."""
 
 MAX_DEPTH = 100
-"""Most directories above a packed file: Python 3.11 walks at most some hundred levels."""
+"""Maximum nesting of packed directories: Python 3.11 can walk only some hundred levels."""
 
 LARGE_BYTES = 30 * 2**20
-"""From this size on a warning names what is largest: every run sends and keeps a copy."""
+"""Size from which a warning names the largest entry, because every run sends and stores a copy."""
 
-# Source: Determined 0.38.1, ``common/constants.py``, DEFAULT_DETIGNORE, whose import takes as long as all of `dstrial check`.
+# Source: Determined 0.38.1, ``common/constants.py``, DEFAULT_DETIGNORE, whose import is as slow as all of `dstrial check`.
 DEFAULT_PATTERNS = (
     "__pycache__/",
     "*.py[co]",
@@ -51,7 +51,7 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory; mark the highest one created as output."""
+    """Create a directory with its parents; put the output marker into the topmost one."""
     highest = path
     while not highest.parent.exists():
         highest = highest.parent
@@ -62,19 +62,19 @@ def make_output_directory(path: Path) -> None:
 
 
 def is_marked(path: Path) -> bool:
-    """Return whether a directory holds a mark, by which it is not packed."""
+    """Return whether a directory contains a marker file, which excludes it."""
     return any(os.path.exists(path / mark) for mark in MARKS)  # noqa: PTH110  # False where the directory may not be entered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContextFile:
-    """A file or directory that is packed.
+    """A file or directory to be packed.
 
     Attributes:
-        name: path below the context directory, with slashes.
-        path: where it lies.
+        name: path relative to the context directory, with slashes.
+        path: path on this machine.
         size: bytes; 0 for a directory.
-        is_directory: whether it is one.
+        is_directory: whether it is a directory.
     """
 
     name: str
@@ -85,12 +85,12 @@ class ContextFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """What is packed of a context directory.
+    """The files of a context directory to be packed.
 
     Attributes:
         root: the directory, absolute.
-        files: what is packed, a directory before what it holds.
-        left_out: what is not packed: marked directories, with a slash at the end, and names that are not UTF-8.
+        files: files and directories to pack, each directory before its contents.
+        left_out: marked directories (with a trailing slash) and names that are not UTF-8.
     """
 
     root: Path
@@ -108,7 +108,7 @@ class Context:
         return sum(file.size for file in self.files)
 
     def largest(self) -> tuple[str, int]:
-        """Return the largest file or directory at the top, and its bytes."""
+        """Return the largest top-level file or directory, and its size in bytes."""
         sizes: dict[str, int] = {}
         for file in self.files:
             top, slash, _ = file.name.partition("/")
@@ -117,10 +117,10 @@ class Context:
         return max(sizes.items(), key=lambda item: item[1], default=("", 0))
 
     def require_packable(self) -> None:
-        """Do nothing if a master takes the context.
+        """Raise an error if the context is too large for a master.
 
         Raises:
-            ConfigError: it is too large.
+            ConfigError: the context exceeds ``MAX_BYTES``.
         """
         if self.num_bytes <= MAX_BYTES:
             return
@@ -144,7 +144,7 @@ class Context:
         ]
 
     def v1_files(self) -> list[v1File]:
-        """Read the files as Determined's protocol has them.
+        """Read the files into Determined's ``v1File`` messages.
 
         Raises:
             ConfigError: the context is too large.
@@ -161,10 +161,10 @@ class Context:
 
 
 def list_context(directory: Path) -> Context:
-    """Find what is packed of a context directory.
+    """List the files of a context directory to be packed.
 
-    As Determined's client does, but for marked directories. Links to directories are not followed. What cannot be read, and
-    what is no file, is left out.
+    Except for marked directories this follows Determined's client. Links to directories are not followed. Unreadable and
+    special files are left out.
 
     Raises:
         ConfigError: ``.detignore`` is not UTF-8, or directories are nested more than ``MAX_DEPTH`` deep.
@@ -212,7 +212,7 @@ def list_context(directory: Path) -> Context:
 
 
 def _in_utf8(names: list[str], below: Path, left_out: list[str]) -> list[str]:
-    """Return the names that are UTF-8; add the others to what is left out."""
+    """Return the names that are valid UTF-8; append the others to ``left_out``."""
     kept = []
     for name in names:
         try:

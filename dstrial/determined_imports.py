@@ -1,11 +1,11 @@
-"""Gives old trial files dstrial's classes under Determined's names.
+"""Redirect imports of Determined's trial modules to dstrial's classes.
 
-In processes that dstrial starts, and only there: a finder answers for three modules of Determined with files of
-``dstrial/stand_ins``, each of which is a module of its own. Python loads this file at its start, through ``sitecustomize``, by
-its path: it may have no dstrial, and then nothing is changed. So it imports the standard library only, and of that little.
+Only in processes that dstrial starts: an import finder loads three modules of Determined from files in ``dstrial/stand_ins``.
+``sitecustomize`` loads this file by path when Python starts. If that Python has no dstrial, nothing is changed. So this file
+imports only the standard library, and little of it.
 """
 
-# pathlib would take 5 ms of each start.
+# Importing pathlib would cost 5 ms per start.
 # ruff: noqa: PTH100, PTH118, PTH119, PTH120
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from typing import Any
 
 VARIABLE = "DSTRIAL_DETERMINED_IMPORTS"
-"""Environment variable: ``1`` in what dstrial starts, ``0`` for Determined's own modules."""
+"""Environment variable: ``1`` in processes started by dstrial, ``0`` for Determined's own modules."""
 
 SETTING = "determined_imports"
-"""The key of ``data.dstrial`` that says the same in an experiment config."""
+"""Key of ``data.dstrial`` with the same meaning."""
 
 _ON, _OFF, _ANNOUNCED = "1", "0", "told"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(_HERE, "master", "backends", "site")
-"""Directory that is put before PYTHONPATH for its ``sitecustomize``; it has nothing else."""
+"""Directory that is prepended to PYTHONPATH; it only contains ``sitecustomize``."""
 _FILES = {
     "determined.launch.deepspeed": os.path.join(_HERE, "stand_ins", "launch_deepspeed.py"),
     "determined.pytorch.deepspeed": os.path.join(_HERE, "stand_ins", "deepspeed", "__init__.py"),
-    # Determined 0.38 has no such module any more.
+    # Determined 0.38 no longer has this module.
     "determined.pytorch.dsat": os.path.join(_HERE, "stand_ins", "dsat", "__init__.py"),
 }
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return what makes a new process and its children use the stand-ins, unless off.
+    """Return variables that enable the redirection in a new process and its children.
 
     Args:
-        environ: what else the process will see; its own ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
-        config: the experiment config, whose ``data.dstrial.determined_imports`` may be false.
+        environ: the other variables of the process; a given ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
+        config: the experiment config, in which ``data.dstrial.determined_imports`` may be false.
     """
     data = (config or {}).get("data") or {}
     section = data.get("dstrial") if isinstance(data, dict) else None
@@ -57,7 +57,7 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
 
 
 def install_if_asked() -> None:
-    """Answer for Determined's modules, if this process was started so. Idempotent."""
+    """Install the import finder if the environment variable enables it. Idempotent."""
     if os.environ.get(VARIABLE) in (_ON, _ANNOUNCED) and not any(
         isinstance(one, _Finder) for one in sys.meta_path
     ):
@@ -65,7 +65,7 @@ def install_if_asked() -> None:
 
 
 def announce(module: str) -> None:
-    """Say once, on the first rank and for its children, whose module this is."""
+    """Print once, on the first rank, that dstrial replaces a module."""
     if os.environ.get(VARIABLE) == _ANNOUNCED:
         return
     os.environ[VARIABLE] = _ANNOUNCED
@@ -79,7 +79,7 @@ def announce(module: str) -> None:
 
 
 class _Finder:
-    """Finds the stand-ins; Python finds their submodules by the package's path."""
+    """Finds the replacement modules; the package's path finds their submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -88,8 +88,8 @@ class _Finder:
         file = _FILES.get(fullname)
         if file is None or not _has_dstrial():
             return None
-        # A source file of its own and not a module of dstrial under a second name: the import system would write the second
-        # name's spec over the first's. Its loader has get_code, by which ``python -m`` runs a module.
+        # A separate source file, not a module of dstrial under a second name, because the import system would overwrite the
+        # first name's spec. Its loader has get_code, which ``python -m`` needs.
         loader = importlib.machinery.SourceFileLoader(fullname, file)
         is_package = os.path.basename(file) == "__init__.py"
         spec = importlib.machinery.ModuleSpec(fullname, loader, origin=file, is_package=is_package)
@@ -100,7 +100,7 @@ class _Finder:
 
 
 def _has_dstrial() -> bool:
-    """Say whether this Python has dstrial; an experiment's may have Determined only."""
+    """Return whether this Python has dstrial; it may only have Determined."""
     if "dstrial" in sys.modules:
         return True
     import importlib.util

@@ -1,38 +1,38 @@
-"""Every exception that dstrial raises on purpose, and a configuration's problem.
+"""All exceptions that dstrial raises on purpose, and ``ConfigProblem``.
 
-The tree, drawn once::
+The hierarchy::
 
-    DstrialError                      catch this to catch all of ours
+    DstrialError                      base class of all others
     ├── ConfigError                   the experiment config or the DeepSpeed JSON is wrong (also a ValueError)
     ├── TrialImportError              the model definition cannot be imported or has no such class
     ├── TrialContractError            user code broke the contract of DeepSpeedTrial or its context
-    ├── NonFiniteError                reports in a row without a finite loss or an optimizer step, or lost weights
+    ├── NonFiniteError                consecutive reports without a finite loss or optimizer step, or weights not finite
     ├── DataError                     a loader is empty, too short, uneven between ranks, or ran out
     ├── CheckpointError               a checkpoint cannot be written or used
-    │   ├── CheckpointNotFoundError   asked to resume, and there is nothing complete to resume from
+    │   ├── CheckpointNotFoundError   there is no complete checkpoint to resume from
     │   ├── CheckpointDamagedError    a file is missing or its size or checksum differs from the manifest
-    │   ├── CheckpointLayoutError     it was written for another number or arrangement of ranks
-    │   └── UntrustedCheckpointError  a file holds what would run code when it is loaded; names file and class
+    │   ├── CheckpointLayoutError     the checkpoint was written by another number or layout of ranks
+    │   └── UntrustedCheckpointError  loading a file would run code; names file and class
     ├── RankError                     the ranks of this job do not agree or cannot reach each other
-    │   ├── PeerFailedError           user code failed on another rank, which this one agrees with to end
-    │   ├── RankTimeoutError          a rank did not arrive at an operation in time; names the missing ranks
-    │   ├── RankStalledError          ranks went on no more and were ended, as their config says; names who held them up
-    │   └── RankIdentityError         the environment does not say consistently who this process is
+    │   ├── PeerFailedError           user code failed on another rank, so this rank ends too
+    │   ├── RankTimeoutError          a rank missed an operation's deadline; names the missing ranks
+    │   ├── RankStalledError          ranks stalled and were ended, as configured; names the straggler
+    │   └── RankIdentityError         the rank's environment variables are inconsistent
     ├── LaunchError                   ranks could not be started
     │   ├── NodesUnknownError         Slurm refuses a job while it does not know all its nodes
     │   ├── HostError                 hosts cannot train together; carries every problem of every host
     │   └── RankFailedError           a started rank exited with a failure; names the first one
-    ├── MissingExtraError             an optional library is missing that an integration needs (also an ImportError)
-    ├── SearchError                   a searcher cannot go on with what a trial reported
-    └── MasterError                   the embedded master cannot start, stop or go on
-        ├── DatabaseDamagedError      its database is damaged or lost; names what and what to type
-        └── RequestError              a request to it cannot be answered; carries the HTTP status
+    ├── MissingExtraError             an integration's optional library is missing (also an ImportError)
+    ├── SearchError                   a searcher cannot handle a trial's report
+    └── MasterError                   the embedded master cannot start, stop or continue
+        ├── DatabaseDamagedError      the master's database is damaged or lost; has the recovery command
+        └── RequestError              a request to the master failed; has the HTTP status
 
-One more is an ``OSError``: ``storage_guard.StorageGoneError``, raised where a trial would save into a checkpoint storage that is
-gone. Its module is loaded alone, before dstrial is.
+A further one is an ``OSError``: ``storage_guard.StorageGoneError``, for a save to a checkpoint storage that is missing. Its
+module is loaded without dstrial.
 
-Every message says where, what, what was expected and how to fix it. This module imports nothing
-but the standard library, so that every other package may use it.
+Every message has the place, the value found, the expected value and a fix. This module imports only the
+standard library, so that every other package can import it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from collections.abc import Sequence
 
 _package = sys.modules["dstrial"]
 if getattr(_package, "__file__", None) is None:
-    # So does setuptools' editable install, whose finder comes after the working directory.
+    # So does setuptools' editable install, because its finder comes after the working directory.
     raise ImportError(
         f"Python imports the directory {_package.__path__[0]} in place of the installed package dstrial; expected no such "
         "directory beside the script or in the working directory. Start in another directory, or rename this one."
@@ -51,7 +51,7 @@ if getattr(_package, "__file__", None) is None:
 
 
 def install_command(extra: str = "") -> str:
-    """Return how to install dstrial; on PyPI another project has its name."""
+    """Return a command that installs dstrial; PyPI has another project of this name."""
     return f"pip install 'DSTRIAL_CHECKOUT_OR_WHEEL{extra and f'[{extra}]'}'"
 
 
@@ -61,14 +61,13 @@ class DstrialError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing that is wrong with a configuration.
+    """One problem of a configuration.
 
     Attributes:
-        where: where it stands and under which key, as ``file:line: key`` (the line is left out
-            where a value has none, for example one given on the command line).
-        got: the offending value as the user wrote it, already rendered for a person.
-        expected: what would have been accepted, without a trailing full stop.
-        fix: one imperative sentence, with its full stop, that makes the problem go away.
+        where: ``file:line: key`` (without line for values such as those from the command line).
+        got: the wrong value as the user wrote it, as display text.
+        expected: the accepted values, without a full stop.
+        fix: one imperative sentence with a full stop.
     """
 
     where: str
@@ -81,10 +80,10 @@ class ConfigProblem:
 
 
 class ConfigError(DstrialError, ValueError):
-    """The configuration is wrong; carries every problem found, never only the first.
+    """The configuration is wrong; ``problems`` has all problems, not only the first.
 
     Args:
-        problems: at least one problem, in the order in which a reader meets them in the files.
+        problems: at least one problem, in file order.
     """
 
     def __init__(self, problems: Sequence[ConfigProblem]) -> None:
@@ -93,7 +92,7 @@ class ConfigError(DstrialError, ValueError):
 
 
 class TrialImportError(DstrialError):
-    """The model definition cannot be imported, or holds no such trial class."""
+    """The model definition cannot be imported, or has no such trial class."""
 
 
 class TrialContractError(DstrialError):
@@ -101,7 +100,7 @@ class TrialContractError(DstrialError):
 
 
 class NonFiniteError(DstrialError):
-    """No loss is finite, no optimizer step is taken, or weights are not finite."""
+    """Losses or weights are not finite, or all optimizer steps are skipped."""
 
 
 class DataError(DstrialError):
@@ -113,23 +112,23 @@ class CheckpointError(DstrialError):
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """Asked to resume, and there is no complete checkpoint to resume from."""
+    """There is no complete checkpoint to resume from."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint's file is missing, or not of the manifest's size or checksum."""
+    """A checkpoint file is missing, or its size or checksum differs from the manifest."""
 
 
 class CheckpointLayoutError(CheckpointError, AssertionError):
-    """A checkpoint was written for another number or arrangement of ranks.
+    """A checkpoint was written by another number or layout of ranks.
 
-    Determined 0.38.1 asserts there that DeepSpeed has loaded the checkpoint (``_deepspeed_trial.py``), so code
-    that was written for it catches ``AssertionError``.
+    Determined 0.38.1 raises ``AssertionError`` if DeepSpeed has not loaded the checkpoint (``_deepspeed_trial.py``),
+    and user code may catch that.
     """
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """A checkpoint holds classes or functions that are not on the list of safe ones."""
+    """A checkpoint contains classes or functions that are not on the allow list."""
 
 
 class RankError(DstrialError):
@@ -137,19 +136,19 @@ class RankError(DstrialError):
 
 
 class PeerFailedError(RankError):
-    """User code failed on another rank, and all ranks have agreed to end."""
+    """User code failed on another rank, so all ranks end."""
 
 
 class RankStalledError(RankError):
-    """Ranks went on no more, and their launcher has ended them, as their config says."""
+    """Ranks stalled, and the launcher ended them, as configured."""
 
 
 class RankTimeoutError(RankError):
-    """A rank did not arrive at a collective operation before its deadline."""
+    """A rank missed the deadline of a collective operation."""
 
 
 class RankIdentityError(RankError):
-    """The environment variables do not say consistently which rank this process is."""
+    """The environment variables that define this process's rank are inconsistent."""
 
 
 class LaunchError(DstrialError):
@@ -157,20 +156,20 @@ class LaunchError(DstrialError):
 
 
 class NodesUnknownError(LaunchError):
-    """Slurm refuses a job while some of its nodes have not registered.
+    """Slurm rejects a job while some of its nodes have not registered.
 
-    It may take it soon.
+    A retry may succeed.
     """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostProblem:
-    """One thing that keeps a host from training with the others.
+    """One problem that keeps a host from training with the others.
 
     Attributes:
-        host: its name in the hostfile.
-        got: what is the case, to be read behind "is".
-        fix: one imperative sentence, with its full stop, that makes the problem go away.
+        host: the host's name in the hostfile.
+        got: the state found; the message puts "is" before it.
+        fix: one imperative sentence with a full stop.
     """
 
     host: str
@@ -179,11 +178,11 @@ class HostProblem:
 
 
 class HostError(LaunchError):
-    """Hosts cannot train together; carries every problem found, never only the first.
+    """Hosts cannot train together; ``problems`` has all problems, not only the first.
 
     Args:
-        problems: at least one, host by host.
-        num_hosts: how many were asked.
+        problems: at least one problem, by host.
+        num_hosts: number of hosts that were checked.
     """
 
     def __init__(self, problems: Sequence[HostProblem], num_hosts: int) -> None:
@@ -202,15 +201,15 @@ class RankFailedError(LaunchError):
 
 
 class MissingExtraError(DstrialError, ImportError):
-    """An optional library is missing that an integration needs."""
+    """An optional library that an integration needs is missing."""
 
 
 class SearchError(DstrialError):
-    """A searcher cannot go on with what a trial reported; this ends the experiment."""
+    """A searcher cannot handle a trial's report; this ends the experiment."""
 
 
 class MasterError(DstrialError):
-    """The embedded master cannot start, stop or go on."""
+    """The embedded master cannot start, stop or continue."""
 
 
 class DatabaseDamagedError(MasterError):
@@ -218,12 +217,12 @@ class DatabaseDamagedError(MasterError):
 
 
 class RequestError(MasterError):
-    """A request to the master cannot be answered.
+    """The master cannot process a request.
 
     Args:
         status: HTTP status: 400 invalid, 401 no valid token, 403 forbidden, 404 not found, 409 conflict, 413 too
-            large, 501 not offered.
-        message: what is wrong and how to fix it, for the person who sent the request.
+            large, 501 not implemented.
+            message: the problem and a fix, for the sender of the request.
     """
 
     def __init__(self, status: int, message: str) -> None:

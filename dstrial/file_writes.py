@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, on the disk; deletes deep directories.
+"""Write files atomically and durably; delete deep directory trees.
 
 Needs only the standard library.
 """
@@ -15,9 +15,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
-    """Replace a file atomically: a reader or a kill sees the old content or the new.
+    """Replace a file atomically: readers see either the old or the new content.
 
-    With ``sync`` also wait for the disk. With ``is_private`` other accounts cannot read it, whatever the umask.
+    ``sync``: flush the file to disk. ``is_private``: other accounts cannot read the file, whatever the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -32,11 +32,11 @@ def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_priv
 
 
 def make_file(path: Path, content: str | bytes) -> None:
-    """Create a file that only its owner may read, atomically and on the disk.
+    """Create a private file atomically, flushed to disk.
 
     Raises:
-        FileExistsError: there is one, which stays as it is.
-        OSError: it cannot be written, or the file system has no links.
+        FileExistsError: the file exists; it is not changed.
+        OSError: the file cannot be written, or the file system has no hard links.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
@@ -56,23 +56,23 @@ def sync_path(path: Path) -> None:
 
 
 def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
-    """Delete a directory, however deep; follow no links. A missing one is no error.
+    """Delete a directory tree of any depth, if it exists; do not follow links.
 
-    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). ``is_forced`` deletes
-    the content of read-only directories, too. What can be deleted is deleted before an OSError.
+    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). ``is_forced`` also deletes
+    the content of read-only directories. An OSError is raised only after everything else is deleted.
     """
     problem: OSError | None = None
     try:
         here = os.open(directory.parent, _DIRECTORY | os.O_PATH)
     except FileNotFoundError:
         return
-    # Names that are left in each directory from the top to this one, and where each is.
+    # A stack from the top directory to the current one: remaining names, and the directory's path.
     left, above = [[directory.name]], list[tuple[str, os.stat_result]]()
     try:
         while left[-1] or above:
             is_empty = not left[-1]
             if is_empty:
-                # Up by "..": a descriptor for each level would be too many.
+                # Go up by "..", because one descriptor per level would be too many.
                 below, here = here, os.open("..", _DIRECTORY | os.O_PATH, dir_fd=here)
                 os.close(below)
                 left.pop()
@@ -102,7 +102,7 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
 
 
 def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
-    """Open a directory; delete anything else."""
+    """Open an entry if it is a directory; delete any other entry."""
     try:
         path = os.open(name, _DIRECTORY | os.O_PATH | os.O_NOFOLLOW, dir_fd=here)
     except NotADirectoryError:
@@ -118,7 +118,7 @@ def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
 
 
 def _write(path: Path, content: str | bytes, flag: int, *, sync: bool, is_private: bool) -> None:
-    # Not to wait where somebody has made a pipe of that name.
+    # O_NONBLOCK: do not block if the entry is a named pipe.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flag
     with os.fdopen(os.open(path, flags, 0o600 if is_private else 0o666), "wb") as file:
         if is_private:

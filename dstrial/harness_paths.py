@@ -1,12 +1,12 @@
-"""Moves the fixed paths of Determined's harness into private directories.
+"""Patch fixed paths of Determined's harness to private directories.
 
-Each when its module is imported. Two processes use it: those of an allocation, where ``sitecustomize`` loads this file by its
-path (their Python may have no dstrial), and any other one that imports dstrial, which is how a detached run is reached. It needs
-nothing but the standard library, and of that little: every Python of an allocation loads it (``importlib.abc`` and ``tempfile``
-would take 10 ms of each start).
+Each module is patched when it is imported. In processes of an allocation, ``sitecustomize`` loads this file by path (their
+Python may have no dstrial); in other processes, such as detached runs, the import of dstrial installs the patches. This file
+imports little of the standard library, because every Python process of an allocation loads it (``importlib.abc`` and
+``tempfile`` would cost 10 ms per start).
 """
 
-# pathlib would take another 5 ms.
+# Importing pathlib would cost another 5 ms.
 # ruff: noqa: PTH103, PTH118, PTH120
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     Patch: TypeAlias = Callable[[ModuleType], None]
 
 ENDING_NAME = "ending.json"
-"""File of an allocation's directory that says whether a rank elsewhere caused its first failure."""
+"""File in an allocation's directory: whether its first failure was caused by a rank elsewhere."""
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
-"""Environment variable: 0 has all ranks be new processes."""
-_NEXT_ABSENCE_S = 30.0  # many times the second between two tries
+"""Environment variable: 0 starts all ranks as new processes instead of forks."""
+_LOG_AGAIN_S = 30.0  # well above the second between two retries
 
 
 def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:
-    """Return what is changed in processes of an allocation, by its 0700 directory.
+    """Return the patches for processes of an allocation, given its private directory.
 
-    ``guard`` is of its checkpoint storage; None where that has no marker.
+    ``guard`` protects the allocation's checkpoint storage; None if the storage has no marker.
     """
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
-        # Not in the task's own environment, nor in one that it makes.
+        # Not for the task's own environment or one that the task creates.
         **({"pip._internal.cli.main": _patch_pip} if is_base else {}),
         "determined._info": lambda module: _patch_info(module, allocation),
         "determined.constants": lambda module: _patch_constants(module, allocation),
@@ -90,15 +90,15 @@ def _patch_constants(module: Any, allocation: str) -> None:
 
 
 def _patch_ipc(module: Any, allocation: str) -> None:
-    """Put the socket of Determined's launchers beside the other temporary files.
+    """Move the socket of Determined's launchers from /tmp to the temporary directory.
 
-    ``determined/launch/torch_distributed.py:61`` (0.38.1) names /tmp itself, and ``ipc.PIDServer.close`` never deletes it.
+    ``determined/launch/torch_distributed.py:61`` (0.38.1) hard-codes /tmp, and ``ipc.PIDServer.close`` never deletes the socket.
     """
     read = module.read_pid_server_addr
 
     def read_pid_server_addr(addr: str) -> Any:
         if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - what is replaced
-            # Short: the path of a socket may have 107 bytes.
+            # A short name, because a socket path is limited to 107 bytes.
             addr = os.path.join(os.environ.get("TMPDIR") or allocation, "pid_server")
         return read(addr)
 
@@ -106,9 +106,9 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 
 
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
-    """Have the umask decide, and make no storage that is missing.
+    """Apply the umask, and do not create a missing storage.
 
-    ``tensorboard/shared.py:26`` (0.38.1) makes directories 0777.
+    ``tensorboard/shared.py:26`` (0.38.1) creates directories with mode 0777.
     """
     cls = module.SharedFSTensorboardManager
     original, original_sync = cls.__init__, cls._sync_impl
@@ -130,7 +130,7 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
-    """``common/storage/base.py:70`` (0.38.1) makes a storage 0777; the umask decides."""
+    """Apply the umask; ``common/storage/base.py:70`` (0.38.1) sets mode 0777."""
     cls = module.StorageManager
     original = cls.pre_store_path
 
@@ -146,9 +146,9 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
-    """``common/storage/shared.py`` (0.38.1) makes a storage that is missing.
+    """Raise an error for a missing storage, which ``shared.py`` (0.38.1) would create.
 
-    To delete in one, it takes what is missing for deleted.
+    Its deletion treats missing files as deleted.
     """
     cls = module.SharedFSStorageManager
     original, original_delete = cls.upload, cls.delete
@@ -168,7 +168,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
-    """``core/_checkpoint.py`` (0.38.1) reports what may have gone meanwhile."""
+    """Check the storage before ``core/_checkpoint.py`` (0.38.1) reports a checkpoint."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 
@@ -185,8 +185,8 @@ def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_connection_pool(module: Any) -> None:
-    # ``urlopen`` (urllib3 2.2) warns of each try, one a second: the log says once that the master is away.
-    last_s = -_NEXT_ABSENCE_S
+    # ``urlopen`` (urllib3 2.2) warns of each retry, one per second; log once that the master is unreachable.
+    last_s = -_LOG_AGAIN_S
 
     def is_first(record: Any) -> bool:
         nonlocal last_s
@@ -195,13 +195,13 @@ def _patch_connection_pool(module: Any) -> None:
         before_s, last_s = last_s, time.monotonic()
         record.msg = "the master does not answer, and is asked until it does (%s)"
         record.args = (record.args[1],)
-        return last_s - before_s > _NEXT_ABSENCE_S
+        return last_s - before_s > _LOG_AGAIN_S
 
     module.log.addFilter(is_first)
 
 
 def _patch_pip(module: Any) -> None:
-    """Refuse to change the environment that the master, and other trials, run in."""
+    """Make pip refuse to change the environment of the master and other trials."""
     original = module.main
 
     def main(args: list[str] | None = None) -> Any:
@@ -222,10 +222,10 @@ def _patch_pip(module: Any) -> None:
 
 
 def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
-    """Give event files another directory than /tmp.
+    """Move TensorBoard's event files out of /tmp.
 
-    ``tensorboard/build.py:37`` (0.38.1) names that itself: outside of an allocation it would be ``/tmp/tensorboard--0`` for every
-    account and every run of the machine.
+    ``tensorboard/build.py:37`` (0.38.1) hard-codes /tmp: outside of an allocation it would be ``/tmp/tensorboard--0`` for
+    every account and run of the machine.
     """
     original = module.get_base_path
 
@@ -238,7 +238,7 @@ def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
 
 
 class _PrivateDirectory:
-    """A directory made when first needed, and deleted when its process ends."""
+    """A temporary directory, created at first use and deleted at process exit."""
 
     def __init__(self) -> None:
         self._path: str | None = None
@@ -255,14 +255,14 @@ class _PrivateDirectory:
 
     @staticmethod
     def _remove(path: str, pid: int) -> None:
-        if os.getpid() == pid:  # and no fork of it
+        if os.getpid() == pid:  # not in a fork
             import shutil
 
             shutil.rmtree(path, ignore_errors=True)
 
 
 class _Finder:
-    """Finds modules as usual and patches those of a table right after they have run."""
+    """Import finder that patches the modules of a table after their execution."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches
@@ -298,7 +298,7 @@ class _Loader:
 
 
 def install(patches: dict[str, Patch]) -> None:
-    """Patch these modules: at once those that are imported, the others when they are."""
+    """Patch modules: imported ones now, the others when they are imported."""
     for name, patch in patches.items():
         module = sys.modules.get(name)
         if module is not None:
@@ -307,7 +307,7 @@ def install(patches: dict[str, Patch]) -> None:
 
 
 def install_outside_of_allocations() -> None:
-    """Keep what Determined writes for a run of nobody's allocation out of /tmp itself."""
+    """Patch Determined's paths in /tmp for a process outside of allocations."""
     if not os.environ.get(ALLOCATION_DIR_VARIABLE):
         directory = _PrivateDirectory()
         install({"determined.tensorboard.build": lambda module: _move_tensorboard(module, directory)})

@@ -1,4 +1,4 @@
-"""Names of a package that are found in its modules when they are first asked for."""
+"""Import the names of a package lazily from its modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__`` (PEP 562), which imports what a name is in.
+    """Return a package's ``__getattr__`` (PEP 562), which imports a name's module.
 
     Args:
-        package: its full name.
-        homes: name -> module with it, by its full name.
+        package: full name of the package.
+        homes: name -> full name of the module that defines it.
     """
 
     def resolve(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""What the kernel says of a process: alive, stopped, blocked, what it catches.
+"""Read a process's state from /proc: alive, stopped, blocked, caught signals.
 
-Only the standard library. ``dstrial.master.backends.supervisor``, which imports nothing of dstrial, asks by itself.
+Only the standard library. ``dstrial.master.backends.supervisor`` has its own code, because it may not import dstrial.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process at one moment: state letter (proc(5)), start in ticks since boot."""
+    """A process's state letter (proc(5)) and its start in ticks since boot."""
 
     letter: str
     start_ticks: int
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is a zombie."""
+        """Whether the process is a zombie."""
         return self.letter in ("Z", "X")
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds it."""
+        """Whether the process is stopped by a signal or debugger."""
         return self.letter in ("T", "t")
 
     @property
     def is_uninterruptible(self) -> bool:
-        """Whether it waits inside the kernel, where no signal reaches it."""
+        """Whether the process is in uninterruptible sleep in the kernel."""
         return self.letter == "D"
 
 
 def parse_stat(text: str) -> ProcessState | None:
-    """Read a line of ``/proc/PID/stat``; None if it is none."""
-    # The second field, the command, is in parentheses and may hold spaces and parentheses itself.
+    """Parse ``/proc/PID/stat``; None if the text is invalid."""
+    # The second field, the command, is in parentheses and may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     try:
         return ProcessState(fields[0], int(fields[19]))
@@ -45,7 +45,7 @@ def parse_stat(text: str) -> ProcessState | None:
 
 
 def parse_catches(status_text: str, number: int) -> bool:
-    """Say whether ``/proc/PID/status`` lists a signal as caught (``SigCgt``)."""
+    """Return whether ``/proc/PID/status`` lists a signal as caught (``SigCgt``)."""
     for line in status_text.splitlines():
         name, _, value = line.partition(":")
         if name == "SigCgt":
@@ -54,37 +54,37 @@ def parse_catches(status_text: str, number: int) -> bool:
 
 
 def read_state(pid: int) -> ProcessState | None:
-    """Return how a process is; None if there is none."""
+    """Return the state of a process; None if it does not exist."""
     text = _read(pid, "stat")
     return None if text is None else parse_stat(text)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in ticks since boot, which tells a reused pid apart."""
+    """Return a process's start in ticks since boot, which reveals a reused pid."""
     state = read_state(pid)
     return None if state is None else state.start_ticks
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether SIGSTOP or a debugger holds a live process."""
+    """Return whether a process is stopped by SIGSTOP or a debugger."""
     state = read_state(pid)
     return state is not None and state.is_stopped
 
 
 def catches(pid: int, number: int) -> bool:
-    """Say whether a process catches a signal; one that does not may be ended by it."""
+    """Return whether a process has a handler for a signal."""
     text = _read(pid, "status")
     return text is not None and parse_catches(text, number)
 
 
 def kernel_function(pid: int) -> str:
-    """Return what a process waits in inside the kernel; empty if unknown."""
+    """Return the kernel function in which a process waits; empty if unknown."""
     text = (_read(pid, "wchan") or "").strip()
     return "" if text == "0" else text
 
 
 def children(pid: int) -> list[int]:
-    """Return what a process's main thread has started; nothing if unknown."""
+    """Return the pids of the main thread's children; empty if unknown."""
     text = _read(pid, f"task/{pid}/children")
     return [] if text is None else [int(child) for child in text.split()]
 
@@ -104,9 +104,9 @@ def _read(pid: int, name: str) -> str | None:
 
 
 def open_closed_streams() -> None:
-    """Lead standard streams that are closed (``>&-``) to the null device.
+    """Open the null device for standard streams that are closed (``>&-``).
 
-    Python has None for them, and the next file that is opened would have their number: a library's line goes into it.
+    Python sets closed streams to None, and the next opened file would get the descriptor number and the output of libraries.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,4 +1,4 @@
-"""Private directories that live only as long as a process, even if it is killed."""
+"""Create private directories that are deleted at process exit, even after SIGKILL."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Reads until this process has closed its end or died, then deletes. It ignores what Ctrl-C sends to all of a terminal.
-_KEEPER = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
+# Reads until this process closes the pipe or dies, then deletes. It ignores SIGINT, which Ctrl-C sends to all processes.
+_DELETE_AT_EOF = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 
 
 def compile_cache() -> dict[str, str]:
-    """Return the variable that puts torch's compile cache into the user's own cache.
+    """Return the variable that moves torch's compile cache to the user's own cache.
 
-    Empty if it is set or there is no place. By itself torch loads compiled code from ``/tmp/torchinductor_<user>``, a name that
-    another account may make first (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``, ``default_cache_dir``).
+    Empty if it is set already or there is no home directory. By default torch loads compiled code from
+    ``/tmp/torchinductor_<user>``, which another account may create first (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``).
     """
     if os.environ.get(_CACHE_VARIABLE):
         return {}
@@ -38,12 +38,12 @@ def compile_cache() -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str) -> Iterator[Path]:
-    """Make a directory of mode 0700, deleted when the block or the process ends.
+    """Create a directory of mode 0700, deleted when the block or the process ends.
 
-    After SIGKILL no code of the process runs, so that a shell waits for its end with a pipe that the kernel closes. In an
-    allocation none is needed: its whole temporary directory goes with it.
+    A shell process deletes the directory after SIGKILL: it waits on a pipe that the kernel closes. In an allocation no shell
+    is needed, because the allocation's temporary directory is deleted.
     """
-    with tempfile.TemporaryDirectory(prefix=prefix) as name, _keeper(name):
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, _deletion_after_exit(name):
         lock = lock_directory(Path(name))
         try:
             yield Path(name)
@@ -52,7 +52,7 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
 
 def lock_directory(directory: Path) -> int:
-    """Return a descriptor that keeps cleaners out of a directory while it is open.
+    """Return an open descriptor that protects a directory from temp-file cleaners.
 
     Source: tmpfiles.d(5): systemd's cleaner skips a directory on which it cannot get a BSD lock, and all below.
     """
@@ -63,13 +63,13 @@ def lock_directory(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def _keeper(directory: str) -> Iterator[None]:
+def _deletion_after_exit(directory: str) -> Iterator[None]:
     shell = shutil.which("sh")
     if os.environ.get(ALLOCATION_DIR_VARIABLE) or shell is None:
         yield
         return
-    keeper = subprocess.Popen(
-        [shell, "-c", _KEEPER, "dstrial-scratch", directory],
+    shell_process = subprocess.Popen(
+        [shell, "-c", _DELETE_AT_EOF, "dstrial-scratch", directory],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -79,8 +79,8 @@ def _keeper(directory: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # It deletes what TemporaryDirectory would, only sooner; by its end both are done.
-        assert keeper.stdin is not None
+        # The shell deletes the same files as TemporaryDirectory, only sooner; wait for both.
+        assert shell_process.stdin is not None
         with contextlib.suppress(OSError):
-            keeper.stdin.close()
-        keeper.wait()
+            shell_process.stdin.close()
+        shell_process.wait()

@@ -1,11 +1,11 @@
-"""Says whether a checkpoint storage is there; never makes it anew.
+"""Check by a marker file that a checkpoint storage is present; never create it.
 
-A file system that is unmounted leaves an empty directory, or none. A save would make the storage again there, and the files would
-be hidden when the file system is back. So a storage has a marker file, looked at before a trial starts, a save and a deletion.
-Processes of an allocation load this file by its path; their Python may have no dstrial: it needs the standard library only.
+An unmounted file system leaves an empty directory, or none. A save would create the storage again there, and its files would be
+hidden after the next mount. So a storage has a marker file, which is checked before a trial starts, a save and a deletion.
+Processes of an allocation load this file by path; their Python may have no dstrial, so it only uses the standard library.
 """
 
-# pathlib and contextlib would take another 5 ms of each start.
+# Importing pathlib and contextlib would cost another 5 ms per start.
 # ruff: noqa: PTH103, PTH108, PTH112, PTH116, PTH118
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 import errno
 import os
 
-STORAGE_MARKER = ".dstrial-storage"  # Name of the file in a storage's root by which it is known to be there
+STORAGE_MARKER = ".dstrial-storage"  # Name of the marker file in a storage's root
 
 STORAGE_VARIABLE = "DSTRIAL_STORAGE"  # Variable of an allocation: path of its storage, which has a marker
 
 SAVING_DIRECTORY = "saving"
-"""Directory of an allocation with one empty file for each checkpoint that it has begun and not reported, by uuid."""
+"""Directory of an allocation with one empty file, named by uuid, per checkpoint that is started but not reported."""
 
 
 class StorageGoneError(OSError):
-    """A checkpoint storage is not there.
+    """A checkpoint storage is missing.
 
     Args:
         path: root of the storage.
-        why: what is there instead.
+        why: what was found instead.
     """
 
     def __init__(self, path: str, why: str) -> None:
@@ -40,15 +40,15 @@ class StorageGoneError(OSError):
 
 
 def is_storage_gone(error: BaseException) -> bool:
-    """Say whether an error is a :class:`StorageGoneError`, of any load of this file."""
+    """Return whether an error is a :class:`StorageGoneError`, by its class's name."""
     return type(error).__name__ == StorageGoneError.__name__
 
 
 def what_is_there_instead(path: str) -> str | None:
-    """Return what is found where a storage was; None if it is the storage.
+    """Return what is at a storage's path instead; None if the storage is present.
 
     Raises:
-        OSError: this process can open no more files.
+        OSError: this process has too many open files.
     """
     try:
         os.stat(os.path.join(path, STORAGE_MARKER))
@@ -57,18 +57,18 @@ def what_is_there_instead(path: str) -> str | None:
             return f"a directory without {STORAGE_MARKER}, such as a mount point where nothing is mounted"
         return "no directory"
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # It says nothing of the storage.
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # This error does not concern the storage.
             raise
         return f"what cannot be read ({error.strerror or error})"
     return None
 
 
 class StorageGuard:
-    """Keeps an allocation from saving where its storage no longer is.
+    """Prevents an allocation from saving to a storage that is missing.
 
     Args:
         root: of the storage.
-        allocation: directory of the allocation, for notes of what has been begun.
+        allocation: directory of the allocation, for records of checkpoints in progress.
     """
 
     def __init__(self, root: str, allocation: str) -> None:
@@ -76,38 +76,38 @@ class StorageGuard:
         self._notes = os.path.join(allocation, SAVING_DIRECTORY)
 
     def check(self) -> None:
-        """Raise :class:`StorageGoneError` unless the storage is there."""
+        """Raise :class:`StorageGoneError` unless the storage is present."""
         instead = what_is_there_instead(self.root)
         if instead is not None:
             raise StorageGoneError(self.root, instead)
 
     def covers(self, base_path: str) -> bool:
-        """Say whether a manager of Determined's writes into this storage."""
+        """Return whether Determined's storage manager for ``base_path`` uses this storage."""
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Note that a checkpoint is begun: if never reported, it will be deleted."""
+        """Record the start of a checkpoint; if never reported, it will be deleted."""
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
         try:
             os.makedirs(self._notes, mode=0o700, exist_ok=True)
             os.close(os.open(os.path.join(self._notes, storage_id), os.O_WRONLY | os.O_CREAT, 0o600))
-        except OSError:  # A full disk: nothing is deleted then.
+        except OSError:  # A full disk: the checkpoint is then not deleted.
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Take the note back: the master knows the checkpoint now.
+        """Delete the record after the master has stored the checkpoint.
 
-        Else a copy of the master's database that does not know the checkpoint, put back, would have it deleted as half written.
+        Otherwise, after a restore of an older database, the master would delete the checkpoint as incomplete.
         """
         if storage_id and os.sep not in storage_id:
             try:  # noqa: SIM105 - see the import of contextlib
                 os.unlink(os.path.join(self._notes, storage_id))
-            except OSError:  # Another process of this rank's has done it, or nothing was noted.
+            except OSError:  # Another process of this rank has deleted it, or it was never written.
                 pass
 
 
 def guard_of_environment(allocation: str) -> StorageGuard | None:
-    """Return the guard of this allocation; None where its storage has no marker."""
+    """Return the guard of this allocation; None if its storage has no marker."""
     root = os.environ.get(STORAGE_VARIABLE, "")
     return StorageGuard(root, allocation) if root else None

@@ -1,11 +1,11 @@
-"""Write text of others so that a terminal shows it instead of obeying it."""
+"""Escape control characters in untrusted text before printing it to a terminal."""
 
 from __future__ import annotations
 
 import re
 
-# C0 but tab and line feed, DEL, C1; line and paragraph separators; marks that turn the direction of what follows
-# ("Trojan Source", CVE-2021-42574). A carriage return before a line feed is a line's end and nothing else.
+# C0 except tab and line feed, DEL, C1; line and paragraph separators; bidirectional control characters
+# ("Trojan Source", CVE-2021-42574). A carriage return is allowed only before a line feed.
 _OBEYED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
 _OF_LINE = re.compile("[\t\r\n]")
 _SHORT = {"\r": "\\r", "\n": "\\n", "\t": "\\t"}
@@ -18,22 +18,22 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Write control characters but tabs and line ends as ``\x1b`` or ``\u202e``.
+    r"""Escape control characters except tabs and newlines, as ``\x1b`` or ``\u202e``.
 
-    That includes colours: an escape sequence that only colours cannot be told from others by a glance, and a log that is
-    read later, by somebody else, in another terminal, is no place for any of them.
+    Colours are escaped too, because harmless sequences are hard to distinguish from others, and logs are read later in
+    other terminals.
     """
     return text if text.isascii() and text.isprintable() else _OBEYED.sub(_escaped, text)
 
 
 def visible_line(text: str) -> str:
-    r"""Return a text like ``visible``, on one line: ``\t`` and ``\n`` are written, too."""
+    r"""Escape like ``visible``, and also tabs and newlines: the result is one line."""
     shown = visible(text)
     return shown if shown.isprintable() else _OF_LINE.sub(_escaped, shown)
 
 
 def cut_text(text: str, limit: int) -> str:
-    """Cut the middle of a text of more than ``limit`` characters, which is over 100."""
+    """Shorten a text to ``limit`` (over 100) characters by omitting the middle."""
     if len(text) <= limit:
         return text
     half = limit // 2 - 25
