@@ -126,7 +126,7 @@ def _readers(ranks: tuple[int, ...]) -> str:
 
 
 _MAX_READERS = 4
-_BESIDE = frozenset({MANIFEST_NAME, MARKER_NAME, "metadata.json"})
+_IGNORED = frozenset({MANIFEST_NAME, MARKER_NAME, "metadata.json"})
 
 FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "unexpected", "incomplete"]
 
@@ -211,7 +211,7 @@ def check_integrity(
             )
         )
     for name in _files_under(path):
-        if name not in manifest.files and name not in _BESIDE:
+        if name not in manifest.files and name not in _IGNORED:
             size = f"{(path / name).lstat().st_size:,} bytes"
             faults.append(Fault(name, "unexpected", size, "no such file", role_of(name, layouts)))
     return IntegrityReport(len(manifest.files), bytes_to_read(manifest), tuple(faults))

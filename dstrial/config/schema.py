@@ -181,7 +181,7 @@ def _item(required: tuple[str, ...], **keys: Rule) -> Rule:
 
 _ANY = "any"
 _LENGTH = Section({unit: Rule(types=("integer",), minimum=0) for unit in UNITS}, fills_in=False)
-_UNREAD = "without effect: dstrial starts no containers"
+_UNUSED = "without effect: dstrial starts no containers"
 _KEPT = "without effect; kept for a Determined cluster"
 _WORD = Rule(types=("string",), fix="Put it into quotes.")
 
@@ -279,7 +279,7 @@ _RESOURCES = _section(
     weight=_rule("without effect", "number", default=1, minimum=0),
     resource_pool=_text("pool, partition or queue", default=""),
     devices=_list_of(
-        _UNREAD,
+        _UNUSED,
         dataclasses.replace(
             _item(
                 ("host_path", "container_path"),
@@ -290,10 +290,10 @@ _RESOURCES = _section(
             parse=_parse_device,
         ),
     ),
-    shm_size=_rule(_UNREAD, "integer", "string", check=_check_memory_size, fix="Write 1.5 gb, for example."),
-    native_parallel=_flag(_UNREAD),
+    shm_size=_rule(_UNUSED, "integer", "string", check=_check_memory_size, fix="Write 1.5 gb, for example."),
+    native_parallel=_flag(_UNUSED),
     is_single_node=_flag("whether all ranks of a trial run on one host", default=None),
-    agent_label=_text(_UNREAD),
+    agent_label=_text(_UNUSED),
 )
 
 _ENVIRONMENT = _section(
@@ -304,15 +304,15 @@ _ENVIRONMENT = _section(
         "mapping",
         default=[],
     ),
-    image=_rule(_UNREAD, "string", "mapping"),
+    image=_rule(_UNUSED, "string", "mapping"),
     # Determined's master rejects this key but accepts data.dstrial.requirements.
     requirements=_text("file of the model definition that pip installs first; Determined does not know it"),
-    pod_spec=_rule(_UNREAD, _ANY),
-    ports=_rule(_UNREAD, "mapping", default={}),
-    registry_auth=_rule(_UNREAD, _ANY),
-    force_pull_image=_flag(_UNREAD),
-    add_capabilities=_rule(_UNREAD, "list", default=[]),
-    drop_capabilities=_rule(_UNREAD, "list", default=[]),
+    pod_spec=_rule(_UNUSED, _ANY),
+    ports=_rule(_UNUSED, "mapping", default={}),
+    registry_auth=_rule(_UNUSED, _ANY),
+    force_pull_image=_flag(_UNUSED),
+    add_capabilities=_rule(_UNUSED, "list", default=[]),
+    drop_capabilities=_rule(_UNUSED, "list", default=[]),
     proxy_ports=_list_of(
         "ports of the trial that the master proxies",
         _item(
@@ -335,7 +335,7 @@ _STORAGE = _section(
     save_trial_latest=_count(_SAVED.format("each trial's latest")),
     host_path=_text("directory, for `shared_fs`", check=_check_absolute, fix="Write the full path."),
     storage_path=_text("directory below `host_path`"),
-    propagation=_text(_UNREAD),
+    propagation=_text(_UNUSED),
     container_path=_text("directory, for `directory`"),
     checkpoint_path=_text("directory of checkpoints below `host_path`"),
     tensorboard_path=_text("directory of TensorBoard's files below `host_path`"),
@@ -475,7 +475,7 @@ EXPERIMENT = Section(
         "checkpoint_storage": _STORAGE,
         "environment": _ENVIRONMENT,
         "bind_mounts": _list_of(
-            _UNREAD,
+            _UNUSED,
             _item(
                 ("host_path", "container_path"),
                 host_path=_text("on the host", check=_check_absolute, fix="Write the full path."),

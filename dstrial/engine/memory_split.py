@@ -58,7 +58,7 @@ class MemorySplit:
             self._end_forward()
             self._check_above = None
         elif self._is_in_backward and (not is_in_backward or self._now_bytes > (self._check_above or 0.0)):
-            self._take()
+            self._record()
             self._check_above = None
         self._is_in_backward, self._has_operations = is_in_backward, True
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
@@ -73,11 +73,11 @@ class MemorySplit:
             self._check_above = _NOTABLE_GROWTH * self._now_bytes
 
     def begin_step(self) -> None:
-        self._take()
+        self._record()
         self._before_step = (self.peak_bytes, self.device["optimizer"])
 
     def end_step(self) -> None:
-        self._take()
+        self._record()
         # State created by the first step exists in all later forward and backward passes.
         peak_bytes, optimizer_bytes = self._before_step
         if self._has_operations:
@@ -103,7 +103,7 @@ class MemorySplit:
         left = sum(size for key, (size, _) in list(self._alive.items()) if key not in known)
         self.device[ACTIVATIONS] = max(left, self.device.get(ACTIVATIONS, 0))
 
-    def _take(self) -> None:
+    def _record(self) -> None:
         found = memory_parts(self._engines, self._is_host)
         for kept, now in zip((self.device, self.host), found, strict=True):
             for part in PARTS:

@@ -60,7 +60,7 @@ class LineReader:
                     self._deliver(key, rest.rstrip(b"\r"))
         except Exception as error:  # noqa: BLE001  # background thread main: close() raises it in the caller
             self._error = error
-            self._swallow()
+            self._drain_pipes()
 
     def _drain(self) -> None:
         for key in self._files:
@@ -77,7 +77,7 @@ class LineReader:
                     self._deliver(key, self._buffers[key])
                     self._buffers[key] = b""
 
-    def _swallow(self) -> None:
+    def _drain_pipes(self) -> None:
         """Drain the pipes after a failed callback, so that no rank blocks in a print."""
         while not self._done.wait(_POLL_S):
             for key in self._files:

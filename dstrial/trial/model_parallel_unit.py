@@ -1,4 +1,4 @@
-"""A rank's replica and roles (reads records, reports metrics) in model parallelism."""
+"""A rank's replica and roles (reads records, reports metrics) under an mpu."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 # Determined's names that users may set for their own trials.
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 DEVICES = ("cpu", "cuda", "rocm")
-_OLD_CUDA = "gpu"
+_GPU_ALIAS = "gpu"
 
 
 def of_device(given: Mapping[str, Any], device: str) -> Any:
     """Return a mapping's value for a kind of device; None if it has none."""
     value = given.get(device)
-    return given.get(_OLD_CUDA) if value is None and device == "cuda" else value
+    return given.get(_GPU_ALIAS) if value is None and device == "cuda" else value
 
 
 def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None:
@@ -35,8 +35,8 @@ def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None
 
 def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping with the key ``gpu`` renamed to ``cuda``."""
-    renamed = {key: value for key, value in given.items() if key != _OLD_CUDA}
-    if _OLD_CUDA in given:
+    renamed = {key: value for key, value in given.items() if key != _GPU_ALIAS}
+    if _GPU_ALIAS in given:
         renamed["cuda"] = of_device(given, "cuda")
     return renamed
 
@@ -44,12 +44,12 @@ def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
     """Report unknown kinds of device, and ``gpu`` beside ``cuda``."""
     for key in given:
-        if key not in (*DEVICES, _OLD_CUDA):
+        if key not in (*DEVICES, _GPU_ALIAS):
             findings.problem(
                 (*path, str(key)), "not a kind of device", "cpu, cuda (or gpu) or rocm", "Correct the name."
             )
-    if given.get(_OLD_CUDA) is not None and given.get("cuda") is not None:
-        findings.problem((*path, _OLD_CUDA), "given with cuda", "one of the two", "Move it to cuda.")
+    if given.get(_GPU_ALIAS) is not None and given.get("cuda") is not None:
+        findings.problem((*path, _GPU_ALIAS), "given with cuda", "one of the two", "Move it to cuda.")
 
 
 def images(given: Any, default: str) -> dict[str, Any]:

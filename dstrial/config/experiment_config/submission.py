@@ -55,7 +55,7 @@ NO_IMAGE = "none: the embedded master runs trials without containers"
 _MAX_AT_ONCE = 10_000
 _MAX_BYTES_AT_ONCE = 64 * 2**20
 _MAX_GRID_POINTS = 10**9
-_MANY = 10**18
+_CAPPED_POINTS = 10**18
 _ADJECTIVES = [
     "agile",
     "bold",
@@ -363,7 +363,7 @@ def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] =
         elif spec["type"] != "const":
             num_points *= spec["count"]
         # Stop early: the product of thousands of counts has thousands of digits.
-        num_points = min(num_points, _MANY)
+        num_points = min(num_points, _CAPPED_POINTS)
     return num_points
 
 

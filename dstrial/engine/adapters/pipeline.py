@@ -156,7 +156,7 @@ class _Binding:
         """
         iterator = self.training_iterator if data_iter is None else data_iter
         self._require_data("train_batch", self.engine.data_iterator if iterator is None else iterator)
-        self._hold_shape(_TRAINING_SHAPE)
+        self._use_shape(_TRAINING_SHAPE)
         try:
             loss: torch.Tensor = type(self.engine).train_batch(self.engine, iterator)
         except StopIteration as ended:
@@ -191,12 +191,12 @@ class _Binding:
         )
         served = self.validation_round if is_default else None
         if served is None:
-            self._hold_shape(None)
+            self._use_shape(None)
         else:
             num_micro_batches = served.num_micro_batches
             self.weights = served.micro_batch_records if served.records else (0,) * num_micro_batches
-            self._hold_shape(None if served.is_ragged else _VALIDATION_SHAPE)
-        kept = _Kept.of(self.engine)
+            self._use_shape(None if served.is_ragged else _VALIDATION_SHAPE)
+        kept = _SavedState.of(self.engine)
         engines.forget_losses(self.engine)
         try:
             output = type(self.engine).eval_batch(
@@ -244,7 +244,7 @@ class _Binding:
             comm.all_reduce(total, group=self.engine.mpu.get_data_parallel_group())
         return total[0] / total[1]
 
-    def _hold_shape(self, shape: str | None) -> None:
+    def _use_shape(self, shape: str | None) -> None:
         """Reset the stages' activation buffers unless they already have ``shape``."""
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
@@ -267,7 +267,7 @@ class _Binding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedState:
     """Saves state that an evaluation changes, to restore it for training.
 
     A ``PipelineModule`` with ``seed_layers`` seeds the global generators from a counter of forward passes that includes
