@@ -75,7 +75,7 @@ _ROOT = str(Path(dstrial.__file__).parents[1])
 _LAUNCHERS = {"dstrial.launch", "determined.launch.deepspeed"}
 # What starts processes of Python, which are then forks, too.
 _STARTERS = {"dstrial", "dstrial.cli", "dstrial.dsat", "determined.pytorch.dsat", "dstrial.master.server"}
-_STARTERS |= {"dstrial.dsat.worker", *_LAUNCHERS}
+_STARTERS |= {"dstrial.dsat.search_trial", *_LAUNCHERS}
 _POPEN_OPTIONS = list(inspect.signature(subprocess.Popen).parameters)[1:]
 servers: set[int] = set()
 """Fork servers of this process, which end with it."""

@@ -414,8 +414,7 @@ def _popen(
     """Start a rank, as a fork if this process has a spare."""
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
         # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial.
-        is_worker = "dstrial.dsat.worker" in command  # which starts a living rank, again and again
-        program = Program(command[1:], env, str(Path.cwd()), leads="group", has_spare=is_worker)
+        program = Program(command[1:], env, str(Path.cwd()), leads="group")
         process = client.fork_or_none(program, [0, stdout, stderr])
         if process is not None:
             return process

@@ -278,7 +278,7 @@ class _SavedState:
     generators: RngState | None
 
     @classmethod
-    def of(cls, engine: PipelineEngine) -> _Kept:
+    def of(cls, engine: PipelineEngine) -> _SavedState:
         generators = RngState.read(engine.device) if engine.module.seed_layers else None
         return cls(micro_offset=engine.module.micro_offset, generators=generators)
 

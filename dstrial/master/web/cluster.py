@@ -169,8 +169,8 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
     nodes = services.backend.nodes()
     active = tasks.active(connection)
     by_slot = {slot_id: row.id for row in active for slot_id in row.slots}
-    off = jobs.disabled_slots(connection, tuple(slot.id for node in nodes for slot in node.slots))
-    there = room(nodes, off, frozenset(by_slot))
+    disabled = jobs.disabled_slots(connection, tuple(slot.id for node in nodes for slot in node.slots))
+    counts = count_slots(nodes, disabled, frozenset(by_slot))
     engine = shown_engine(services.state_dir)
     return {
         "pool": services.settings.pool_name,

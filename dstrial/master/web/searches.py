@@ -215,7 +215,7 @@ def merged_rows(
                     name: value for name, value in new.items() if value is not None and name != "description"
                 }
         rows.append(row)
-    return rows + list(heard.values())
+    return rows + list(updates.values())
 
 
 def is_over(rows: Iterable[LabelledExperiment]) -> bool:
