@@ -91,7 +91,7 @@ class MethodOptions:
     metric: str = "FLOPS_per_gpu"
     max_trials: int = 64
     num_parallel: int = 1
-    thorough: bool = False  # spend about twice the trials (predict)
+    thorough: bool = False  # spend up to twice the trials (predict)
     seed: int = 42
     early_stopping: int | None = None  # end after so many trials without a new best
     range_factor: float = 1.0  # multiplies the first guess at the largest micro batch (binary, asha)
