@@ -78,7 +78,7 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
                 left.pop()
                 name, parent = above.pop()
                 if not os.path.samestat(os.fstat(here), parent):
-                    raise OSError(errno.EBUSY, "it is moved while it is deleted", str(directory))
+                    raise OSError(errno.EBUSY, "the directory was moved during its deletion", str(directory))
             else:
                 name = left[-1].pop()
             try:

@@ -193,7 +193,7 @@ def _patch_connection_pool(module: Any) -> None:
         if not record.msg.startswith("Retrying (") or not str(record.args[2]).startswith("/api/v1/"):
             return True
         before_s, last_s = last_s, time.monotonic()
-        record.msg = "the master does not answer, and is asked until it does (%s)"
+        record.msg = "the master does not respond; retrying until it does (%s)"
         record.args = (record.args[1],)
         return last_s - before_s > _LOG_AGAIN_S
 

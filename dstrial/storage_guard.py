@@ -35,7 +35,7 @@ class StorageGoneError(OSError):
     def __str__(self) -> str:
         return (
             f"checkpoint storage {self.filename} is gone: {self.strerror}; expected the storage that was there before. "
-            f"Mount it again, or bring it back. If it was replaced or emptied on purpose, make {self.filename}/{STORAGE_MARKER}."
+            f"Mount or restore it. If it was replaced or emptied on purpose, make {self.filename}/{STORAGE_MARKER}."
         )
 
 

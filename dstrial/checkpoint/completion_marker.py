@@ -69,7 +69,7 @@ def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if not is_intact(info):
         raise CheckpointDamagedError(
-            f"{mark} is of another content than its own checksum says; expected the mark that dstrial wrote. "
+            f"{mark} does not match its own checksum; expected the mark that dstrial wrote. "
             "Resume from an earlier checkpoint."
         )
     return {key: value for key, value in info.items() if key != CHECKSUM_KEY}

@@ -199,16 +199,18 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
         )
     elif saved.model_parallel_size > 1:
         problems.append(
-            f"layers are cut over {saved.model_parallel_size} model-parallel ranks: go on with the layout that wrote them"
+            f"layers are cut over {saved.model_parallel_size} model-parallel ranks: resume with the layout that wrote them"
         )
     if saved.expert_parallel_size or now.expert_parallel_size:
         problems.append("experts are spread over the ranks that wrote them: set the layout back")
     if saved.optimizer and saved.optimizer not in STATE_KEYS:
         problems.append(
-            f"the layout of the state of optimizer {saved.optimizer} is not known: go on with the layout that wrote it"
+            f"the layout of the state of optimizer {saved.optimizer} is not known: resume with the layout that wrote it"
         )
     for wrapper in sorted({saved.wrapper, now.wrapper} - KNOWN_WRAPPERS):
-        problems.append(f"{wrapper} cuts its state in a way of its own: go on with the layout that wrote it")
+        problems.append(
+            f"{wrapper} partitions its state in its own way: resume with the layout that wrote it"
+        )
     for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
         was, is_ = getattr(saved, field), getattr(now, field)
         if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):

@@ -141,7 +141,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
             f"{path}: format is {written}; expected at most {FORMAT}. Resume with the release of dstrial that wrote it."
         )
     if not is_intact(values):
-        raise _damaged(path, "of another content than its own checksum says")
+        raise _damaged(path, "not the content that its own checksum has")
     return _manifest_of(path, values)
 
 

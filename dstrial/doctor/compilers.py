@@ -98,7 +98,7 @@ def _first_line(command: Sequence[str]) -> str | None:
 def judge(compilers: Compilers, libraries: Libraries) -> list[Finding]:
     found = [*_judge_host(compilers), *_judge_nvcc(compilers, libraries), *judge_operators(libraries)]
     if compilers.stale_locks:
-        what = f"a build that was killed left {', '.join(compilers.stale_locks)}: whoever loads the operator waits for ever"
+        what = f"a build that was killed left {', '.join(compilers.stale_locks)}: programs that load the operator wait forever"
         todo = "Start trials with dstrial's launcher, which removes such locks, or remove them."
         found.append(note("stale locks", what, todo))
     return found

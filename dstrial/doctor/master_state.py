@@ -92,12 +92,12 @@ def _judge_process(master: MasterState, version: str, accelerator: str) -> list[
         return [note("master", what, "Start it on another port: `dstrial up --port 0`.")]
     who = f"process {record.pid} at {record.address}"
     if master.answer:
-        what = f"{who} does not answer as it should: {master.answer}"
-        todo = "`dstrial logs` says what it does; `dstrial down` and `dstrial up` start it anew, and trials go on."
+        what = f"{who} does not respond correctly: {master.answer}"
+        todo = "See `dstrial logs`; `dstrial down` and `dstrial up` restart it, and trials continue."
         return [problem("master", what, todo)]
     kinds = sorted({str(slot["kind"]) for slot in record.slots})
     found = [ok("master", f"{who} answers; {len(record.slots)} slots ({', '.join(kinds) or 'none'})")]
-    anew = "`dstrial down` and `dstrial up` start it anew."
+    anew = "`dstrial down` and `dstrial up` restart it."
     if record.version != version:
         found.append(note("master version", f"{record.version}; this is dstrial {version}", anew))
     if kinds and accelerator not in kinds:
@@ -115,7 +115,7 @@ def _judge_directory(master: MasterState) -> list[Finding]:
         what = f"{master.path} belongs to user id {master.owner}; expected {os.getuid()}"
         found.append(problem(name, what, "Name a directory of your own with --state-dir."))
     elif master.mode & 0o077:
-        what = f"{master.path} has mode {master.mode:04o}: other accounts can look into it"
+        what = f"{master.path} has mode {master.mode:04o}: other accounts can read it"
         found.append(note(name, what, f"`chmod 700 {master.path}`; the next `dstrial up` does it too."))
     if master.credentials_mode is not None and master.credentials_mode & 0o077:
         file = Path(master.path, "credentials.json")

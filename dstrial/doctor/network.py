@@ -79,10 +79,10 @@ def judge(network: Network, environ: Mapping[str, str]) -> list[Finding]:
 
 def _judge_loopback(network: Network) -> Finding:
     if not network.has_loopback:
-        what = "no connection to 127.0.0.1: neither the master nor ranks of one machine reach each other"
-        return problem("loopback", what, "Switch the interface lo on (`ip link set lo up`).")
+        what = "cannot connect to 127.0.0.1: local ranks and the master cannot communicate"
+        return problem("loopback", what, "Enable the interface lo (`ip link set lo up`).")
     if not network.names_loopback:
-        what = "localhost does not stand for 127.0.0.1, where the master listens"
+        what = "localhost does not resolve to 127.0.0.1, where the master listens"
         return problem("loopback", what, "Add `127.0.0.1 localhost` to /etc/hosts.")
     return ok("loopback", "127.0.0.1 answers as localhost")
 
@@ -92,7 +92,7 @@ def _judge_hostname(network: Network) -> Finding:
     if network.resolve_s is None:
         what = f"{name} is not resolved within {_RESOLVE_TIMEOUT_S:.0f} s: each start of ranks waits"
     elif not network.resolved:
-        what = f"{name} stands for no address: ranks of several machines do not find each other"
+        what = f"{name} resolves to no address: ranks of several machines cannot connect"
     elif network.resolve_s > _SLOW_S:
         what = f"{name} takes {network.resolve_s:.1f} s to be resolved, at each start of ranks"
     else:

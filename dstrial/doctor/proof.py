@@ -140,7 +140,7 @@ class Proof:
             what, found = call()
             status = "ok"
         except OutOfTimeError as error:
-            status, what = "not reached", "the minutes were up; pass more --minutes"
+            status, what = "not reached", "the time limit was reached; raise --minutes"
             output = error.output
         except StepFailedError as error:
             what, output = str(error), error.output

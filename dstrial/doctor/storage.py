@@ -52,7 +52,7 @@ def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
         try:
             found.append(within(_DIRECTORY_TIMEOUT_S, lambda n=name, p=path: _inspect(n, p)))  # type: ignore[misc]
         except OSError as error:
-            found.append(problem(name, f"{path} cannot be looked at: {error.strerror or error}", _ELSEWHERE))
+            found.append(problem(name, f"{path} cannot be inspected: {error.strerror or error}", _ELSEWHERE))
         except NoAnswerError as error:
             todo = "Look at the server of that file system, or choose another directory."
             found.append(problem(name, f"{path}: {error}", todo))

@@ -41,7 +41,7 @@ def judge(environ: Mapping[str, str]) -> list[Finding]:
         for name in sorted(environ)
         if _SHOWN.match(name) and name not in told and name not in _RANK and environ[name]
     ]
-    return found or [ok("variables", "none is set that changes what trainings do")]
+    return found or [ok("variables", "no variable that changes training is set")]
 
 
 def shown(value: str) -> str:
@@ -95,7 +95,7 @@ def _judge_paths(environ: Mapping[str, str]) -> list[Finding]:
         found.append(note("CUDA_HOME", f"{home} is no directory", todo))
     if environ.get("PYTHONOPTIMIZE"):
         todo = "`unset PYTHONOPTIMIZE`: many of DeepSpeed's messages about configs are asserts."
-        found.append(note("PYTHONOPTIMIZE", "set: DeepSpeed and torch check nothing by `assert`", todo))
+        found.append(note("PYTHONOPTIMIZE", "set: disables all `assert` checks of DeepSpeed and torch", todo))
     return found
 
 

@@ -138,7 +138,7 @@ class FlopCounter(FlopCounterMode):
         gradient and recomputation cannot be distinguished.
         """
         told = [
-            f"{code}, called in a backward pass with create_graph=True, may compute gradients or compute again"
+            f"{code}, called in a backward pass with create_graph=True, may compute gradients or recompute"
             for task, code in self._code.items()
             if self._records.get(task, True)
         ]
@@ -181,8 +181,8 @@ class Origin(enum.Enum):
     """
 
     GRADIENT = "torch's own formula of a gradient"
-    CHECKPOINT = "a checkpointed function that is computed again"
-    CODE = "a function of somebody else's, a gradient or recomputation"
+    CHECKPOINT = "a recomputed checkpointed function"
+    CODE = "a foreign function, for a gradient or recomputation"
 
 
 _CHECKPOINTS = frozenset(

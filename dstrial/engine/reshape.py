@@ -75,7 +75,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
             problems.append("zero_optimization.save_muon_momentum_buffer_in_memory is true: set it to false")
     if problems:
         raise CheckpointLayoutError(
-            f"the checkpoint was written for another layout, and this one cannot take it: {'; '.join(problems)}."
+            f"the checkpoint has another layout and cannot be loaded in this one: {'; '.join(problems)}."
         )
     targets = list(live.targets())
     for target in targets:
@@ -320,7 +320,7 @@ def _verify(
         ]
     if wrong:
         raise CheckpointError(
-            f"after loading, {describe_rank(engine)} holds other values than the checkpoint for {', '.join(wrong[:5])}"
+            f"after loading, {describe_rank(engine)} has values that differ from the checkpoint for {', '.join(wrong[:5])}"
             f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}; expected the same bits. Report this as a defect of "
             "dstrial, and resume with the layout that wrote the checkpoint."
         )

@@ -172,7 +172,7 @@ def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             }
     if unequal:
         raise CheckpointLayoutError(
-            f"the checkpoint was written for another layout, and this one cannot take it: {describe_untied(sorted(unequal))}."
+            f"the checkpoint has another layout and cannot be loaded in this one: {describe_untied(sorted(unequal))}."
         )
     return tied
 

@@ -207,7 +207,7 @@ def _outcome(supervisor: Supervisor, ending: RankEnding | None) -> LaunchOutcome
 def _check_command(command: Sequence[str], num_ranks: int) -> None:
     if num_ranks < 1:
         raise LaunchError(
-            f"the number of ranks is {num_ranks}; expected at least 1. Ask for one or more slots."
+            f"the number of ranks is {num_ranks}; expected at least 1. Request one or more slots."
         )
     if shutil.which(command[0]) is None:
         raise LaunchError(
@@ -298,7 +298,7 @@ class _Ranks:
         try:
             self._beats = make_heartbeat_file(self._heartbeats, len(self._ranks))
         except OSError as error:
-            logger.warning("stalls are not watched for, %s cannot be made: %s", self._heartbeats, error)
+            logger.warning("stall detection is disabled: cannot create %s: %s", self._heartbeats, error)
             return None
         stacks_files = {rank: self._file(rank, "stacks") for rank in self._ranks.values()}
         kept = self._tracebacks_dir or self._log_dir
@@ -330,7 +330,7 @@ class _Ranks:
                 except OSError as error:
                     raise LaunchError(
                         f"rank {rank} could not be started: {error}; expected a process that runs "
-                        f"{command[0]!r}. Look at the limits of this account."
+                        f"{command[0]!r}. Check the limits of this account."
                     ) from error
             self._processes.append(process)
         client.end_spare()

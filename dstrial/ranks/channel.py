@@ -157,7 +157,7 @@ class GroupChannel:
         if longest > limit:
             raise RankError(
                 f"{transfer.name} announces {longest} bytes; expected at most {limit}. Pass smaller values; if none is that "
-                "large, another program has got into a connection of the ranks: start again."
+                "large, another program has connected to the ranks: start again."
             )
         if longest > _SHORT_BYTES:
             self._send(transfer, transfer.message, longest)
@@ -195,7 +195,7 @@ class GroupChannel:
         raise RankError(
             f"the message of rank {rank} in {_place(transfer)} does not carry this job's tag on rank {self._rank}; expected one "
             f"that a rank of this job has made, so nothing of it was read. Give all ranks the same {SECRET_VARIABLE}; if they "
-            "have it, another program has got into a connection of theirs."
+            "have it, another program has connected to them."
         )
 
     def _decode(self, message: memoryview) -> Any:
@@ -256,7 +256,7 @@ class GroupChannel:
             names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
             return RankTimeoutError(
                 f"{_place(transfer)} is still without {names} after {self._timeout_s:g} s; expected all {len(self._ranks)} "
-                f"ranks. Look at the output of {names}, which may be stuck or have taken another path than the rest, or set "
+                f"ranks. Look at the output of {names}, which may be stuck or run other code than the rest, or set "
                 f"{TIMEOUT_VARIABLE} to wait longer."
             )
         calls = {rank: self._store.get(f"{transfer.number}/{rank}") for rank in self._ranks}

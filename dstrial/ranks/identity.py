@@ -352,7 +352,7 @@ def _master_port(
     name = job_id() if job_id is not None else None
     if name is None:
         view.fail(
-            "MASTER_PORT is unset; expected a TCP port, because nothing else here identifies the job",
+            "MASTER_PORT is unset; expected a TCP port, because no other variable identifies the job",
             "Set MASTER_PORT to the same free port for all ranks.",
         )
     return _FIRST_DERIVED_PORT + zlib.crc32(name.encode()) % _NUM_DERIVED_PORTS

@@ -111,7 +111,7 @@ def _read_key(name: str) -> bytes:
         problem = f"cannot be read ({error.strerror})"
     raise RankError(
         f"the ranks' key file {str(path)!r} {problem}; expected a file that a rank of this account has just written. "
-        f"Set {SECRET_VARIABLE} to the same long random text for all ranks, and nobody needs the file."
+        f"Set {SECRET_VARIABLE} to the same long random text for all ranks, and the file is not needed."
     )
 
 

@@ -65,7 +65,7 @@ def free_port(addr: str = LOOPBACK_ADDR) -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
-    raise OSError(f"no port of {_PORTS} is free; expected one. End what listens there.")
+    raise OSError(f"no port of {_PORTS} is free; expected one. Stop a program that listens there.")
 
 
 def listening_socket(addr: str, port: int) -> socket.socket:

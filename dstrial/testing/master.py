@@ -93,7 +93,7 @@ class MasterForTest:
         while process_start_time(record.pid) == record.start_time:
             if time.monotonic() > give_up_at_s:
                 raise MasterError(
-                    f"process {record.pid} lives after SIGKILL; expected it to end. Look at it."
+                    f"process {record.pid} is alive after SIGKILL; expected it to end. Check whether it hangs in the kernel."
                 )
             time.sleep(0.01)
 

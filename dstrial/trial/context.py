@@ -245,7 +245,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             argument = "optimizer" if section == "optimizer" else "lr_scheduler"
             if self.distributed.rank == 0:
                 logger.warning(
-                    "%s is not used: the %s given to deepspeed.initialize takes its place, and this run trains with %s. "
+                    "%s is not used: the %s given to deepspeed.initialize overrides it, and this run trains with %s. "
                     "Remove the section from the config, or %s from the call",
                     *(place, argument, trained, argument),
                 )
@@ -366,7 +366,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def _position(self) -> tuple[int, int]:
         if self._runtime.current_batch_idx is None:
             raise NotTrainingError(
-                "the position is asked for before training; expected during train_batch. Ask there."
+                "the position is asked for before training; expected during train_batch. Read it there."
             )
         if self._runtime.epoch_length is None:
             raise NotTrainingError(
@@ -393,7 +393,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Return the current batch, from 0, over the whole run."""
         if self._runtime.current_batch_idx is None:
             raise NotTrainingError(
-                "the position is asked for before training; expected during train_batch. Ask there."
+                "the position is asked for before training; expected during train_batch. Read it there."
             )
         return self._runtime.current_batch_idx
 

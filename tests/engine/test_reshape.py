@@ -96,7 +96,7 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
         ),
         (
             dataclasses.replace(LAYOUT, wrapper="MiCS_Optimizer"),
-            "MiCS_Optimizer cuts its state in a way of its own: go on with the layout that wrote it",
+            "MiCS_Optimizer partitions its state in its own way: resume with the layout that wrote it",
         ),
     ],
 )
@@ -128,14 +128,14 @@ def test_reshape_of_unfrozen_model_says_what_to_do(is_unfrozen: bool) -> None:
 def test_reshape_unknown_optimizer_is_refused_by_name() -> None:
     saved = dataclasses.replace(LAYOUT, optimizer="SOAP")
     assert reshape_problems(saved, dataclasses.replace(saved, zero_stage=1)) == [
-        "the layout of the state of optimizer SOAP is not known: go on with the layout that wrote it"
+        "the layout of the state of optimizer SOAP is not known: resume with the layout that wrote it"
     ]
 
 
 def test_model_parallel_layers_are_not_taken_for_whole_ones() -> None:
     cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2)
     assert reshape_problems(cut, dataclasses.replace(cut, zero_stage=1)) == [
-        "layers are cut over 2 model-parallel ranks: go on with the layout that wrote them"
+        "layers are cut over 2 model-parallel ranks: resume with the layout that wrote them"
     ]
 
 
@@ -186,7 +186,7 @@ def test_biases_that_a_tied_layer_has_on_every_stage_are_not_made_one_in_silence
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_reshape_comparison_finds_a_wrong_layout(tmp_path: Path, zero_stage: int) -> None:
     for result in run_function(reshape_program.load_from_swapped_places, 2, str(tmp_path), zero_stage):
-        assert "holds other values than the checkpoint for" in str(result.value)
+        assert "has values that differ from the checkpoint for" in str(result.value)
         assert "norm.weight" in result.value
 
 

@@ -68,8 +68,7 @@ def test_absent_master_is_one_line_of_a_log(master: MasterForTest, tmp_path: Pat
 
     lines = log_of(master, experiment_id).splitlines()
     assert (
-        len([line for line in lines if "the master does not answer, and is asked until it does (" in line])
-        == 1
+        len([line for line in lines if "the master does not respond; retrying until it does (" in line]) == 1
     )
     assert not [line for line in lines if "Retrying (" in line]
 

@@ -165,7 +165,7 @@ def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_en
         os.kill(master.record.pid, signal.SIGSTOP)
         try:
             # A rank whose batches took long on a busy machine counts as stalled later.
-            wait_until_told(log, "stalled: rank 0 waits for an answer of the master", deadline_s=150)
+            wait_until_told(log, "stalled: rank 0 waits for a response of the master", deadline_s=150)
             shown = master.dstrial("status")
             assert shown.returncode == 1
             assert f"process {master.record.pid} is stopped (SIGSTOP)" in shown.stdout

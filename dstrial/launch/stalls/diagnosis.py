@@ -189,7 +189,7 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
         return Diagnosis(states, None)
     if any(place.wait is Wait.DEVICE for place in places.values()):
         # A device may wait for a collective that another rank has not called; stacks do not show that.
-        return Diagnosis(states, None, "See whether all ranks call the same collectives, in the same order.")
+        return Diagnosis(states, None, "Check that all ranks call the same collectives in the same order.")
     groups: dict[str, list[int]] = {}
     for view in views:
         place = places[view.rank]
@@ -229,7 +229,7 @@ def _state_of(view: RankView, place: Place | None) -> str:
         if place is not None and place.worker_pid:
             call = f", whose worker (process {place.worker_pid}) is{call.removeprefix(',')}"
     elif wait is Wait.MASTER:
-        what, call = "waits for an answer of the master", ""
+        what, call = "waits for a response of the master", ""
     elif wait is Wait.DEVICE:
         what = "waits for its device"
     elif place is not None and wait is Wait.RANKS:
@@ -253,7 +253,7 @@ def _hint(view: RankView, place: Place | None) -> str:
     if _waits_for_data(view, place):
         return "Look at what the data set waits for; a timeout of the loader would make this an error."
     if place is not None and place.wait is Wait.MASTER:
-        return "See whether the master runs, or is stopped, with `dstrial status`."
+        return "Check with `dstrial status` whether the master runs or is stopped."
     return "Look at the storage." if view.beat.phase is Phase.SAVE else ""
 
 

@@ -226,7 +226,7 @@ def test_straggler_of_a_background_save_is_named() -> None:
     assert (told.straggler, told.hint) == (1, "Look at the storage.")
     assert diagnose(views, dict.fromkeys(range(3), waits)).straggler is None
     asks = diagnose(views, {0: Place(Wait.MASTER), 1: waits, 2: waits})
-    assert asks.text.startswith("rank 0 waits for an answer of the master at batch 80 in a checkpoint; ")
+    assert asks.text.startswith("rank 0 waits for a response of the master at batch 80 in a checkpoint; ")
     assert asks.is_of_master
 
 
@@ -241,7 +241,7 @@ def test_wait_for_the_master_is_no_fault_of_ranks() -> None:
     views = [view(0, phase=Phase.BETWEEN), view(1, phase=Phase.BETWEEN)]
     told = diagnose(views, {0: Place(Wait.MASTER), 1: IN_ALL_REDUCE})
     assert told.text == (
-        "rank 0 waits for an answer of the master at batch 81 between batches; "
+        "rank 0 waits for a response of the master at batch 81 between batches; "
         "rank 1 waits for it in a collective (all_reduce)"
     )
     assert "dstrial status" in told.hint
