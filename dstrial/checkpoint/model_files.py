@@ -68,7 +68,7 @@ _ALIGNMENT = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a file; ``dtype`` is a key of ``ITEM_BYTES``."""
+    """Name, type, shape of a tensor in a file; ``dtype`` is a key of ``ITEM_BYTES``."""
 
     name: str
     dtype: str

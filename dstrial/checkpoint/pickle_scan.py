@@ -111,7 +111,7 @@ def _is_odd(dtype: _Stub) -> bool:
 
 
 def _is_plain_state(state: Any) -> bool:
-    """Return whether a dtype state is plain: version 3 and byte order only."""
+    """Return whether a pickled NumPy dtype state sets only version 3 and a byte order."""
     if not isinstance(state, tuple) or len(state) != 8:
         return False
     version, order, subtype, names, fields, size, alignment, flags = state

@@ -96,7 +96,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """The library that replaces ``"auto"`` for a script: Trainer or Accelerate."""
+    """Replaces ``"auto"`` in a script's DeepSpeed config, as its library does."""
 
     name: str  # for messages
     is_trainer: bool

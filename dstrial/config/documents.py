@@ -94,7 +94,7 @@ def _num_bytes(text: str) -> int:
 
 
 def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
-    """Apply the limits to values that were parsed without them.
+    """Raise ConfigError if values that were parsed elsewhere exceed the limits.
 
     ``value`` must have no reference cycles.
 

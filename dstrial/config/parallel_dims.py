@@ -17,7 +17,7 @@ _IN_REPLICA = ("pp", "tp", "sp")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """The parallel dimensions: ``world_size = dp x pp x tp x sp``, or ValueError."""
+    """Parallel dimensions of a job, checked: ``world_size = dp x pp x tp x sp``."""
 
     world_size: int
     pp: int = 1  # pipeline stages

@@ -22,7 +22,7 @@ _UNSEEN_BYTES = 1 << 30  # the driver itself uses less than this
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceUser:
-    """A process that uses a device."""
+    """A process that has memory on a device."""
 
     pid: int  # from the driver; in a container possibly the host's pid
     name: str  # empty, like ``account``, if the process is not visible here

@@ -30,7 +30,7 @@ def main() -> None:
         began_at_s = time.monotonic()
         try:
             found: dict[str, Any] = {"values": probe()}
-        except BaseException as error:  # noqa: BLE001 - whatever an import raises is what was asked for
+        except BaseException as error:  # noqa: BLE001 - any exception of an import is the result
             text = " ".join(str(error).split())
             found = {"error": f"{type(error).__name__}: {text}" if text else type(error).__name__}
         _write(out, {"stage": stage, "seconds": time.monotonic() - began_at_s, **found})

@@ -15,7 +15,7 @@ from dstrial.engine.host_memory import available_bytes
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the directory itself is looked at
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the directory itself is checked
 # DeepSpeed itself warns below this (0.19.8 ``env_report.get_shm_size``); containers have 64 MiB by default.
 _SMALL_SHM = 512 * _MIB
 _FEW_FILES = 1024

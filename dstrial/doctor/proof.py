@@ -53,7 +53,7 @@ _LARGE = {"width": 1024, "num_layers": 16, "num_heads": 8, "block_size": 1024, "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the proof, as in ``result.json``."""
+    """One step of ``doctor --train`` and its result, as in ``result.json``."""
 
     name: str
     status: StepStatus
@@ -114,7 +114,7 @@ class Target:
 
 
 class Proof:
-    """Runs the steps; each result is written to ``output`` immediately."""
+    """Runs the steps of ``doctor --train``; writes each result at once."""
 
     def __init__(
         self, target: Target, scratch: Path, output: Path | None, minutes: float, show: Callable[[Step], None]

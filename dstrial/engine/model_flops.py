@@ -67,7 +67,7 @@ class FlopCounter(FlopCounterMode):
     def __init__(self) -> None:
         super().__init__(display=False)
         # Torch's module tracker hooks module inputs, which breaks `torch.autograd.grad` of a leaf.
-        self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and left, never asked
+        self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and exited, but not used
         self.total = 0.0
         self._checkpointed = 0.0
         # By backward pass: whether it records gradients, and FLOPs of foreign functions that recorded gradients in it.

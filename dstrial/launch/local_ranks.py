@@ -271,7 +271,7 @@ def _private_variables(
 
 
 class _Ranks:
-    """The processes and files of this machine's ranks."""
+    """The rank processes on this machine, with their output and error files."""
 
     def __init__(
         self,

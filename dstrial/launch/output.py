@@ -41,7 +41,7 @@ class LineReader:
         """Deliver all output written so far, then stop reading.
 
         Raises:
-            Exception: whatever ``on_line`` raised.
+            Exception: the exception that ``on_line`` raised.
         """
         self._done.set()
         self._thread.join()

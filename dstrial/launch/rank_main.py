@@ -234,7 +234,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
     # Do not inherit this module's future statements.
     code = compile(path.read_bytes(), script, "exec", dont_inherit=True)
     sys.modules["__main__"] = module
-    exec(code, module.__dict__)  # noqa: S102  # the user's own script is what we were asked to run
+    exec(code, module.__dict__)  # noqa: S102  # runs the user's own script
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlurmStep:
-    """One launcher's ranks in its Slurm step; ``task`` is the identity of its task."""
+    """The part of a Slurm step that one launcher starts; ``task`` is its Slurm task."""
 
     task: RankIdentity
     num_ranks: int

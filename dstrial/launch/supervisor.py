@@ -40,7 +40,7 @@ _TRACKER_TIMEOUT_S = 5.0
 
 
 class Supervisor:
-    """The state of the ranks of one launch on this machine.
+    """Supervises the rank processes of one launch on this machine.
 
     ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. ``shutdown_timeout_s`` after a stop request or
     ``failure_grace_s`` after the first failure, ranks that still run are killed.

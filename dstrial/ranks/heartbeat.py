@@ -35,7 +35,7 @@ _LONGEST = 24
 
 
 class Phase(enum.IntEnum):
-    """The activity of a lane's thread."""
+    """The activity of a thread of a rank."""
 
     NONE = 0
     """Unknown: start, script or end; in the save lane: no save is running."""
@@ -54,7 +54,7 @@ class Phase(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """The content of one lane of a slot.
+    """A heartbeat: the content of one lane (thread) of a rank's slot.
 
     ``since_s`` is the start time of the phase, or of the latest batch. ``longest_s`` is the longest duration so far of each phase
     (0: none has ended); of consecutive batches only the last one is measured.
@@ -71,7 +71,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes this rank's slot, or private memory if there is no slot."""
+    """Writes heartbeats to this rank's slot of the file, or to private memory."""
 
     def __init__(self, slot: memoryview | None = None) -> None:
         words = memoryview(bytearray(SLOT_BYTES)) if slot is None else slot
@@ -116,7 +116,7 @@ class Heartbeat:
         self._begin(SAVE_LANE, Phase.NONE, self._integers[SAVE_LANE + _BATCH])
 
     def end(self, phase: Phase = Phase.NONE) -> None:
-        """Set the final phase; the number of trained batches stays."""
+        """Set the phase ``NONE`` or ``LEAVING``; the number of trained batches stays."""
         self.begin(phase, self._integers[_BATCH])
 
     def _begin(self, lane: int, phase: Phase, batch: int) -> None:

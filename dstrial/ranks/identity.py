@@ -35,7 +35,7 @@ _SLURM_FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """One rank's place in its job.
+    """A rank's numbers in its job (rank, local rank, node) and the rendezvous address.
 
     Attributes:
         rank: global rank, from 0.

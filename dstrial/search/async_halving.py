@@ -54,7 +54,7 @@ def number(metrics: Mapping[str, Any], name: str) -> float:
 
 
 class AsyncHalving:
-    """One bracket of asynchronous halving."""
+    """One bracket: ranks trials in each rung and stops the worse ones."""
 
     def __init__(
         self,

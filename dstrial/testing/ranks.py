@@ -174,7 +174,7 @@ def _run(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, *, is_failure_final: bool) -> bool:
-    """Wait for all ranks, 10 s after a final failure; False if the deadline passed."""
+    """Wait for all ranks, at most 10 s after a final failure; return False on timeout."""
     give_up_at_s = time.monotonic() + deadline_s
     is_failing = False
     while any(process.poll() is None for process in processes):

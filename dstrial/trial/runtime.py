@@ -87,7 +87,7 @@ class TrialRuntime:
 
     @property
     def train_calls_per_batch(self) -> int:
-        """Calls of ``train_batch`` for one optimizer step."""
+        """Number of ``train_batch`` calls per optimizer step."""
         return 1 if self.accumulates_itself else self.adapter.train_calls_per_batch
 
     @property

@@ -18,7 +18,7 @@ from dstrial.trial.token_count import tokens_in
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Raises an error in Determined's harness: how to start a dstrial trial."""
+    """Makes Determined's harness fail with a message on how to start a dstrial trial."""
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook

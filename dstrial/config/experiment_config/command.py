@@ -143,8 +143,8 @@ def check_command(
         del resources["slots_per_trial"]
     if resources["slots"] is None:
         resources["slots"] = 0 if kind == "TENSORBOARD" else 1
-    # Determined 0.38.1 refuses slots of the config itself whatever launch_error says (agentrm, ValidateResources), and looks
-    # at the config before the template is under it (api_command.go).
+    # Determined 0.38.1 always rejects too many slots in the config itself (agentrm, ValidateResources), and checks the
+    # config before it merges the template (api_command.go).
     may_wait = template is not None and not has_own_slots and not launch_error
     if isinstance(resources["slots"], int) and resources["slots"] > num_slots and not may_wait:
         findings.problem(

@@ -129,7 +129,7 @@ def tree_of(path: Path) -> ast.Module | None:
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """Return a file's syntax tree; None if too large or nested too deeply."""
+    """Parse a Python file; return None if it is too large or nested too deeply."""
     if path.stat().st_size > _MAX_SOURCE_BYTES:
         return None
     source = path.read_text(encoding="utf-8")

@@ -172,7 +172,7 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the bound round; with arguments, call DeepSpeed's own method.
+        """Evaluate the bound validation round; with arguments, call DeepSpeed's method.
 
         Returns:
             Mean loss over the round's records of all replicas, weighted by records, shape (), on every rank (with ``bcast_loss``
@@ -222,7 +222,7 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Reduce losses on the last stage, weighted by records in a bound round.
+        """Reduce losses on the last stage, weighted by records in a validation round.
 
         Ranks: the last stage of every replica, collectively.
         """

@@ -264,16 +264,16 @@ def can_compile(builder: Any) -> bool:
         return bool(probe(builder, False))
     try:
         return bool(builder.is_compatible(False))
-    except Exception:  # noqa: BLE001 - as 0.19.8 does: whatever a probe of another machine stumbles over
+    except Exception:  # noqa: BLE001 - as in 0.19.8: a probe may raise anything
         return False
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed refuses this nvcc for this torch; None if it does not."""
+    """Return why DeepSpeed rejects this nvcc for this torch; None if it accepts it."""
     from deepspeed.ops.op_builder import builder
 
     try:
         builder.assert_no_cuda_mismatch()
-    except Exception as error:  # noqa: BLE001 - its own, and whatever an nvcc of another form makes it stumble over
+    except Exception as error:  # noqa: BLE001 - its own errors, and any error from parsing nvcc's output
         return " ".join(str(error).split())
     return None

@@ -65,7 +65,7 @@ class WatchedRanks:
 
 @dataclasses.dataclass(slots=True)
 class _LaneState:
-    """The beat of one lane at the last poll, and the time since it is unchanged."""
+    """The last heartbeat of one lane, and the time at which it last changed."""
 
     beat: Beat
     since_s: float
