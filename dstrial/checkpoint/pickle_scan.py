@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import pickle
 import re
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 _DTYPE = "numpy.dtype"
+_SHARED_INSTANCES = {"deepspeed.runtime.zero.config.ZeroStageEnum"}  # members exist once in a process
 
 _PLAIN_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 """Numeric dtypes: no objects, records or raw bytes."""
@@ -91,6 +92,15 @@ class _Inert(pickle._Unpickler):
         full = f"{module}.{name}"
         self.named.add(full)
         return type("StandIn", (_Stub,), {"name": full, "made": self.dtypes if full == _DTYPE else None})
+
+    def load_build(self) -> None:
+        """Name what would get a new state for the whole process: a class, or a member of an enumeration."""
+        changed = self.stack[-2]
+        if isinstance(changed, type) or getattr(changed, "name", "") in _SHARED_INSTANCES:
+            self.named.add(f"a new state of {getattr(changed, 'name', changed)}")
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def persistent_load(self, pid: Any) -> _Stub:
         """Return a stub for a tensor storage, which torch keeps outside the pickle."""

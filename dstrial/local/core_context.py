@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import socket
 import types
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory
 from dstrial.local.train_context import LocalTrainContext, repair_reports
+
+logger = logging.getLogger(__name__)
 
 _LAST_REPORT_S = 10.0  # how long the end of a training waits for the last system metrics
 
@@ -84,12 +87,27 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         super().__init__(agent_id, sink, distributed)
         self._sink = sink
 
+    def on(self, sampling_interval: int = 1, samples_per_report: int = 10) -> None:
+        """Start to collect; a machine that shows no disks or networks trains without system metrics."""
+        try:
+            super().on(sampling_interval, samples_per_report)
+        except (OSError, NotImplementedError) as error:
+            logger.warning("system metrics are not collected: %s", error)
+
     def _close(self) -> None:
-        super()._close()
         collector: Any = self._collector
-        if collector is not None:
-            collector.join(_LAST_REPORT_S)
+        if collector is None:
+            return
+        for one in collector._metric_collectors:
+            # Told to stop, the collector would fill its window with samples of one moment.
+            sample = one.sample_metrics
+            one.sample_metrics = lambda one=one, sample=sample: None if one.metric_samples else sample()
+        super()._close()
+        collector.join(_LAST_REPORT_S)
+        try:
             self._sink.close()
+        except Exception as error:  # noqa: BLE001  # system metrics never end a training
+            logger.warning("the last system metrics are lost (%s: %s)", type(error).__name__, error)
 
 
 class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow determined

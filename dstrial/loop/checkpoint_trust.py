@@ -42,8 +42,8 @@ def trusts_code(
 ) -> bool:
     """Return whether loading may run code that the files name; False if none does.
 
-    Every file in ``root`` has been compared with the manifest, where there is one. ``names`` are relative to ``root`` and the
-    same on all ranks.
+    The files of the manifest, where there is one, have been compared with it. Files beside them are scanned too, because a
+    library may load whatever lies in the directory. ``names`` are relative to ``root`` and the same on all ranks.
 
     Raises:
         UntrustedCheckpointError: the files name code and nobody vouches for them.
@@ -52,12 +52,18 @@ def trusts_code(
     """
     distributed = context.distributed
     pickles = sorted(name for name in names if may_be_unpickled(name))
+    strays = _strays(root, names)
     mine = share_of(pickles, distributed.local_rank, distributed.local_size)
+    mine = [*mine, *share_of(strays, distributed.local_rank, distributed.local_size)]
     found: dict[str, tuple[str, ...]] = {}
     for part in distributed.allgather(unlisted_in(root, mine)):
         found.update(part)
     if not found:
         return False
+    # Nobody vouches for a file that the manifest does not list.
+    unknown = {f"checkpoint {root}: {name}": found[name] for name in sorted(found.keys() - set(names))}
+    if unknown:
+        raise untrusted(unknown, "The checkpoint's manifest does not list the file: delete it.")
     voucher, digest = None, None
     if distributed.rank == 0:
         digest = checkpoint_digest(root, pickles)
@@ -75,6 +81,14 @@ def trusts_code(
     if distributed.rank == 0:
         logger.info("checkpoint %s holds objects of classes of its own, and is loaded: %s", uuid, voucher)
     return True
+
+
+def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
+    """Return files beside those of the manifest that may be unpickled; none without one."""
+    if not (root / MANIFEST_NAME).is_file():
+        return []
+    present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    return sorted(name for name in present - set(listed) if may_be_unpickled(name))
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:

@@ -115,9 +115,9 @@ class MetricSinks:
         is_early = time.monotonic() - self._uploaded_s < _UPLOAD_INTERVAL_S
         return not is_early and self._runtime.writes_tensorboard
 
-    def upload(self, at_once: bool = True) -> None:
+    def upload(self) -> None:
         """Upload the chief's TensorBoard events, and any rank's profiler traces."""
-        if not self._runtime.writes_tensorboard or not (at_once or self.is_upload_due()):
+        if not self._runtime.writes_tensorboard:
             return
         self._uploaded_s = time.monotonic()
         if self._runtime.tensorboard_writer is not None:

@@ -107,9 +107,11 @@ class Reporter:
         """Save the rest, wait for it, report how training ended. Ranks: all, collectively."""
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
-            if self._run is not None:
-                self._run.close(has_failed=True)
-            self._stack.__exit__(kind, error, traceback)
+            try:
+                if self._run is not None:
+                    self._run.close(has_failed=True)
+            finally:
+                self._stack.__exit__(kind, error, traceback)
             return
         with self._stack:
             if self._run is None:

@@ -187,9 +187,11 @@ class TrialRun:
         """Wait for a save that is under way, and end sinks and loggers."""
         self._heartbeat.end()
         self._saver.close()
-        self._stack.close()
-        is_stopped = self._tracker.stopped is not None
-        self._loggers.end("failed" if has_failed else "stopped" if is_stopped else "completed")
+        try:
+            self._stack.close()
+        finally:
+            is_stopped = self._tracker.stopped is not None
+            self._loggers.end("failed" if has_failed else "stopped" if is_stopped else "completed")
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -297,8 +299,11 @@ class TrialRun:
         return dict(combine(self._core.distributed.allgather(own.totals()), where))
 
     def _keep_progress(self, batches: int, total: int | None) -> None:
-        if self._runtime.kept_reports is not None and total is not None:
+        if total is None:
+            return
+        if self._runtime.kept_reports is not None:
             self._runtime.kept_reports.report_batches(batches, total)
+        self._core.train.report_progress(min(batches / total, 1.0))
 
     def save(self) -> str:
         self._set_status("checkpointing")
