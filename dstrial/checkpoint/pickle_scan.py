@@ -95,10 +95,10 @@ class _Inert(pickle._Unpickler):
 
     def load_build(self) -> None:
         """Name what would get a new state for the whole process: a class, or a member of an enumeration."""
-        changed = self.stack[-2]
+        changed = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(changed, type) or getattr(changed, "name", "") in _SHARED_INSTANCES:
             self.named.add(f"a new state of {getattr(changed, 'name', changed)}")
-        super().load_build()
+        super().load_build()  # type: ignore[misc]
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 

@@ -64,8 +64,11 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):
+            try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self.returncode = 0  # reaped elsewhere, as with SIGCHLD ignored; subprocess returns 0, too
+            else:
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -96,6 +99,9 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
     try:
         with _adopting_orphans():
             given = _ask_for_spare(connection, fork.CHILD)
+    except ForkRefusedError:
+        end_spare()  # it would delay every further program
+        raise
     finally:
         connection.detach()
     return ForkedProcess(start_program(given, program, files))

@@ -321,7 +321,7 @@ def _run(words: Sequence[str]) -> NoReturn:
         exec(_load_main(words), vars(sys.modules["__main__"]))  # noqa: S102  # the program that was asked for
     except SystemExit as ended:
         if isinstance(ended.code, int):
-            _exit_code = ended.code
+            _exit_code = ended.code & 0xFF  # a negative one is a signal's
         elif ended.code is not None:
             print(ended.code, file=sys.stderr)  # noqa: T201  # as Python does
             _exit_code = 1

@@ -117,8 +117,9 @@ class HostConnection:
         self._input.wait()
         for thread in self._threads:
             thread.join(_CLOSE_S)
-        for end in (self._program.stdout, self._program.stderr):
-            if end is not None:
+        for thread, end in zip(self._threads, (self._program.stderr, self._program.stdout), strict=False):
+            # Closing would wait for a thread that reads: a process of ProxyCommand may hold the pipe.
+            if end is not None and not thread.is_alive():
                 end.close()
 
     def abandon(self) -> None:

@@ -105,6 +105,12 @@ class _Program:
         with self._writing:
             self._stdin.close()
 
+    def dismiss(self) -> None:
+        """Drain its output, and tell it that its master has ended; blocks while it does not read."""
+        threading.Thread(target=self._drain, daemon=True).start()
+        self.write(_GOODBYE)
+        self.end_input()
+
     def abandon(self) -> None:
         """Close its input, and drain its output so that it never blocks."""
         self.end_input()
@@ -177,9 +183,8 @@ class NodeActor:
             silent = [one for one in programs if time.monotonic() > one[1].heard_s + _SILENT_S]
             dead = _dead_jobs() if silent else set()
             for number, program in silent:
-                if program.job in dead:
-                    program.write(_GOODBYE)
-                    self.abandon(number)
+                if program.job in dead and self._programs.pop(number, None) is not None:
+                    threading.Thread(target=program.dismiss, daemon=True).start()
 
 
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

@@ -69,6 +69,13 @@ def test_the_states_of_all_types_of_numbers_are_as_numpy_writes_them() -> None:
     assert not found.has_odd_dtype
 
 
+def test_a_state_for_a_class_is_named() -> None:
+    """BUILD on a class would change it for the whole process."""
+    setting = b"\x80\x02ctorch\nTensor\nN}X\x08\x00\x00\x00backwardK\x01s\x86b."
+
+    assert read_pickle(io.BytesIO(setting)).names == ("a new state of torch.Tensor", "torch.Tensor")
+
+
 ODD = [
     (("O8", False, True), None),
     # Says that its elements are no objects: an array of it reads bytes as addresses, and the process ends or worse.

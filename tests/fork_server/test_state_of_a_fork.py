@@ -86,6 +86,7 @@ print(random.random(), float(numpy.random.rand()), float(torch.rand(1)), torch.i
 print(uuid.uuid4(), next(tempfile._get_candidate_names()), bytes(multiprocessing.current_process().authkey).hex())
 """
 ENDS = {
+    "with a negative code": "import sys; sys.exit(-9)",
     "a number": "import sys; sys.exit(3)",
     "a large number": "import sys; sys.exit(259)",
     "words": "import sys; sys.exit('no')",

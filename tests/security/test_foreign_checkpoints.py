@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -179,6 +180,14 @@ def test_who_trusts_a_checkpoint_trusts_these_files_and_no_others(
     assert marker.is_dir()
 
     marker.rmdir()
+    stray = checkpoint / "stray.pkl"
+    stray.write_bytes(pickle.dumps(foreign.Payload(marker)))
+    code, output = resumed("stray-file")
+    assert code != 0
+    assert not marker.exists(), output
+    assert "stray.pkl holds" in output
+    stray.unlink()
+
     (checkpoint / "one-more").write_text("another set of files")
     foreign.add_file(checkpoint, "one-more")
     code, output = resumed("other-files")

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 IMPORTS = ("dstrial.launch.imported_ahead",)  # what a rank that is a new process imports first, too
 SHOWN_NAME = "fork-servers.json"  # file beside the log that `shown_servers` reads
 MAX_SERVERS = 2
+_IMPORT_TIMEOUT_S = 120.0  # of a fork server; torch takes 4 s from a warm disk, a minute from a network one
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 
@@ -80,6 +81,7 @@ class _Running:
     used_s: float
     num_forks: int = 0
     is_broken: bool = False
+    started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def serves(self, python: str, environment: Mapping[str, str]) -> bool:
         return self.python == python and not self.server.why_not(environment)
@@ -95,6 +97,15 @@ class _Running:
             logger.warning("process %s imports nothing ahead: %s", self.server.pid, error)
             self.is_broken = True
             return False
+
+    def end_if_hanging(self, now_s: float) -> None:
+        """Kill a server that does not finish its imports."""
+        if not self.is_broken and now_s > self.started_s + _IMPORT_TIMEOUT_S and not self.is_ready():
+            logger.warning(
+                "process %s has imported for %g s and is ended", self.server.pid, _IMPORT_TIMEOUT_S
+            )
+            self.server.close()
+            self.is_broken = True
 
 
 class ForkServers:
@@ -141,6 +152,7 @@ class ForkServers:
         """End idle servers; ``is_busy`` while a trial runs or waits."""
         now_s = time.monotonic()
         for found in list(self._running):
+            found.end_if_hanging(now_s)
             if is_busy:
                 found.used_s = now_s
             if now_s - found.used_s > self._settings.idle_timeout_s:

@@ -41,6 +41,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _NUM_PARTS = 8
 _STOPPED_AFTER_S = 10.0
 _STOPPED_AGAIN_S = 600.0
+_lease_ends_s: "dict[str, float]" = {}
 
 
 def main(directory: str, line: str = "") -> None:
@@ -55,7 +56,7 @@ def main(directory: str, line: str = "") -> None:
         fcntl.flock(
             os.open(spec["temporary_directory"], os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB
         )
-    requests = _Requests()
+    requests = _Requests(spec.get("lease"), spec.get("agent"))
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
     log = _open_part("output.log")
     try:
@@ -86,7 +87,9 @@ def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> 
 class _Requests:
     """What signals have requested, and a descriptor that wakes the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease: "str | None" = None, agent: "str | None" = None) -> None:
+        self._lease = lease
+        self._agent = agent
         self.terminate = False
         self.kill = False
         self.wakeup, write_end = os.pipe()
@@ -106,6 +109,8 @@ class _Requests:
         """
         if error.errno not in _FULL:
             return False
+        if self._lease is not None and why_over(self._lease, self._agent):
+            self.kill = True
         if not self.kill:
             time.sleep(_TICK_S)
         return not self.kill and os.path.exists("spec.json")
@@ -520,9 +525,12 @@ def lease_left_s(path: str) -> float:
     since the boot, suspended time included, so that no clock jumps; to set it takes no room on a full disk.
     """
     try:
-        return os.stat(path).st_mtime - time.clock_gettime(time.CLOCK_BOOTTIME)
-    except OSError:
+        _lease_ends_s[path] = os.stat(path).st_mtime
+    except FileNotFoundError:
         return -1.0
+    except OSError:
+        pass  # a network file system that does not answer: the last known end counts
+    return _lease_ends_s.get(path, -1.0) - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _signal_group(group: int, number: int) -> None:

@@ -74,7 +74,7 @@ class _Agent:
             agent_id="a", resources_id="r", model_definition=b"", entrypoint=entrypoint,
         )  # fmt: skip
         self.send({"do": "submit", "id": _NAME, "slots": [0], "request": request.to_json()})
-        self.wait_for("started")
+        self.wait_for("pid")
 
     def wait_for_supervisor(self) -> local.SupervisorHandle:
         give_up_at_s = time.monotonic() + 30
@@ -130,7 +130,7 @@ def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> N
         before = left.wait_for_supervisor()
         time.sleep(2)  # some heartbeats
         lost.close_input()
-        left.close_input(f"\n{GOODBYE}\n")
+        left.close_input(f'{{"do": "submit", "requ\n{GOODBYE}\n')  # killed in the middle of a line
         assert left.process.wait(10) == 0
         began_s = time.monotonic()
         while lost.supervisor is not None:

@@ -95,7 +95,9 @@ class Agent:
         self._runs: dict[str, _Run] = {}
         self._lease = self._directory / f"lease{self._place}"
         self._record = self._directory / f"agent{self._place}.json"
-        if not self._lease.exists():
+        if (
+            not 0 <= supervisor.lease_left_s(str(self._lease)) <= ORPHAN_S
+        ):  # missing, ended, or of an earlier boot
             self._lease.touch()
             self._set_lease(0.0)
         self._beat: float | None = None
@@ -287,7 +289,12 @@ class Agent:
     def _watch_lease(self) -> None:
         while _boottime() < self._lease_ends_s:
             time.sleep(BEAT_S)
-        os._exit(1)  # the supervisors kill what runs
+        try:
+            # Supervisors kill what runs, unless they are stopped.
+            for run in list(self._runs.values()):
+                local.kill(run.handle, run.directory, leaves_record=False)
+        finally:
+            os._exit(1)
 
     def _look(self) -> None:
         collected_s = 0.0
@@ -433,8 +440,12 @@ def main() -> None:
         signal.signal(signal.SIGTERM, agent.be_asked_to_leave)
         agent.begin()
         for text in lines:
-            if text.strip():
-                agent.take(json.loads(text))
+            try:
+                request = json.loads(text) if text.strip() else None
+            except ValueError:
+                continue  # a master that was killed in the middle of a line; a goodbye may follow
+            if request is not None:
+                agent.take(request)
     agent.lose_connection()
 
 

@@ -499,6 +499,8 @@ class HostLink:
                 with self._lock:
                     run.request = None
                     run.handle = SupervisorHandle(int(frame["pid"]), str(frame["start_time"]))
+                if run.is_stopping:  # requested while the host was still preparing
+                    self._send({"do": "stop", "id": frame["id"]})
                 self._tell()
 
     def _take_exit(self, run: RemoteRun, frame: Mapping[str, Any]) -> None:

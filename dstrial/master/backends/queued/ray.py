@@ -139,8 +139,8 @@ class RayEngine:
 
     def cancel(self, job_id: str) -> None:
         """What the group's actors have started on the nodes ends with them."""
-        self._places.pop(job_id, None)
         self._bridge.ask("remove", id=job_id)
+        self._places.pop(job_id, None)  # not before: a group whose removal failed must not look new
 
     def transport(self, job_id: str) -> Transport:
         return RayTransport(job_id, self._bridge.socket)
