@@ -68,7 +68,7 @@ IMPORTED_AHEAD = (
 SWITCH = "TEST_FORKS"
 """A variable: 0 has every program be a new process, as users have them."""
 # Python and the libraries read these when they start: a program with others is a new process.
-_READ_AT_START = ("PYTHON", "LD_", "DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCHDYNAMO_", "TORCH_LOGS")
+_READ_AT_START = ("PYTHON", "LD_", "DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCHDYNAMO_", "TORCH_LOGS", "TQDM_")
 _SET_ANEW = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")  # by a fork
 _VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
 _ROOT = str(Path(dstrial.__file__).parents[1])

@@ -124,7 +124,7 @@ def test_a_checkpoint_that_a_storage_takes_no_more_of_is_named_with_its_rank(tmp
     assert run.returncode == 1, run.output
     (line,) = re.findall("dstrial.launch: (stalled: .*longest checkpoint.*)", run.output)
     assert line.startswith("stalled: rank 1 is at batch 10 in a checkpoint, in ")
-    assert "(state_copy.py:" in line
+    assert "(snapshot.py:" in line
     assert "; rank 0 waits for it in a collective (all" in line
     assert "Look at the storage." in line
     assert "rank 1 failed first" in run.output

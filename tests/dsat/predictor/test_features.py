@@ -121,7 +121,7 @@ def test_dry_run_of_shipped_pipeline_takes_its_stages_and_else_names_them() -> N
     assert isinstance(two, DryRunResult)
 
 
-def test_search_of_pipeline_begins_with_its_first_measurement(tmp_path: Path) -> None:
+def test_pipeline_is_not_dry_run(tmp_path: Path) -> None:
     settings = settings_of(
         MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml",
         "--output",
@@ -133,7 +133,7 @@ def test_search_of_pipeline_begins_with_its_first_measurement(tmp_path: Path) ->
 
     inputs = gather_inputs(settings, target="cpu", print_line=lines.append)
 
-    assert (inputs.described_by, inputs.runs) == ("the first measurement", {})
+    assert (inputs.described_by, inputs.runs) == ("nothing", {})
     assert "pipelines are not dry-run" in lines[0]
 
 

@@ -185,5 +185,5 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
 
 
 def test_whoever_asks_for_a_dry_run_needs_no_torch() -> None:
-    program = "import sys, dstrial.engine.dryrun.process, dstrial.dsat.predictor.memory; assert 'torch' not in sys.modules"
+    program = "import sys, dstrial.engine.dryrun.process, dstrial.dsat.predictor.models; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -54,7 +54,7 @@ def listed(master: MasterForTest) -> list[dict[str, Any]]:
 def make(master: MasterForTest, *words: str) -> None:
     made = master.dstrial("webhook", "create", *words)
     assert made.returncode == 0, made.stderr
-    assert "is made" in made.stdout
+    assert "is created" in made.stdout
 
 
 def key_of(master: MasterForTest) -> str:

@@ -150,7 +150,9 @@ def submit(made: Made, directory: Path, index: int) -> None:
         (field.name for field in dataclasses.fields(AllocationRequest)), ""
     )
     run = RunRef("2.x.1", directory, (Share(1, (slot_id_of(1, index),)),))
-    made.backend.submit(AllocationRequest(**{**values, "ports": {}, "slots": ()}), run)
+    made.backend.submit(
+        AllocationRequest(**{**values, "ports": {}, "slots": (), "links": {}, "variables": {}}), run
+    )
 
 
 def test_submit_into_job_about_to_be_cancelled_fails(made: Made, tmp_path: Path) -> None:
