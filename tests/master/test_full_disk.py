@@ -44,7 +44,7 @@ def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why
         assert seen["lost"] == []
         assert seen["refusal"].startswith("503 ")
         assert "could not be written" in seen["status"]
-        assert "Make room" in seen["status"]
+        assert "Free some space" in seen["status"]
     # A master that was killed meanwhile does not start, and says why.
     killed = found["seen"][1]
     assert killed["code"] == 1
