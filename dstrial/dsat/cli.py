@@ -165,7 +165,7 @@ def _add_old_flags(add: Callable[..., None], method: MethodEntry) -> None:
     add(
         "--search-runner-config",
         metavar="PATH",
-        help="accepted; the search runs in this process, without a trial of its own",
+        help="accepted; pool, labels, workspace and project are those of CONFIG.yaml",
     )
     add(
         "--max-search-runner-restarts",

@@ -56,12 +56,12 @@ def main() -> int:
         for event in [*search["events"], *journal.events()]:
             record.restore(event)
         journal.num_events = len(record.events())
-        _watch_preemption(context, signals)
+        is_preempted = _watch_preemption(context, signals)
         with record.lock():
             driver = _driver(settings, record, _Ranks(settings, record, master, journal, context))
             end = driver.run(signals)
     sys.stderr.write(f"dsat: the search ends: {end.reason}\n")
-    return 0
+    return 0 if end.stopped_by is None or is_preempted.is_set() else 128 + int(end.stopped_by)
 
 
 def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) -> SearchConfig:
@@ -107,8 +107,7 @@ class _Journal:
 
         Not through the core context, which returns before the master has the row, and loses it where the master is away.
         """
-        self.num_events += 1
-        number = self.num_events
+        number = self.num_events + 1
         values = {**event.get("metrics", {}), "event": json.dumps(event)}
         metrics = bindings.v1TrialMetrics(
             metrics=bindings.v1Metrics(avgMetrics=values),
@@ -129,6 +128,7 @@ class _Journal:
                 )
 
         self._master.retry_until_available(report)
+        self.num_events = number
 
 
 class _Ranks(LivingRanks):
@@ -188,17 +188,22 @@ def _driver(settings: SearchConfig, record: SearchRecord, ranks: LivingRanks) ->
     )
 
 
-def _watch_preemption(context: core.Context, signals: list[signal.Signals]) -> None:
-    """Stop the search, as at SIGTERM, when the master wants its slots back."""
+def _watch_preemption(context: core.Context, signals: list[signal.Signals]) -> threading.Event:
+    """Stop the search, as at SIGTERM, when the master wants its slots back.
+
+    Returns what is set then.
+    """
 
     def watch() -> None:
         while not signals:
             if context.preempt.should_preempt():
+                is_preempted.set()
                 signals.append(signal.SIGTERM)
             done.wait(_PREEMPTION_PERIOD_S)
 
-    done = threading.Event()
+    done, is_preempted = threading.Event(), threading.Event()
     threading.Thread(target=watch, name="dsat-preemption", daemon=True).start()
+    return is_preempted
 
 
 if __name__ == "__main__":

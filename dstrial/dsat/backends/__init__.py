@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dstrial.config.documents import yaml_text
+from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.trial_spec import measured_config, ranks_command
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.methods import METHODS
+from dstrial.file_writes import replace_file
 
 if TYPE_CHECKING:
     from dstrial.dsat.backends.base import Backend
@@ -63,7 +65,8 @@ class BackendFactory:
                 return LocalBackend(settings, self._record)
             path = self._record.ranks_path / "experiment.yaml"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(yaml_text(measured_config(settings)), encoding="utf-8")
+            config = measured_config(settings)
+            replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
             return LivingRanks(settings, self._record, ranks_command(settings, str(path), sys.executable))
         if is_launched_anew or not self.master().has_machine_for(settings.num_slots):
             return self.master()

@@ -66,6 +66,7 @@ class ClusterBackend:
         self._ended: list[Ended] = []
         self._next_poll_s = 0.0
         self._is_outage = False
+        self._is_login_new = False
         # The experiment whose notes hold the report: the first that this process has submitted or found.
         self._shown_by: Experiment | None = None
         try:
@@ -75,6 +76,10 @@ class ClusterBackend:
                 bindings.get_GetAgents(self.session).agents,
                 str((settings.experiment.raw.get("resources") or {}).get("resource_pool") or ""),
             )
+        except errors.UnauthenticatedException as error:
+            raise DstrialError(
+                f"the master does not know who asks ({error}); expected a login. Run `det user login`."
+            ) from error
         except outage_errors() as error:
             if not is_outage(error):
                 raise DstrialError(
@@ -83,10 +88,6 @@ class ClusterBackend:
             raise DstrialError(
                 f"no master answers ({error}); expected one to run trials. Start one with `dstrial up`, set DET_MASTER, or "
                 "pass --local."
-            ) from error
-        except (errors.UnauthenticatedException, errors.InvalidCredentialsException) as error:
-            raise DstrialError(
-                f"the master does not know who asks ({error}); expected a login. Run `det user login`."
             ) from error
 
     @property
@@ -310,9 +311,15 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def tolerate_outage(self) -> Iterator[None]:
-        """Wait for a master that is away; say so once."""
+        """Wait for a master that is away, and say so once; log in again once."""
         try:
             yield
+        except errors.UnauthenticatedException:
+            if self._is_login_new:
+                raise
+            # Experiments have the same session.
+            login = authentication.login_with_cache(self.client._master, cert=self.session.cert)
+            self.session.token, self._is_login_new = login.token, True
         except outage_errors() as error:
             if not is_outage(error):
                 raise
@@ -323,9 +330,8 @@ class ClusterBackend:
                     type(error).__name__,
                 )
             self._is_outage = True
-        except errors.UnauthenticatedException:
-            self.session = authentication.login_with_cache(self.client._master)
         else:
+            self._is_login_new = False
             if self._is_outage:
                 logger.warning("the master answers again")
             self._is_outage = False

@@ -99,8 +99,13 @@ class LivingRanks:
         """Take a result that was left behind; give up a trial that twice ended everything."""
         row = self._left.get(spec.trial_id)
         attempts = int(handle.get("attempt") or 0)
-        if row is not None:
-            self._ended.append(Ended(spec.trial_id, outcome_from_json(row), row["seconds"]))
+        outcome = None if row is None else outcome_from_json(row)
+        is_short = isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
+        if row is not None and is_short and row["number"] > 1:
+            self._attempts[spec.trial_id] = 0  # memory counts in fresh ranks only
+            return False
+        if row is not None and outcome is not None:
+            self._ended.append(Ended(spec.trial_id, outcome, row["seconds"]))
         elif attempts >= _MOST_ATTEMPTS:
             message = f"its search was killed {attempts} times, as when the machine's memory runs out"
             self._ended.append(Ended(spec.trial_id, Failure(FailureKind.HOST_OOM, message)))
@@ -140,9 +145,13 @@ class LivingRanks:
         return time.time() - task.began_s if task is not None and task.spec.trial_id == trial_id else 0.0
 
     def kill(self, trial_id: int) -> None:
-        if self._task is not None and self._task.spec.trial_id == trial_id:
+        """End a trial; one that hangs while the best is measured again keeps its result."""
+        task = self._task
+        if task is not None and task.spec.trial_id == trial_id:
             self._task = None
             self._end_ranks()
+            if task.challenger is not None:
+                self._take(task, Failure(FailureKind.TIMEOUT, "the best one hung"))
         self._waiting = deque(task for task in self._waiting if task.spec.trial_id != trial_id)
 
     def publish(self, report: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.documents import yaml_text
+from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.processes import LauncherProcess, found, launch, log_lines
 from dstrial.dsat.backends.trial_spec import TrialSpec, local_command
@@ -26,6 +27,7 @@ from dstrial.dsat.core.outcome import (
     outcome_from_json,
 )
 from dstrial.errors import DstrialError
+from dstrial.file_writes import replace_file
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
@@ -66,7 +68,8 @@ class LocalBackend:
         directory = self._record.trial_path(spec.trial_id)
         directory.mkdir(parents=True, exist_ok=True)
         config_path = directory / "experiment.yaml"
-        config_path.write_text(yaml_text(spec.config), encoding="utf-8")
+        is_private = bool(secrets_in(spec.config, SecretNames()))
+        replace_file(config_path, yaml_text(spec.config), is_private=is_private)
         variables = {
             **os.environ,
             **self._settings.experiment.environment_variables,

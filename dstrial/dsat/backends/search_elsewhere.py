@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from determined.common.api import errors
 from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.config.secrets import SecretNames, secrets_in
@@ -23,6 +24,7 @@ from dstrial.dsat.backends.experiments import RUNS, last_lines, why_waiting
 from dstrial.dsat.backends.trial_spec import TrialSpec, search_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
+from dstrial.errors import DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
 
@@ -64,9 +66,18 @@ class SearchOnMaster:
         self._find()
         if self._experiment is not None and (not self._is_ended or self.news(len(events))):
             return
+        if self._experiment is None:
+            # One that was canceled in order has not killed the search.
+            events = [_without_attempt(event) for event in events]
         self._rows.clear()
         self._is_ended = False
-        self._experiment = self._master.create(self._spec.config, self._spec.label, self._files(events))
+        try:
+            self._experiment = self._master.create(self._spec.config, self._spec.label, self._files(events))
+        except errors.BadRequestException as error:
+            raise DstrialError(
+                f"the master refuses the experiment of the search ({error}); expected it to run one. Correct what it names, "
+                "and repeat the command."
+            ) from error
         logger.info("experiment %d searches", self._experiment.id)
 
     def news(self, num_known: int) -> list[dict[str, Any]]:
@@ -195,3 +206,10 @@ class SearchOnMaster:
         if is_long and self._told_waiting != why:
             logger.warning("the search waits for slots: %s", why)
             self._told_waiting = why
+
+
+def _without_attempt(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    if event["event"] != "submitted":
+        return event
+    handle = {name: value for name, value in event["handle"].items() if name != "attempt"}
+    return {**event, "handle": handle}

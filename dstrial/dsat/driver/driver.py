@@ -149,9 +149,7 @@ class Driver:
                 self._end_overdue()
                 for trial_id in self._disk_full_queue.take_due():
                     self._start(self._open[trial_id], None)
-                for ended in backend.poll():
-                    if ended.trial_id in self._open and self._end is None:
-                        self._take(ended)
+                self._take_ended()
             if self._end is not None:
                 return self._end
             self._live_report.publish_if_due(backend)
@@ -218,7 +216,14 @@ class Driver:
 
     def _replay_event(self, event: Mapping[str, Any], handles: dict[int, dict[str, Any]]) -> None:
         if event["event"] == "submitted":
-            handles[event["trial_id"]] = event["handle"]
+            trial_id = int(event["trial_id"])
+            own = self.trials[trial_id].candidate.to_json() if trial_id in self.trials else None
+            if "candidate" in event and event["candidate"] != own:
+                raise SearchError(
+                    f"trial {trial_id} measured another configuration than this release asks for; expected the trial's dstrial "
+                    "and numpy to be the command's. Install the same, or pass --fresh."
+                )
+            handles[trial_id] = event["handle"]
         elif event["event"] == "result":
             trial_id = int(event["trial_id"])
             if trial_id not in self._open:
@@ -280,7 +285,10 @@ class Driver:
             self._disk_full_queue.postpone(measure.trial_id, str(error))
             return
         self.trials[measure.trial_id] = dataclasses.replace(self.trials[measure.trial_id], handle=handle)
-        self._disk_full_queue.append("submitted", {"trial_id": measure.trial_id, "handle": handle})
+        self._disk_full_queue.append(
+            "submitted",
+            {"trial_id": measure.trial_id, "candidate": measure.candidate.to_json(), "handle": handle},
+        )
 
     def _spec(self, measure: Measure) -> TrialSpec:
         settings, search_id = self._settings, self._record.search_id
@@ -292,6 +300,12 @@ class Driver:
             compared = of_best.hparams, dict(measured.metrics)
         spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
         return dataclasses.replace(spec, best=compared)
+
+    def _take_ended(self) -> None:
+        assert self._backend is not None
+        for ended in self._backend.poll():
+            if ended.trial_id in self._open and self._end is None:
+                self._take(ended)
 
     def _take(self, ended: Ended) -> None:
         if isinstance(ended.outcome, Failure) and self._disk_full_queue.is_cause_of(ended.outcome):
@@ -338,27 +352,33 @@ class Driver:
     def _end_overdue(self) -> None:
         assert self._backend is not None
         for trial_id, measure in list(self._open.items()):
-            if self._disk_full_queue.is_postponed(trial_id):
+            if trial_id not in self._open or self._disk_full_queue.is_postponed(trial_id):
                 continue
             deadline_s = self.deadline_s(measure)
             running_s = self._backend.running_s(trial_id)
             if running_s > deadline_s:
                 self._backend.kill(trial_id)
+                self._take_ended()  # it may have been measured before it hung
+                is_open = trial_id in self._open and not self._disk_full_queue.is_postponed(trial_id)
+                if not is_open or self._end is not None:
+                    continue
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
         """Return a trial's limit: 5 times what is expected, else ``--trial-timeout``.
 
-        Expected is the predicted time, or that of the longest measured trial. The limit is at least two minutes, because
-        ranks may have to be started first, and a trial that is ended too early is lost to the search.
+        Expected is the predicted time, or that of the longest measured trial if it is longer. The limit is at least two minutes,
+        because ranks may have to be started first, and a trial that is ended too early is lost to the search.
         """
         took = [
             trial.seconds
             for trial in self.trials.values()
             if trial.seconds is not None and isinstance(trial.outcome, Measured)
         ]
-        expected_s = measure.predicted_s if measure.predicted_s is not None else max(took, default=None)
+        expected_s = max(
+            [*took, *([] if measure.predicted_s is None else [measure.predicted_s])], default=None
+        )
         if expected_s is None:
             return self._settings.flags.trial_timeout
         return max(_DEADLINE_FACTOR * expected_s, _SHORTEST_DEADLINE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -324,18 +325,19 @@ class PredictSearch:
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
         """Return another measurement of one of the best until they separate."""
         effort = self._effort
-        measured = self.measured_costs().values()
-        num_repeats = sum(len(one) - 1 for one in measured)
-        many = sorted(measured, key=_mean_cost)[: effort.most_contenders]
+        measured = self.measured_costs()
+        # Failures count too, so that a contender that fails is not ordered for ever.
+        num_tried = Counter(self._identity(one.candidate) for one in self.observations.values())
+        num_repeats = sum(num_tried[identity] - 1 for identity in measured)
+        many = sorted(measured.values(), key=_mean_cost)[: effort.most_contenders]
         if is_open or not many or num_repeats >= effort.most_contenders * (effort.most_repeats - 1):
             return None
         unsure = [one for one in many[1:] if not self._are_separate(many[0], one)]
-        fewest = min([many[0], *unsure], key=len)
-        if not unsure or len(fewest) >= effort.most_repeats:
+        contenders = [one[0][0] for one in (many[0], *unsure)]
+        fewest = min(contenders, key=lambda one: num_tried[self._identity(one)])
+        if not unsure or num_tried[self._identity(fewest)] >= effort.most_repeats:
             return None
-        return self._measure(
-            fewest[0][0], f"one of the best {len(unsure) + 1}, which noise does not separate"
-        )
+        return self._measure(fewest, f"one of the best {len(unsure) + 1}, which noise does not separate")
 
     def _are_separate(self, best: _Costs, other: _Costs) -> bool:
         widths = [

@@ -61,7 +61,7 @@ class ZeroFeatures:
         overlap = zero.get("overlap_comm")
 
         def size(name: str, default: float) -> float:
-            return float(zero.get(name) or default)
+            return default if zero.get(name) is None else float(zero[name])
 
         return cls(
             stage=stage,
@@ -361,7 +361,7 @@ def _with_buckets(
             old, new = ran.reduce_elements, setup.reduce_elements
         elif each.phase == "gather" and setup.stage in (1, 2):
             old, new = ran.gather_elements, setup.gather_elements
-        ratio = max(math.ceil(parameters / new), 1) / max(math.ceil(parameters / old), 1)
+        ratio = max(math.ceil(parameters / max(new, 1.0)), 1) / max(math.ceil(parameters / max(old, 1.0)), 1)
         found.append(dataclasses.replace(each, num_calls=max(round(each.num_calls * ratio), 1)))
     return found
 

@@ -78,7 +78,7 @@ def _structure_effects(
             for name, value in knobs
         ),
         *(
-            (f"trend {name} {group[0]}", _TREND * math.log10(value / _USUAL_SIZE))
+            (f"trend {name} {group[0]}", _TREND * math.log10(max(value, 1.0) / _USUAL_SIZE))
             for name, value in knobs
             if name.endswith("_elements")
         ),
@@ -321,7 +321,8 @@ class MemoryModel:
                 worst[id(point)] = found
         for point in points:
             failed, ran = (known.get(point.group) for known in (self._least_failed, self._most_run))
-            if failed and point.peaks and point.peaks[0].total_bytes >= max(_NEAR * failed, ran or 0.0):
+            total = point.peaks[0].total_bytes if point.peaks else 0.0
+            if failed and point.peaks and total >= _NEAR * failed and total > (ran or 0.0):
                 whole, spread, phase = worst[id(point)]
                 worst[id(point)] = (max(whole, 1.01 * (self.device.capacity_bytes or 0.0)), spread, phase)
         return [

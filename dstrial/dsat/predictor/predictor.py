@@ -106,7 +106,10 @@ class Predictor:
                 self.machine = Machine.from_metrics(outcome.metrics)
                 self._parts.clear()
             self.info = self.info or ModelInfo.from_measured(outcome)
-            self.capacity_bytes = self.capacity_bytes or outcome.value("device_memory_bytes")
+            # What is measured replaces what an out-of-memory error let guess.
+            self.capacity_bytes = (
+                self.inputs.capacity_bytes or outcome.value("device_memory_bytes") or self.capacity_bytes
+            )
         elif outcome.allocated_bytes and outcome.kind is FailureKind.DEVICE_OOM and not self.inputs.is_cpu:
             most = float(outcome.allocated_bytes + (outcome.requested_bytes or 0))
             self.capacity_bytes = self.capacity_bytes or most + DeviceMemory.cuda(most).context_bytes

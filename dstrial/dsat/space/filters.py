@@ -73,6 +73,12 @@ class Filters:
                 continue
             if one.outcome is None:
                 return Rejection("open", "an equal configuration is being measured")
+            if (
+                isinstance(one.outcome, Failure)
+                and one.outcome.kind.is_out_of_memory
+                and self._has_smaller_size(candidate, one.candidate)
+            ):
+                continue  # DeepSpeed sets aside memory for sizes above the model's, too
             if not isinstance(one.outcome, Failure) or one.outcome.kind is not FailureKind.COMMUNICATION:
                 return Rejection("again", "an equal configuration was measured", one.outcome)
         for one in observations:
@@ -84,6 +90,14 @@ class Filters:
                 reason = f"it needs at least the memory of one that ran out of it ({self._space.describe(one.candidate)})"
                 return Rejection("hopeless", reason, Failure(one.outcome.kind, reason, "predicted"))
         return None
+
+    def _has_smaller_size(self, candidate: Candidate, other: Candidate) -> bool:
+        mine, theirs = (self._space.checked(one).effective for one in (candidate, other))
+        return any(
+            (value_at(mine, knob.path) or 0) < (value_at(theirs, knob.path) or 0)
+            for knob in self._space.knobs(candidate.stage)
+            if knob.counts_params
+        )
 
     def _identity(self, candidate: Candidate) -> str:
         if candidate not in self._identities:

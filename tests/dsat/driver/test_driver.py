@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -392,6 +393,13 @@ def test_a_followed_search_leaves_the_files_of_one_that_ran_here(experiment: Pat
     ]
     assert sum(line.startswith("trial 1 ") for line in told) == 1
 
+    shutil.rmtree(settings.output)
+    other = json.loads(json.dumps(journal))
+    second = next(one for one in other if one["event"] == "submitted" and one["trial_id"] == 2)
+    second["candidate"]["batch"]["micro_batch_size"] += 1
+    with pytest.raises(SearchError, match="trial 2 measured another configuration"):
+        followed(Elsewhere(other))
+
 
 def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3", "--trial-timeout", "100s")
@@ -408,6 +416,9 @@ def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected
     for seconds, deadline_s in ((10.0, 120.0), (60.0, 300.0)):
         driver.trials[1] = TrialResult(1, measure.candidate, "", "", Measured({"throughput": 1.0}), seconds)
         assert driver.deadline_s(measure) == deadline_s
+    # What trials took counts where a prediction is too short.
+    predicted = [dataclasses.replace(measure, predicted_s=seconds) for seconds in (40.0, 80.0)]
+    assert [driver.deadline_s(one) for one in predicted] == [300.0, 400.0]
 
 
 def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) -> None:

@@ -17,7 +17,8 @@ from dstrial.dsat.methods.base import MethodOptions, Note, Skip
 from dstrial.dsat.methods.lineage import LineageMethod
 from dstrial.dsat.methods.random_structures import AshaSearch, RandomConfigSearch
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.space.filters import Filters
+from dstrial.dsat.space.filters import Filters, Observation
+from dstrial.dsat.space.space import Structure
 from dstrial.errors import SearchError
 
 METHODS = ("asha", "binary", "random")
@@ -206,6 +207,21 @@ def test_a_space_with_nothing_new_ends_the_search() -> None:
 
     assert [one.candidate.stage for one in played.measured] == [1, 0, 0]
     assert "nothing new" in played.finish.reason
+
+
+def test_a_smaller_bucket_may_fit_although_both_are_above_the_number_of_parameters() -> None:
+    searched = space()
+    filters = Filters(searched)
+    filters.note_params(1e5)
+    known = [Observation(searched.own(), Failure(FailureKind.DEVICE_OOM, "out of memory"))]
+    position = searched.batch_size_grid.position(searched.own().batch.micro_batch_size)
+
+    def verdict(num_elements: int) -> str | None:
+        settings = (("zero_optimization.reduce_bucket_size", num_elements),)
+        found = filters.check(searched.candidate(Structure(1, settings), position), known)
+        return found and found.kind
+
+    assert [verdict(num) for num in (10**6, 5 * 10**8, 10**9)] == [None, "again", "again"]
 
 
 def test_an_unknown_method_is_refused() -> None:

@@ -286,6 +286,34 @@ def test_a_thorough_search_measures_the_best_again_while_noise_hides_which_it_is
     assert len(set(usual.measured)) == len(usual.measured)
 
 
+def test_a_contender_that_fails_is_not_measured_for_ever() -> None:
+    seen: list[Candidate] = []
+
+    def fails_later(candidate: Candidate) -> Outcome:
+        seen.append(candidate)
+        found = surface(candidate)
+        if isinstance(found, Failure) or seen.count(candidate) == 1:
+            return Measured({**found.metrics, "half_width": 0.02}) if isinstance(found, Measured) else found
+        return Failure(FailureKind.COMMUNICATION, "peer lost")
+
+    predict(outcome_of=fails_later, thorough=True, max_trials=64)
+
+    assert max(map(seen.count, seen)) == 2
+
+
+def test_a_measured_capacity_replaces_what_an_out_of_memory_error_let_guess() -> None:
+    searched = space()
+    predictor = Predictor(ConfigGroups(searched), inputs(None), "throughput")
+    failure = Failure(FailureKind.DEVICE_OOM, "out of memory", "backward", 10**9, int(13e9))
+    predictor.learn(searched.own(), failure)
+    guessed = predictor.capacity_bytes
+
+    predictor.learn(searched.smallest(), surface(searched.smallest()))
+
+    assert guessed is not None
+    assert guessed < DEVICE_BYTES == predictor.capacity_bytes
+
+
 def test_inputs_survive_json() -> None:
     given_inputs = inputs()
 

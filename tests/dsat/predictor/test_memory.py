@@ -163,6 +163,20 @@ def test_what_ran_out_of_memory_is_not_expected_to_fit() -> None:
     assert found.probability_to_fit(DEVICE.capacity_bytes or 0.0) < 0.5
 
 
+def test_what_has_run_is_expected_to_fit_although_a_little_more_ran_out_of_memory() -> None:
+    learner = MemoryModel(DEVICE)
+    tell(learner, 16)
+    tell(learner, 20)
+    learner.ran_out(point(21), "backward")
+
+    ran, failed = learner.predict([point(20), point(21)])
+
+    assert ran is not None
+    assert failed is not None
+    capacity = DEVICE.capacity_bytes or 0.0
+    assert ran.probability_to_fit(capacity) > 0.5 > failed.probability_to_fit(capacity)
+
+
 def test_the_quantile_keeps_its_promise_on_hidden_errors() -> None:
     generator = random.Random(7)
     kept = 0
