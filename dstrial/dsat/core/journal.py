@@ -14,8 +14,8 @@
     trials/<n>/          config, output and result of trial n, where it was launched on this machine
     ranks/<n>/           tasks, results and output of the n-th ranks that lived on from task to task
 
-Events are ``inputs`` (of ``predict``), ``submitted`` (trial, handle), ``result`` (trial, outcome, seconds), ``finished``
-(reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so that replaying the
+Events are ``inputs`` (of ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
+``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so that replaying the
 results in their order asks for the same trials again.
 """
 

@@ -14,12 +14,12 @@ import pytest
 from searching import settings_of, write_experiment
 from waiting import wait_for
 
-from dstrial.dsat.backends.living_ranks import Incumbent, LivingRanks, drift_between, without_drift
+from dstrial.dsat.backends.living_ranks import Incumbent, LivingRanks, _Task, drift_between, without_drift
 from dstrial.dsat.backends.trial_spec import TrialSpec, ranks_command
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
 from dstrial.dsat.space.knob_effects import PROBES
-from dstrial.local.json_files import read_json_lines
+from dstrial.local.json_files import append_json_line, read_json_lines
 
 HERE = Path(__file__).parents[1] / "worked"
 DEADLINE_S = 280
@@ -220,6 +220,33 @@ def test_ranks_end_with_their_search_whose_next_process_takes_what_they_have_mea
     assert again.adopt(other, {"attempt": 2})
     (ended,) = again.poll()
     assert _failure(ended.outcome).kind is FailureKind.HOST_OOM
+
+
+def test_an_out_of_memory_error_of_ranks_that_were_not_fresh_is_measured_again(ranks: Ranks) -> None:
+    oom = outcome_to_json(Failure(FailureKind.DEVICE_OOM, "out of memory"))
+    details = {"build_s": 1.0, "measure_s": 1.0, "tear_down_s": 1.0}
+    directory = ranks.record.ranks_path / "1"
+    directory.mkdir(parents=True)
+    for number in (1, 2):
+        append_json_line(directory / "tasks.jsonl", {"number": number, "trial_id": number})
+        append_json_line(directory / "results.jsonl", {"number": number, "details": details, **oom})
+    again = ranks.made()
+
+    adopted = [again.adopt(TrialSpec(n, {}, _hparams(X), str(n)), {"attempt": 2}) for n in (1, 2)]
+
+    assert adopted == [True, False]
+    assert again.start(TrialSpec(2, {}, _hparams(X), "2")) == {"attempt": 1}
+
+
+def test_what_was_measured_counts_although_the_best_hangs_when_it_is_measured_again(ranks: Ranks) -> None:
+    measured = Measured({"latency": 100.0})
+    task = _Task(TrialSpec(3, {}, _hparams(X), "3"), _hparams(X), began_s=time.time(), challenger=measured)
+    ranks.backend._task = task
+
+    ranks.backend.kill(3)
+
+    (ended,) = ranks.backend.poll()
+    assert (ended.trial_id, ended.outcome) == (3, measured)
 
 
 def _value(outcome: Outcome, name: str) -> float | None:
