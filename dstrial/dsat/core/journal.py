@@ -15,8 +15,8 @@
     ranks/<n>/           tasks, results and output of the n-th ranks that lived on from task to task
 
 Events are ``inputs`` (of ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so that replaying the
-results in their order asks for the same trials again.
+``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so that
+replaying the results in their order asks for the same trials again.
 """
 
 from __future__ import annotations
