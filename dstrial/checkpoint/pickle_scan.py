@@ -94,7 +94,7 @@ class _Inert(pickle._Unpickler):
         return type("StandIn", (_Stub,), {"name": full, "made": self.dtypes if full == _DTYPE else None})
 
     def load_build(self) -> None:
-        """Name what would get a new state for the whole process: a class, or a member of an enumeration."""
+        """Name a class or an enumeration's member that would get a new state."""
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(changed, type) or getattr(changed, "name", "") in _SHARED_INSTANCES:
             self.named.add(f"a new state of {getattr(changed, 'name', changed)}")

@@ -88,7 +88,7 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         self._sink = sink
 
     def on(self, sampling_interval: int = 1, samples_per_report: int = 10) -> None:
-        """Start to collect; a machine that shows no disks or networks trains without system metrics."""
+        """Start to collect; log a warning on a machine without disks or networks."""
         try:
             super().on(sampling_interval, samples_per_report)
         except (OSError, NotImplementedError) as error:

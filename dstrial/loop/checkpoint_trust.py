@@ -84,7 +84,7 @@ def trusts_code(
 
 
 def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
-    """Return files beside those of the manifest that may be unpickled; none without one."""
+    """Return files that may be unpickled and that the manifest does not list."""
     if not (root / MANIFEST_NAME).is_file():
         return []
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}

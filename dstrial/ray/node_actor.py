@@ -106,7 +106,7 @@ class _Program:
             self._stdin.close()
 
     def dismiss(self) -> None:
-        """Drain its output, and tell it that its master has ended; blocks while it does not read."""
+        """Send a goodbye and drain the output; blocks while the program does not read."""
         threading.Thread(target=self._drain, daemon=True).start()
         self.write(_GOODBYE)
         self.end_input()

@@ -217,7 +217,7 @@ class QueuedBackend(LinkedBackend):
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Nothing has ended before the engine has named the job's nodes; without a link then, the run is lost."""
+        """Return None until the engine has named the job's nodes; see ``Backend``."""
         with self._lock:
             job = self._find_job(run)
             if job is not None and not job.seen.parts and not job.links and job.end is None:
