@@ -43,9 +43,10 @@ class HostConnection:
         self._sent: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
         self._beat: float | None = None
         self._stderr = b""
-        # It outlives a killed master. The end of a connection alone may be that of a cut cable.
+        # It outlives a killed master, and `scancel`, which sends SIGTERM to every process of a job.
+        # The end of a connection alone may be that of a cut cable.
         self._input = subprocess.Popen(
-            ["sh", "-c", f"cat; printf '\\n%s\\n' {shlex.quote(GOODBYE)}"],
+            ["sh", "-c", f"trap '' HUP INT TERM; cat; printf '\\n%s\\n' {shlex.quote(GOODBYE)}"],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
