@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dstrial.cli.streams import LossTolerantStream
     from dstrial.config import ExperimentConfig
 
-_MOST_TRIALS_SHOWN = 50
+_MAX_TRIALS_SHOWN = 50
 _SILENCE_S = 4.0
 
 
@@ -164,7 +164,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
         return False, value if experiment.smaller_is_better else -value, trial.id
 
     rows = [("trial", "state", "batches", experiment.metric, "hyperparameters")]
-    for trial in sorted(view.trials, key=rank)[:_MOST_TRIALS_SHOWN]:
+    for trial in sorted(view.trials, key=rank)[:_MAX_TRIALS_SHOWN]:
         metric = "" if trial.best_metric is None else number(trial.best_metric)
         rows.append(
             (
@@ -176,7 +176,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
             )
         )
     lines = text_table(rows[0], rows[1:]).splitlines()
-    hidden = len(view.trials) - _MOST_TRIALS_SHOWN
+    hidden = len(view.trials) - _MAX_TRIALS_SHOWN
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dstrial.dsat.backends import BackendFactory
-from dstrial.dsat.backends.base import SearchElsewhere
-from dstrial.dsat.backends.living_ranks import LivingRanks
+from dstrial.dsat.backends.base import RemoteSearch
+from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
@@ -137,7 +137,7 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
         return int(path.read_text())
     flags, options = settings.flags, settings.options
     num, here = flags.max_concurrent_trials, backend.make()
-    is_one_at_a_time = isinstance(here, SearchElsewhere | LivingRanks)
+    is_one_at_a_time = isinstance(here, RemoteSearch | PersistentRanks)
     if "max_concurrent_trials" not in flags.given or is_one_at_a_time:
         num = min(num, here.num_parallel)
     if flags.max_slots is not None:

@@ -22,7 +22,7 @@ from determined.common.api import bindings
 
 from dstrial.config.documents import yaml_text
 from dstrial.dsat.backends.cluster import ClusterBackend
-from dstrial.dsat.backends.living_ranks import LivingRanks
+from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 from dstrial.dsat.backends.processes import log_lines
 from dstrial.dsat.backends.trial_spec import ranks_command
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
@@ -131,7 +131,7 @@ class _Journal:
         self.num_events = number
 
 
-class _Ranks(LivingRanks):
+class _Ranks(PersistentRanks):
     """Ranks of a trial, whose search shows its report and keeps its files there."""
 
     def __init__(
@@ -168,7 +168,7 @@ class _Ranks(LivingRanks):
             sys.stdout.flush()
 
 
-def _driver(settings: SearchConfig, record: SearchRecord, ranks: LivingRanks) -> Driver:
+def _driver(settings: SearchConfig, record: SearchRecord, ranks: PersistentRanks) -> Driver:
     described = next((event for event in record.events() if event["event"] == "inputs"), None)
     inputs = None if described is None else PredictInputs.from_json(described)
     method = search_method(

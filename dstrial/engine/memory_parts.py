@@ -13,7 +13,7 @@ from dstrial.engine.deepspeed_internals import optimizers
 PARTS = ("parameters", "gradients", "optimizer", "buffers")
 
 _OF_DEEPSPEED = "deepspeed."
-_MOST_OBJECTS = 1_000_000
+_MAX_OBJECTS = 1_000_000
 
 
 def memory_parts(
@@ -100,7 +100,7 @@ def _tensors(holders: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield tensors inside containers and DeepSpeed's objects, except modules."""
     waiting = list(holders)
     seen: set[int] = set()
-    while waiting and len(seen) < _MOST_OBJECTS:
+    while waiting and len(seen) < _MAX_OBJECTS:
         one = waiting.pop()
         if isinstance(one, torch.Tensor):
             yield one

@@ -17,7 +17,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*")
 # What ssh takes for a host, and never for an option of its own.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:%-]*[A-Za-z0-9_])?")
-_MOST_SLOTS = 65_536
+_MAX_SLOTS = 65_536
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ def _read(path: Path) -> tuple[Host, ...]:
         elif name in lines:
             told = f"{name!r} once more, as in line {lines[name]}"
             wrong = (told, "each host once", "Give its slots in one line.")
-        elif not 1 <= slots <= _MOST_SLOTS:
-            wrong = (f"slots={slots}", f"1 to {_MOST_SLOTS} slots", "Leave the host out, or give it slots.")
+        elif not 1 <= slots <= _MAX_SLOTS:
+            wrong = (f"slots={slots}", f"1 to {_MAX_SLOTS} slots", "Leave the host out, or give it slots.")
         if wrong is not None:
             problems.append(ConfigProblem(f"{path}:{number}", *wrong))
         else:

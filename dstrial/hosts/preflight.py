@@ -23,7 +23,7 @@ from dstrial.visible_text import visible_line
 _MORE_S = 1.0
 _STEP_S = 5.0
 _CONNECT_S = 2.0
-_MOST_SKEW_S = 30.0
+_MAX_SKEW_S = 30.0
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _Item = TypeVar("_Item")
@@ -175,7 +175,7 @@ def fact_problems(
         found = [*_package_problems(fact, here)]
         if has_devices:
             found += _device_problems(host, fact, environ)
-        if abs(fact.skew_s) > _MOST_SKEW_S:
+        if abs(fact.skew_s) > _MAX_SKEW_S:
             ahead = "ahead of" if fact.skew_s > 0 else "behind"
             told = f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock"
             found.append((told, "Set the clocks, by chrony or another NTP client."))

@@ -25,10 +25,10 @@ _STATUS: Mapping[FinalState, str] = {"completed": "FINISHED", "stopped": "KILLED
 
 # What MLflow takes, mlflow/utils/validation.py: names are paths, too.
 _NOT_IN_NAME = re.compile(r"[^/\w.\- :]")
-_MOST_NAME_CHARS = 250
-_MOST_VALUE_CHARS = 6000
-_MOST_METRICS = 1000
-_MOST_PARAMS = 100
+_MAX_NAME_CHARS = 250
+_MAX_VALUE_CHARS = 6000
+_MAX_METRICS = 1000
+_MAX_PARAMS = 100
 
 
 class MLflowLogger:
@@ -77,8 +77,8 @@ class MLflowLogger:
                 if name is not None:
                     self._look_for_infinity(original, number)
                     metrics.append(Metric(name, number, time_ms, report.batches_trained))
-        for start in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MOST_METRICS])
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS])
 
     def end(self, state: FinalState) -> None:
         self._client.set_tag(self._run_id, "dstrial.state", state)
@@ -109,13 +109,13 @@ class MLflowLogger:
         parameters = []
         for original, value in values.items():
             name = self._name(original)
-            text = str(value)[:_MOST_VALUE_CHARS]
+            text = str(value)[:_MAX_VALUE_CHARS]
             if name is not None and name not in known:
                 parameters.append(Param(name, text))
             elif name is not None and name in run.hyperparameters and known[name] != text:
                 logger.info("logger mlflow: %s was %s at first, which MLflow keeps", name, known[name])
-        for start in range(0, len(parameters), _MOST_PARAMS):
-            self._client.log_batch(self._run_id, params=parameters[start : start + _MOST_PARAMS])
+        for start in range(0, len(parameters), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=parameters[start : start + _MAX_PARAMS])
 
     def _name(self, original: str) -> str | None:
         """Return a name that MLflow accepts; None if another metric has it."""
@@ -142,7 +142,7 @@ class MLflowLogger:
 
 def accepted_name(name: str) -> str:
     """Return a name in the letters and of the length that MLflow accepts."""
-    parts = _NOT_IN_NAME.sub("_", name)[:_MOST_NAME_CHARS].split("/")
+    parts = _NOT_IN_NAME.sub("_", name)[:_MAX_NAME_CHARS].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 

@@ -25,10 +25,10 @@ _INIT_TIMEOUT_S = 20.0
 _FINISH_TIMEOUT_S = 25.0
 _DEFAULT_SERVER = "https://api.wandb.ai"
 _NOT_IN_PROJECT = re.compile(r"[/\\#?%:]")
-_MOST_PROJECT_CHARS = 128
+_MAX_PROJECT_CHARS = 128
 
 # Its writer fails without telling us, and in pieces: what is smaller than this may not hold the next one.
-_LEAST_FREE_BYTES = 2**20
+_MIN_FREE_BYTES = 2**20
 
 
 class WandbLogger:
@@ -67,7 +67,7 @@ class WandbLogger:
         return str(self._run.url)
 
     def log(self, reports: Sequence[Report]) -> None:
-        if self._run.offline and shutil.disk_usage(self._directory).free < _LEAST_FREE_BYTES:
+        if self._run.offline and shutil.disk_usage(self._directory).free < _MIN_FREE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         for report in reports:
             row: dict[str, Any] = {"batches": report.batches_trained, **report.named()}
@@ -98,7 +98,7 @@ class WandbLogger:
         settings = wandb.Settings(**{k: v for k, v in wanted.items() if k in wandb.Settings.model_fields})
         project = options.get("project") or os.environ.get("WANDB_PROJECT") or run.project
         return wandb.init(
-            project=_NOT_IN_PROJECT.sub("-", project)[:_MOST_PROJECT_CHARS],
+            project=_NOT_IN_PROJECT.sub("-", project)[:_MAX_PROJECT_CHARS],
             entity=options.get("entity"),
             group=options.get("group") or os.environ.get("WANDB_RUN_GROUP") or run.group,
             name=options.get("name") or run.name,

@@ -18,10 +18,10 @@ from determined import pytorch
 
 from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 
-_MOST_LOSSES_HELD = 4096
+_MAX_LOSSES_HELD = 4096
 """Losses of this many newest sets are held until the next report, to see which of them are finite."""
 
-_MOST_BYTES_HELD = 64
+_MAX_BYTES_HELD = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def losses_among(names: Iterable[str]) -> list[str]:
 
 def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
     """Return a value that keeps no larger storage alive."""
-    if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MOST_BYTES_HELD:
+    if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MAX_BYTES_HELD:
         return amount.clone()
     return amount
 
@@ -229,7 +229,7 @@ class MetricWindow:
         totals = self._totals
         if self._watches_losses and not self._losses:
             self._losses = {
-                name: collections.deque(maxlen=_MOST_LOSSES_HELD) for name in losses_among(metrics)
+                name: collections.deque(maxlen=_MAX_LOSSES_HELD) for name in losses_among(metrics)
             }
         if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
             # Determined 0.38.1, _deepspeed_trial.py.

@@ -24,7 +24,7 @@ _ROUNDS = 5
 _CPU_SIZE = 1024
 _DEVICE_SIZE = 8192
 _ROUND_S = 0.03
-_MOST_S = 1.0
+_MAX_S = 1.0
 
 DATA_SHEETS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H200", {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9}),
@@ -145,7 +145,7 @@ def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
         seconds(lambda: left @ right, 1)  # loads what it needs
         best = seconds(lambda: left @ right, 1)
         times = max(1, round(_ROUND_S / best))
-        give_up_at_s = time.perf_counter() + _MOST_S
+        give_up_at_s = time.perf_counter() + _MAX_S
         for _ in range(_ROUNDS):
             best = min(best, seconds(lambda: left @ right, times))
             if time.perf_counter() > give_up_at_s:

@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 # Batches between two reports that are timed by events, evenly spread over as many as the last report had.
 MOST_TIMED = 32
 
-_MOST_PENDING = 4096
+_MAX_PENDING = 4096
 
 
 class Event(Protocol):
@@ -98,7 +98,7 @@ class PhaseTimer:
         if self._is_timed:
             self._pending.append(("", None, None))
         self._num_heard += 1
-        self._is_timed = self._num_heard % self._stride == 0 and len(self._pending) < _MOST_PENDING
+        self._is_timed = self._num_heard % self._stride == 0 and len(self._pending) < _MAX_PENDING
 
     def take(self) -> dict[str, float]:
         """Return average seconds of each phase of a batch since the last call.

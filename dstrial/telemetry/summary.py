@@ -26,7 +26,7 @@ _MEMORY = (
     ("device_reserved_memory_bytes", "reserved"),
     ("process_peak_memory_bytes", "process, peak"),
 )
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 _SMALLEST_SHARE = 0.005
 
 # Columns of memory; ``peak`` is of tensors on the device, where not all parts are at their largest at once.
@@ -129,7 +129,7 @@ def _memory(ranks: Sequence[Mapping[str, int]]) -> str:
             continue
         if len(held) == 1:
             texts.append(f"{words} {_bytes(known[0])}")
-        elif len(held) <= _MOST_RANKS:
+        elif len(held) <= _MAX_RANKS:
             each = ", ".join("?" if value is None else _bytes(value) for value in held)
             texts.append(f"{words} {each} (by rank)")
         else:

@@ -16,7 +16,7 @@ from dstrial.dsat.methods import METHODS
 from dstrial.file_writes import replace_file
 
 if TYPE_CHECKING:
-    from dstrial.dsat.backends.base import Backend
+    from dstrial.dsat.backends.base import Backend, RemoteSearch
     from dstrial.dsat.backends.cluster import ClusterBackend
 
 
@@ -34,10 +34,10 @@ class BackendFactory:
         self._record = record
         self._signals = signals
         self._print_line = print_line
-        self._backend: Backend | None = None
+        self._backend: Backend | RemoteSearch | None = None
         self._master: ClusterBackend | None = None
 
-    def make(self) -> Backend:
+    def make(self) -> Backend | RemoteSearch:
         if self._backend is None:
             self._backend = self._made()
             self._print_line(f"trials run on: {self._backend.describe()}")
@@ -51,15 +51,15 @@ class BackendFactory:
             self._master = ClusterBackend(self._settings, lambda: bool(self._signals), self._record.search_id)
         return self._master
 
-    def _made(self) -> Backend:
+    def _made(self) -> Backend | RemoteSearch:
         """Return ranks that live on for a search by prediction; all else is launched anew."""
         settings = self._settings
         is_launched_anew = (
             settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts
         )
         if settings.flags.local:
-            from dstrial.dsat.backends.living_ranks import LivingRanks
             from dstrial.dsat.backends.local import LocalBackend
+            from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 
             if is_launched_anew:
                 return LocalBackend(settings, self._record)
@@ -67,9 +67,9 @@ class BackendFactory:
             path.parent.mkdir(exist_ok=True)
             config = measured_config(settings)
             replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
-            return LivingRanks(settings, self._record, ranks_command(settings, str(path), sys.executable))
+            return PersistentRanks(settings, self._record, ranks_command(settings, str(path), sys.executable))
         if is_launched_anew or not self.master().has_machine_for(settings.num_slots):
             return self.master()
-        from dstrial.dsat.backends.search_elsewhere import SearchOnMaster
+        from dstrial.dsat.backends.search_on_master import SearchOnMaster
 
         return SearchOnMaster(settings, self.master(), self._record)

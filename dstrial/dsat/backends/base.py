@@ -19,18 +19,35 @@ class Ended:
     seconds: float | None = None  # since its start on slots; None if unknown
 
 
-class Backend(Protocol):
-    """Runs measuring trials. Not thread-safe.
+class SearchPlace(Protocol):
+    """Where a search or its trials run. Not thread-safe."""
+
+    @property
+    def num_parallel(self) -> int:
+        """How many trials can run at once without disturbing each other; at least 1."""
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """End the search; this or :meth:`close` ends trials that still run.
+
+        Args:
+            results: its files, name -> text, to be kept beside the trials where there is a place for them.
+        """
+
+    def close(self) -> None:
+        """End every trial that is left."""
+
+    def describe(self) -> str:
+        """Return where trials run, for a person."""
+
+
+class Backend(SearchPlace, Protocol):
+    """Runs measuring trials.
 
     Attributes:
         shows_reports: whether others can see there what :meth:`publish` is given.
     """
 
     shows_reports: bool
-
-    @property
-    def num_parallel(self) -> int:
-        """How many trials can run at once without disturbing each other; at least 1."""
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Start a trial, or find the one of this label that was started before.
@@ -66,28 +83,15 @@ class Backend(Protocol):
             Whether nothing is left to do; False where it may be tried again.
         """
 
-    def finish(self, results: Mapping[str, str]) -> None:
-        """End the search; this or :meth:`close` ends trials that still run.
-
-        Args:
-            results: its files, name -> text, to be kept beside the trials where there is a place for them.
-        """
-
-    def close(self) -> None:
-        """End every trial that is left."""
-
-    def describe(self) -> str:
-        """Return where trials run, for a person."""
-
 
 @runtime_checkable
-class SearchElsewhere(Protocol):
+class RemoteSearch(SearchPlace, Protocol):
     """A search whose journal another process keeps; the driver follows it."""
 
     def begin(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Begin the search where a journal ends, or find it."""
 
-    def news(self, num_known: int) -> list[dict[str, Any]]:
+    def new_events(self, num_known: int) -> list[dict[str, Any]]:
         """Return the journal's events after the first ``num_known``."""
 
     def why_ended(self) -> str:

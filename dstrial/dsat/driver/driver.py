@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.backends.base import Backend, Ended, SearchElsewhere
+from dstrial.dsat.backends.base import Backend, Ended, RemoteSearch
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
@@ -49,7 +49,7 @@ class Driver:
         settings: SearchConfig,
         record: SearchRecord,  # locked by the caller
         method: ConfigSearch,
-        backend: Callable[[], Backend],  # called at the first trial that has to run
+        backend: Callable[[], Backend | RemoteSearch],  # called at the first trial that has to run
         print_line: Callable[[str], None],
         show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
         *,
@@ -60,7 +60,7 @@ class Driver:
         self._record = record
         self._method = method
         self._make_backend = backend
-        self._backend: Backend | None = None
+        self._backend: Backend | RemoteSearch | None = None
         self._print_line = print_line
         self._show = show
         self._poll_s = poll_s
@@ -88,7 +88,7 @@ class Driver:
                 if not signals:
                     raise
                 end = signals[0]
-            if isinstance(end, signal.Signals) and not isinstance(self._backend, SearchElsewhere):
+            if isinstance(end, signal.Signals) and not isinstance(self._backend, RemoteSearch):
                 with contextlib.suppress(KeyboardInterrupt):  # of a record that cannot be written now
                     self._disk_full_queue.append("interrupted", {"signal": end.name})
             self._write_files()
@@ -98,7 +98,10 @@ class Driver:
             if isinstance(end, Finish) and not self._is_cleared:
                 self._clear(handles)
             elif (
-                isinstance(end, signal.Signals) and self._backend is not None and self._backend.shows_reports
+                isinstance(end, signal.Signals)
+                and self._backend is not None
+                and not isinstance(self._backend, RemoteSearch)
+                and self._backend.shows_reports
             ):
                 self._backend.publish(self._report_so_far(f"interrupted by {end.name}"))
         finally:
@@ -119,8 +122,9 @@ class Driver:
                     f"what the search may have left where its trials ran could not be looked for: {error}"
                 )
                 return
-            for measure in self._open.values():
-                self._backend.adopt(self._spec(measure), handles.get(measure.trial_id, {}))
+            if not isinstance(self._backend, RemoteSearch):
+                for measure in self._open.values():
+                    self._backend.adopt(self._spec(measure), handles.get(measure.trial_id, {}))
         try:
             self._backend.finish(self._files.read())
             self._disk_full_queue.append("cleared", {})
@@ -136,7 +140,7 @@ class Driver:
         )
         began_s = time.monotonic() - spent_s - self._described_s
         backend = self._backend = self._make_backend()
-        if isinstance(backend, SearchElsewhere):
+        if isinstance(backend, RemoteSearch):
             return self._follow(backend, handles, began_s)
         for measure in list(self._open.values()):
             self._start(measure, handles.get(measure.trial_id))
@@ -157,7 +161,7 @@ class Driver:
             time.sleep(self._poll_s)
 
     def _follow(
-        self, search: SearchElsewhere, handles: dict[int, dict[str, Any]], began_s: float
+        self, search: RemoteSearch, handles: dict[int, dict[str, Any]], began_s: float
     ) -> Finish | signal.Signals:
         """Take the events of a search that another process runs, until it ends."""
         budget_s = self._settings.flags.budget
@@ -173,7 +177,7 @@ class Driver:
                 self._finish(finish, budget_s=budget_s)
                 return finish
             why_ended = search.why_ended()  # asked before the events, so that none is missed
-            for event in search.news(num_known):
+            for event in search.new_events(num_known):
                 num_known += 1
                 self._disk_full_queue.append(event["event"], event)
                 notes_before = len(self._notes)
@@ -268,9 +272,8 @@ class Driver:
                 )
 
     def _start(self, measure: Measure, handle: dict[str, Any] | None) -> None:
-        assert self._backend is not None
         spec = self._spec(measure)
-        if handle is not None and self._backend.adopt(spec, handle):
+        if handle is not None and self._trials_backend.adopt(spec, handle):
             self._print_line(f"trial {measure.trial_id} goes on: {self.trials[measure.trial_id].description}")
             return
         if not self._disk_full_queue.was_postponed(measure.trial_id):
@@ -278,7 +281,7 @@ class Driver:
                 f"trial {measure.trial_id} begins: {self.trials[measure.trial_id].description} ({measure.why})"
             )
         try:
-            handle = self._backend.start(spec)
+            handle = self._trials_backend.start(spec)
         except OSError as error:
             if error.errno not in DISK_FULL_ERRORS:
                 raise
@@ -302,8 +305,7 @@ class Driver:
         return dataclasses.replace(spec, best=compared)
 
     def _take_ended(self) -> None:
-        assert self._backend is not None
-        for ended in self._backend.poll():
+        for ended in self._trials_backend.poll():
             if ended.trial_id in self._open and self._end is None:
                 self._take(ended)
 
@@ -337,6 +339,13 @@ class Driver:
             self._write_files()
         self._apply(actions, is_replay=is_replay)
 
+    @property
+    def _trials_backend(self) -> Backend:
+        """The backend of a search whose trials this process starts."""
+        assert self._backend is not None
+        assert not isinstance(self._backend, RemoteSearch)
+        return self._backend
+
     def _measured(self) -> list[Measured]:
         return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
 
@@ -350,14 +359,13 @@ class Driver:
     # ---- deadlines, files -------------------------------------------------------------------------
 
     def _end_overdue(self) -> None:
-        assert self._backend is not None
         for trial_id, measure in list(self._open.items()):
             if trial_id not in self._open or self._disk_full_queue.is_postponed(trial_id):
                 continue
             deadline_s = self.deadline_s(measure)
-            running_s = self._backend.running_s(trial_id)
+            running_s = self._trials_backend.running_s(trial_id)
             if running_s > deadline_s:
-                self._backend.kill(trial_id)
+                self._trials_backend.kill(trial_id)
                 self._take_ended()  # it may have been measured before it hung
                 is_open = trial_id in self._open and not self._disk_full_queue.is_postponed(trial_id)
                 if not is_open or self._end is not None:

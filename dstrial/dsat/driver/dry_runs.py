@@ -21,7 +21,7 @@ from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
 from dstrial.local.measuring_variables import MEASURING_KEYS
 
 _DEADLINE_S = 900.0
-_MOST_PARALLEL = 4
+_MAX_PARALLEL = 4
 _USUAL_FLOPS_RATIO = 0.5, 2.0
 _PIPELINE_NOTE = "pipelines are not dry-run; `dstrial memory` tells what each stage takes"
 
@@ -104,7 +104,7 @@ def dry_run_space(
     """Run one dry run for each kind of structure of a space."""
     asked = groups.representatives()
     requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
-    parallel = max(min(os.cpu_count() or 1, _MOST_PARALLEL), 1)
+    parallel = max(min(os.cpu_count() or 1, _MAX_PARALLEL), 1)
     runs: dict[str, DryRunResult] = {}
     failures: dict[str, str] = {}
     for key, found in zip(

@@ -27,7 +27,7 @@ from dstrial.local.json_files import write_json_atomically
 
 _PERIOD_S = 2.0
 # Making a report of many trials takes time that the search needs.
-_LEAST_PAUSES = 20.0
+_MIN_PAUSES = 20.0
 
 
 class SearchFiles:
@@ -131,4 +131,4 @@ class LiveReport:
             return
         self._has_news = not backend.publish(self._make())
         took_s = time.monotonic() - began_s
-        self._next_s = began_s + max(_PERIOD_S, _LEAST_PAUSES * took_s)
+        self._next_s = began_s + max(_PERIOD_S, _MIN_PAUSES * took_s)

@@ -58,7 +58,7 @@ class Lineage:
         return max(scores, default=None)
 
 
-_MOST_SKIPPED = 2000
+_MAX_SKIPPED = 2000
 
 
 class LineageMethod(abc.ABC):
@@ -228,7 +228,7 @@ class LineageMethod(abc.ABC):
     def _fill(self) -> list[Action]:
         actions: list[Action] = []
         num_open = sum(1 for observation in self.observations.values() if observation.outcome is None)
-        for _ in range(_MOST_SKIPPED):
+        for _ in range(_MAX_SKIPPED):
             if num_open >= self.options.num_parallel or len(self.observations) >= self.options.max_trials:
                 break
             if self._unproven:

@@ -48,12 +48,12 @@ _NEW, _FAR = 2.0, 2.0
 ``_FAR``: it tells about many others."""
 _PROGRESS = 1.005  # better than the best so far by less is no progress
 _SURE_TO_FIT = 0.98  # probability, while nothing has run
-_MOST_REFUSED = 2
+_MAX_REFUSED = 2
 _MAY_REPEAT = (
     FailureKind.COMMUNICATION,
     FailureKind.DEVICE_OOM,
 )  # smaller buckets may fit, although they differ in nothing else
-_LONGEST_STEPS, _LEAST_S, _BUILD_S = 70, 6.0, 30.0
+_LONGEST_STEPS, _MIN_S, _BUILD_S = 70, 6.0, 30.0
 _NEXT_SIZES = 2
 _USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown
 
@@ -183,7 +183,7 @@ class PredictSearch:
             for one in self.observations.values()
         )
         num_barred = sum(self.groups.group(one) == group for one in self._barred)
-        if num_barred >= _MOST_REFUSED and not has_run:
+        if num_barred >= _MAX_REFUSED and not has_run:
             self._barred_groups.add(group)
 
     def _group(self, candidate: Candidate) -> tuple[Any, ...]:
@@ -370,7 +370,7 @@ class PredictSearch:
             is_guess = self.predictor.machine is None and not has_run
             self._forecasts[trial_id] = {**self.predictor.explain(prediction), "is_guess": is_guess}
             if has_run:
-                predicted_s = _BUILD_S + max(_LONGEST_STEPS * prediction.time.quantile(2.0), _LEAST_S)
+                predicted_s = _BUILD_S + max(_LONGEST_STEPS * prediction.time.quantile(2.0), _MIN_S)
         return Measure(trial_id, candidate, why, predicted_s)
 
     def _reason(self) -> str:

@@ -16,14 +16,14 @@ from dstrial.dsat.predictor.models import StepModel
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.space.space import Structure
 
-_MOST_CHANGES = 30
-_LEAST_CHANGE = 1e-4
+_MAX_CHANGES = 30
+_MIN_CHANGE = 1e-4
 _FITS = 0.85  # least probability to fit of what a descent goes through
 _BOUNDS = (1.5, 0.0)  # standard deviations below the median by which candidates of a group compete
 _HOPELESS_STDS, _HOPELESS = 3.0, 1.03
 """A group whose bound at so many standard deviations is above the best cost by this is not descended into."""
 _OOM_COST = 0.2  # of running out of memory, as a share of the best cost
-_LEAST_TO_FIT = 0.5
+_MIN_TO_FIT = 0.5
 
 
 def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
@@ -32,7 +32,7 @@ def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
     The more often it happened (``num_failed``), the more it costs.
     """
     fits = prediction.probability_to_fit
-    if fits < _LEAST_TO_FIT:
+    if fits < _MIN_TO_FIT:
         return 0.0
     return fits * prediction.expected_improvement(cost) - (1 - fits) * _OOM_COST * (1 + num_failed)
 
@@ -89,7 +89,7 @@ class _Descent:
                 cost is not None and at[0].lower_confidence_bound(_HOPELESS_STDS) > _HOPELESS * cost
             ):
                 return None
-            for _ in range(_MOST_CHANGES):
+            for _ in range(_MAX_CHANGES):
                 moved = self._move(*at, stds)
                 if moved is None:
                     break
@@ -121,7 +121,7 @@ class _Descent:
             }
         fitting = [one for one in self._predict(changes) if one[0].probability_to_fit >= _FITS]
         best = min(fitting, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
-        least = at.lower_confidence_bound(stds) * math.exp(-_LEAST_CHANGE)
+        least = at.lower_confidence_bound(stds) * math.exp(-_MIN_CHANGE)
         return best if best is not None and best[0].lower_confidence_bound(stds) < least else None
 
     def _has(self, place: int) -> bool:

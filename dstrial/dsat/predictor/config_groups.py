@@ -13,7 +13,7 @@ from dstrial.dsat.space.knobs import KNOBS, KNOWN_PATHS, ZERO, Knob, useful_valu
 from dstrial.dsat.space.space import Space, Structure
 
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
-_MOST_BASES = 96
+_MAX_BASES = 96
 _BEYOND = 8  # times the largest micro batch that has run
 _ALL_UP_TO, _SHARES = 32, 16
 _SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
@@ -45,7 +45,7 @@ class ConfigGroups:
                     if (knob.path in _OFFLOADS and self._may_offload(knob)) or knob.path not in KNOWN_PATHS
                 ]
                 for structure in self.space.structures(stage, knobs):
-                    if len(found) >= _MOST_BASES or not self.is_legal(structure):
+                    if len(found) >= _MAX_BASES or not self.is_legal(structure):
                         continue
                     if (identity := self._identity(structure)) not in seen:
                         seen.add(identity)

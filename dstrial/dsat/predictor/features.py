@@ -154,9 +154,9 @@ _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
 _FILLING_TOKENS, _FILLING_SHARE = 512.0, 0.25
 """Tokens, or the share of a record where there are none, whose products fit into the time for which a device is not full."""
-_MOST_HIDDEN = 0.9
+_MAX_HIDDEN = 0.9
 """Of computing, beside which something else can run."""
-_LEAST_OVERHEAD, _UNSTREAMED = 0.1, 0.3
+_MIN_OVERHEAD, _UNSTREAMED = 0.1, 0.3
 _STEP_SHARE = 0.35
 """Of the operations of a step without accumulation, the optimizer's share."""
 _COPIED_IN, _COPIED_OUT = 2.0, 0.8
@@ -258,7 +258,7 @@ def _gathers(
         moved, called = (0.5 * (1 - kept) * seconds for seconds in gathered)
         fetched_s = 0.5 * (1 - kept) * fetched
         gathers.append(_Exposed.of(moved, called, hides=machine.hides, able=ahead, beside_s=each_s))
-        fetches.append(fetched_s - min(ahead * machine.hides * fetched_s, _MOST_HIDDEN * each_s))
+        fetches.append(fetched_s - min(ahead * machine.hides * fetched_s, _MAX_HIDDEN * each_s))
     return gathers, fetches
 
 
@@ -269,7 +269,7 @@ def _offload_s(
     if machine.host_copy_bytes_per_s is None:
         return 0.0, 0.0
     down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
-    down -= min(0.5 * down, _MOST_HIDDEN * backward_s)
+    down -= min(0.5 * down, _MAX_HIDDEN * backward_s)
     return down, bytes_per_value * on_host / machine.host_copy_bytes_per_s
 
 
@@ -295,7 +295,7 @@ def _overheads(
     if not is_device:
         return amounts
     return [
-        max(amount - busy, _LEAST_OVERHEAD * amount)
+        max(amount - busy, _MIN_OVERHEAD * amount)
         for amount, busy in zip(amounts, (*computing, 0.0), strict=True)
     ]
 
@@ -325,7 +325,7 @@ class _Exposed:
         whole = moved_s + called_s
         if not whole or not hides:
             return cls(moved_s, called_s, 0.0)
-        could = min(able * whole, _MOST_HIDDEN * beside_s)
+        could = min(able * whole, _MAX_HIDDEN * beside_s)
         left = 1 - could / whole
         return cls(moved_s * left, called_s * left, (1 - hides) * could)
 

@@ -168,11 +168,11 @@ _MEMORY_GROUP, _MEMORY_STRUCTURE, _MEMORY_KNOB, _MEMORY_PHASE = 0.03, 0.01, 0.00
 _MEMORY_UNKNOWN_SETTING, _MEMORY_SLOPE = 0.1, 0.015
 _MEMORY_NOISE = 0.004
 _SCATTERED = 0.03  # share that gradients which are not contiguous leave unusable between them
-_WASTE_NOISE, _MOST_WASTE, _BEYOND = 0.01, 0.1, 0.5
-"""Beyond ``_MOST_WASTE`` of what is needed, half of what the allocator holds could be given back."""
+_WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
+"""Beyond ``_MAX_WASTE`` of what is needed, half of what the allocator holds could be given back."""
 _NEAR = 0.85
 """What needs this share of what ran out of memory may do so, too, unless more of its group has run."""
-_TOLD = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
+_MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phases that a measurement tells apart, and those of a dry run that lie in them."""
 
 
@@ -267,10 +267,10 @@ class MemoryModel:
         self.device = device
         self._samples: list[Sample] = []
         self._errors: list[Row] = []
-        self._least_failed: dict[
+        self._min_failed_bytes: dict[
             tuple[Any, ...], float
         ] = {}  # group -> dry-run bytes of what ran out of memory
-        self._most_run: dict[tuple[Any, ...], float] = {}
+        self._max_run_bytes: dict[tuple[Any, ...], float] = {}
         self._wastes: list[float] = []
         self._regression: Regression | None = None
 
@@ -281,11 +281,11 @@ class MemoryModel:
         """
         whole = phases.get("all") or max(phases.values(), default=0.0)
         if point.peaks:
-            most = max(self._most_run.get(point.group, 0.0), point.peaks[0].total_bytes)
-            self._most_run[point.group] = most
+            most = max(self._max_run_bytes.get(point.group, 0.0), point.peaks[0].total_bytes)
+            self._max_run_bytes[point.group] = most
         told = [
             (peak, phases[name])
-            for name, where in _TOLD.items()
+            for name, where in _MEASURED_PHASES.items()
             if phases.get(name) and (peak := point.peak_in(where)) is not None
         ]
         if not told and whole and point.peaks:
@@ -293,16 +293,18 @@ class MemoryModel:
         self._samples += [Sample(point.row(peak), value, _MEMORY_NOISE) for peak, value in told]
         if whole and reserved_bytes and reserved_bytes >= whole:
             waste = math.log(reserved_bytes / whole) - (_SCATTERED if point.is_scattered else 0.0)
-            self._wastes.append(min(waste, _MOST_WASTE) + _BEYOND * max(waste - _MOST_WASTE, 0.0))
+            self._wastes.append(min(waste, _MAX_WASTE) + _BEYOND * max(waste - _MAX_WASTE, 0.0))
         self._regression = None
 
     def ran_out(self, point: MemoryPoint, phase: str) -> None:
         """Take an out-of-memory error in a measured, dry-run or unknown phase."""
-        peak = point.peak_in((*_TOLD.get(phase, ()), phase)) or (point.peaks[0] if point.peaks else None)
+        peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or (
+            point.peaks[0] if point.peaks else None
+        )
         if peak is not None:
             self._errors.append(point.row(peak))
-            least = min(self._least_failed.get(point.group, math.inf), point.peaks[0].total_bytes)
-            self._least_failed[point.group] = least
+            least = min(self._min_failed_bytes.get(point.group, math.inf), point.peaks[0].total_bytes)
+            self._min_failed_bytes[point.group] = least
         self._regression = None
 
     def predict(self, points: Sequence[MemoryPoint]) -> list[MemoryPrediction | None]:
@@ -320,7 +322,7 @@ class MemoryModel:
             if known is None or whole + 2 * spread > known[0] * (1 + 2 * known[1]):
                 worst[id(point)] = found
         for point in points:
-            failed, ran = (known.get(point.group) for known in (self._least_failed, self._most_run))
+            failed, ran = (known.get(point.group) for known in (self._min_failed_bytes, self._max_run_bytes))
             total = point.peaks[0].total_bytes if point.peaks else 0.0
             if failed and point.peaks and total >= _NEAR * failed and total > (ran or 0.0):
                 whole, spread, phase = worst[id(point)]

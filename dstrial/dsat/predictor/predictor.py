@@ -27,7 +27,7 @@ from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
 _UNKNOWN_NOISE = 0.01
-_MOST_SPREAD = 0.15  # by which a cost may be hoped to be lower: no part of it takes less than nothing
+_MAX_SPREAD = 0.15  # by which a cost may be hoped to be lower: no part of it takes less than nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Prediction:
 
     def lower_confidence_bound(self, num_stds: float) -> float:
         """Return the cost that lies so many standard deviations below its median."""
-        return self.cost * math.exp(-num_stds * min(self.time.log_std, _MOST_SPREAD))
+        return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
         """Return by which share it should beat a cost; a worse one would not be taken.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
-        ahead, log_std = math.log(cost / self.cost), min(self.time.log_std, _MOST_SPREAD)
+        ahead, log_std = math.log(cost / self.cost), min(self.time.log_std, _MAX_SPREAD)
         score = ahead / log_std
         density = math.exp(-0.5 * score * score) / math.sqrt(2 * math.pi)
         return ahead * 0.5 * math.erfc(-score / math.sqrt(2)) + log_std * density

@@ -24,10 +24,10 @@ Effects = tuple[tuple[Hashable, float], ...]
 one name share it."""
 
 _PRIOR_ROWS = 8.0  # rows that the assumed spreads count for, against the residuals of measured rows
-_LEAST_SCALE, _MOST_SCALE = 0.7, 4.0  # of all spreads
-_LEAST_FACTOR = 0.05  # of its prior mean; a factor that would be below it is held there
+_MIN_SCALE, _MAX_SCALE = 0.7, 4.0  # of all spreads
+_MIN_FACTOR = 0.05  # of its prior mean; a factor that would be below it is held there
 _LARGE = 0.03  # standard deviation of an effect
-_LEAST_SPREAD = 0.003  # relative, of any prediction
+_MIN_SPREAD = 0.003  # relative, of any prediction
 _OUTLIER = 3.0  # standard deviations from what all other rows predict
 _OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
 _ROUNDS = 3
@@ -98,7 +98,7 @@ class Regression:
             across = shares @ fit.shares.T + effects
             medians = medians * np.exp(effects @ fit.weights)
             variances = variances - np.sum((across @ fit.inverse) * across, axis=1)
-        variances = self.scale**2 * np.maximum(variances, _LEAST_SPREAD**2)
+        variances = self.scale**2 * np.maximum(variances, _MIN_SPREAD**2)
         if self._fit is not None and self.scale < 1:
             # Small residuals say nothing of large effects that no sample has.
             unknown = [
@@ -149,16 +149,16 @@ class Regression:
             off = measured - scaled @ mean
             weights = inverse @ off
             factors = mean + deviations * (shares.T @ weights)
-            below = (factors < _LEAST_FACTOR * self._prior) & (deviations > 0)
+            below = (factors < _MIN_FACTOR * self._prior) & (deviations > 0)
             if not np.any(below):
                 break
-            mean[below], deviations[below] = _LEAST_FACTOR * self._prior[below], 0.0
+            mean[below], deviations[below] = _MIN_FACTOR * self._prior[below], 0.0
         # Spreads grow with the residuals: the posterior mean of their common scale.
         ratio = (_PRIOR_ROWS + float(off @ weights)) / (_PRIOR_ROWS + len(off))
-        least = _LEAST_SCALE if self._is_robust else 1.0
-        self.scale = float(np.clip(math.sqrt(ratio), least, _MOST_SCALE))
+        least = _MIN_SCALE if self._is_robust else 1.0
+        self.scale = float(np.clip(math.sqrt(ratio), least, _MAX_SCALE))
         self.factors = factors
-        self._predicted = np.where(deviations == 0.0, _LEAST_FACTOR * self._prior, deviations)
+        self._predicted = np.where(deviations == 0.0, _MIN_FACTOR * self._prior, deviations)
         return _Fit(names, effects, shares, inverse, weights)
 
 

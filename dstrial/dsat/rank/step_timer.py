@@ -26,7 +26,7 @@ from dstrial.engine.deepspeed_internals.optimizers import full_numel
 
 _NUM_PHASE_STEPS = 3
 _NUM_BARE_WINDOWS = 3
-_MOST_SKIPPED_SHARE = 0.5
+_MAX_SKIPPED_SHARE = 0.5
 
 
 class Mode(enum.IntEnum):
@@ -259,7 +259,7 @@ class StepTimer:
         engine = self._engines[0]
         skipped = int(engine.skipped_steps) - self._skipped_before
         self._skipped_before += skipped
-        if self._window_steps >= 4 and skipped > _MOST_SKIPPED_SHARE * self._window_steps:
+        if self._window_steps >= 4 and skipped > _MAX_SKIPPED_SHARE * self._window_steps:
             raise NumericError(f"{skipped} of {self._window_steps} steps were skipped for overflow")
 
     def _timed(self, phase: str, call: Callable[[], Any]) -> Any:

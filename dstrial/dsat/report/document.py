@@ -58,7 +58,7 @@ _LIVE_ROW = (
     *("trial_id", "description", "is_own", "state", "why", "seconds", "value", "throughput", "step_s"),
     *("memory_bytes", "predicted", "experiment"),
 )
-_MOST_LIVE_ROWS = 200
+_MAX_LIVE_ROWS = 200
 _LONGEST_LIVE_TEXT = 500
 
 
@@ -128,7 +128,7 @@ def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
     It has no configs, which may hold secrets.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
-    newest = document["trials"][-_MOST_LIVE_ROWS:]
+    newest = document["trials"][-_MAX_LIVE_ROWS:]
     rows = [row for row in document["trials"][: -len(newest) or None] if row["trial_id"] in kept]
     found = []
     for row in (*rows, *newest):

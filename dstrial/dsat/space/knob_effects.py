@@ -34,8 +34,8 @@ PROBES = {
 
 _STEP = "time of a step"
 _LEAST = 0.005
-_LEAST_TIME = 0.02
-_MOST_NOISE = 0.15
+_MIN_TIME = 0.02
+_MAX_NOISE = 0.15
 Pair = tuple[Candidate, Outcome | None]
 
 
@@ -52,7 +52,7 @@ class KnobEffect:
     @property
     def is_dead(self) -> bool:
         """Whether nothing observed has changed, and times are certain enough to say so."""
-        return not self.changes and self.noise <= _MOST_NOISE
+        return not self.changes and self.noise <= _MAX_NOISE
 
     def __str__(self) -> str:
         first, second = (str(value).lower() if isinstance(value, bool) else value for value in self.values)
@@ -156,7 +156,7 @@ def _changes(one: Measured, other: Measured) -> Iterator[tuple[str, float, float
 
 
 def _noise(one: Measured, other: Measured) -> float:
-    return max(sum(measured.value("half_width") or 0.0 for measured in (one, other)), _LEAST_TIME)
+    return max(sum(measured.value("half_width") or 0.0 for measured in (one, other)), _MIN_TIME)
 
 
 def _apart(before: float, after: float) -> float:

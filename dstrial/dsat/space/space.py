@@ -47,8 +47,8 @@ from dstrial.dsat.space.pipeline import (
 )
 from dstrial.search.random_state import SearchRandom
 
-_MOST_COMBINATIONS = 256
-_MOST_CHECKED = 1024
+_MAX_COMBINATIONS = 256
+_MAX_CHECKED = 1024
 """Checks that are kept, because one candidate is often asked about several times in a row."""
 
 
@@ -179,7 +179,7 @@ class Space:
         beside.pop(path, None)
         choices = [[None, *((other, one) for one in values)] for other, values in beside.items()]
         first: str | None = None
-        for chosen in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
+        for chosen in itertools.islice(itertools.product(*choices), _MAX_COMBINATIONS):
             others = [pair for pair in chosen if pair is not None]
             reason = self.illegal_reason(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
             if reason is None:
@@ -267,7 +267,7 @@ class Space:
         # A text, because values of --space may be lists, and 1 and True are equal but not the same to DeepSpeed.
         key = json.dumps(candidate.to_json(), sort_keys=True)
         if key not in self._checked:
-            if len(self._checked) >= _MOST_CHECKED:
+            if len(self._checked) >= _MAX_CHECKED:
                 self._checked.clear()
             # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
             merged = self.config(candidate)

@@ -191,12 +191,12 @@ class Answer:
     Attributes:
         slots: requests that may begin, with slot ids in rank order.
         refused: requests whose jobs have failed too often, with the reason.
-        told: new messages for waiting requests, each once.
+        messages: new messages for waiting requests, each once.
     """
 
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
     refused: Mapping[Key, str] = dataclasses.field(default_factory=dict)
-    told: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+    messages: Mapping[Key, str] = dataclasses.field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -277,7 +277,7 @@ class Backend(Protocol):
         Called again, after a backoff, if it raises.
         """
 
-    def look(self, *, is_busy: bool) -> None:
+    def poll(self, *, is_busy: bool) -> None:
         """Do periodic work; ``is_busy`` while anything runs."""
 
     def close(self) -> None:

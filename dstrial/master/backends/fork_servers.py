@@ -148,7 +148,7 @@ class ForkServers:
         found.num_forks += 1
         return pid, ""
 
-    def look(self, *, is_busy: bool) -> None:
+    def poll(self, *, is_busy: bool) -> None:
         """End idle servers; ``is_busy`` while a trial runs or waits."""
         now_s = time.monotonic()
         for found in list(self._running):

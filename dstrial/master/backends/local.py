@@ -580,9 +580,9 @@ class LocalBackend(OwnNodes):
     def begin(self) -> None:
         """Do nothing: this machine is here."""
 
-    def look(self, *, is_busy: bool) -> None:
+    def poll(self, *, is_busy: bool) -> None:
         """End fork servers that are idle."""
-        self._fork_servers.look(is_busy=is_busy)
+        self._fork_servers.poll(is_busy=is_busy)
 
     def close(self) -> None:
         if self._exit_watch is not None:

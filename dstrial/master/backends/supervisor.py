@@ -229,7 +229,7 @@ class _Output:
                 was_terminated = True
                 _signal_group(self._child.pid, signal.SIGTERM)
             if self._status is None:
-                self.say(self._stopped.look(time.monotonic()))
+                self.say(self._stopped.poll(time.monotonic()))
                 continue
             if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
                 continue
@@ -362,7 +362,7 @@ class _StoppedWatch:
         self._since_s = 0.0
         self._told_s: float | None = None
 
-    def look(self, now_s: float) -> str:
+    def poll(self, now_s: float) -> str:
         """Return the log line that is due now; empty if none is."""
         found = next((pid for pid in _group_of(self._pid) if is_stopped(pid)), None)
         if found != self._found:

@@ -30,7 +30,7 @@ logger = logging.getLogger("dstrial.master.scheduler")
 # Group of metrics in which a trial has a mark for each change of its slots, at the batch from which it goes on.
 SLOTS_GROUP = "resources"
 _POLL_S = 1.0  # between looks at trials that may change their slots
-_MOST_KNOWN = 10_000  # entries of the cache before it is cleared
+_MAX_KNOWN = 10_000  # entries of the cache before it is cleared
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Resizing:
         cached_as = trial_id, at_least, at_most
         known = self._known.get(cached_as)
         if known is None or known.key != key:
-            if len(self._known) > _MOST_KNOWN:
+            if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             config = json.loads(text)
             trial = trial_rows.require(connection, trial_id)

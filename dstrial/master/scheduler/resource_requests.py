@@ -106,11 +106,11 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 def write_answer(database: Database, answer: Answer) -> None:
     """Log what an engine says of waiting trials, and end those that can never begin."""
-    if not answer.told and not answer.refused:
+    if not answer.messages and not answer.refused:
         return
 
     def write(tx: Transaction) -> None:
-        for key, text in answer.told.items():
+        for key, text in answer.messages.items():
             _say(tx, key, text, "INFO")
         for key, text in answer.refused.items():
             _say(tx, key, f"it can never start: {text}", "ERROR")

@@ -181,7 +181,7 @@ class Scheduler:
         if self._dispatcher.poll():
             wait_s = 0.0
         self._heartbeat_timeout.check()
-        self._backend.look(is_busy=bool(live))
+        self._backend.poll(is_busy=bool(live))
         self._services.note_scheduler("waiting")
         return wait_s
 

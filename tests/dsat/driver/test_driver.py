@@ -221,7 +221,7 @@ def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_whil
     shutil.rmtree(settings.output)
 
     monkeypatch.setattr("dstrial.dsat.driver.outputs._PERIOD_S", 0.0)
-    monkeypatch.setattr("dstrial.dsat.driver.outputs._LEAST_PAUSES", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver.outputs._MIN_PAUSES", 0.0)
     often: dict[str, Any] = {"started": {}}
     _, driver, _ = _run(settings, often)
     measured = [sum(row["state"] == "measured" for row in one["trials"]) for one in often["shown"]]
@@ -352,7 +352,7 @@ class Elsewhere(FormulaBackend):
     def begin(self, known: Sequence[Mapping[str, Any]]) -> None:
         self.began_with.append(len(known))
 
-    def news(self, num_known: int) -> list[dict[str, Any]]:
+    def new_events(self, num_known: int) -> list[dict[str, Any]]:
         return self._journal[num_known : num_known + 1]
 
     def why_ended(self) -> str:

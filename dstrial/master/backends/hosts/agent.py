@@ -305,7 +305,7 @@ class Agent:
                     task_venv.collect(self._directory / "venvs", task_venv.UNUSED_S)
             with self._lock:
                 runs = list(self._runs.items())
-                self._fork_servers.look(is_busy=bool(runs))
+                self._fork_servers.poll(is_busy=bool(runs))
             for name, run in runs:
                 try:
                     self._tell(name, run)

@@ -222,8 +222,8 @@ class LinkedBackend(abc.ABC):
         with contextlib.suppress(OSError):
             remove_tree(run.directory)
 
-    def look(self, *, is_busy: bool) -> None:
-        self._local.look(is_busy=is_busy)
+    def poll(self, *, is_busy: bool) -> None:
+        self._local.poll(is_busy=is_busy)
         shown = [ShownHost(node.name, len(node.slots), node.why_down, node.since_us) for node in self.nodes()]
         if shown != self._shown:
             self._shown = shown

@@ -136,7 +136,7 @@ class QueuedBackend(LinkedBackend):
     def request(self, requests: Iterable[ResourceRequest]) -> Answer:
         slots: dict[Key, Sequence[int]] = {}
         refused: dict[Key, str] = {}
-        told: dict[Key, str] = {}
+        messages: dict[Key, str] = {}
         with self._lock:
             before, self._waiting, self._has_requests = self._waiting, {}, True
             for request in requests:
@@ -153,10 +153,10 @@ class QueuedBackend(LinkedBackend):
                 elif (found := self._slots_for(name, request)) is not None:
                     slots[request.key] = found
                 elif (text := self._job_text(name)) and waiting.logged != text:
-                    waiting.logged = told[request.key] = text
+                    waiting.logged = messages[request.key] = text
             if before:
                 self._note_change()
-        return Answer(slots, refused, told)
+        return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
         """Return slots of a job in which an allocation can begin now; None without one."""
@@ -237,8 +237,8 @@ class QueuedBackend(LinkedBackend):
                 job.run = None
             self._note_change()
 
-    def look(self, *, is_busy: bool) -> None:
-        super().look(is_busy=is_busy)
+    def poll(self, *, is_busy: bool) -> None:
+        super().poll(is_busy=is_busy)
         with self._lock:
             there = [job.seen for job in self._jobs.values() if job.end is None and not job.is_cancelled]
             jobs = [f"{job.text} for {job.key}" for job in there]
@@ -391,7 +391,7 @@ class QueuedBackend(LinkedBackend):
                 slot_ids=share.slots,
                 place=job.seen.id,
             )
-            if run is not None:  # An agent ends what it has not been told of.
+            if run is not None:  # An agent ends what it does not know.
                 link.recover(run.allocation_id, self._new_part(run, share, link, None))
             link.start()
         job.shares = tuple(shares.values())

@@ -38,7 +38,7 @@ from dstrial.process_state import start_ticks
 
 logger = logging.getLogger("dstrial.dsat")
 
-_MOST_ATTEMPTS = 2
+_MAX_ATTEMPTS = 2
 _NEAR = 0.10
 _RATES = ("throughput", "bare_throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
 _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step")
@@ -57,7 +57,7 @@ class _Task:
     challenger: Measured | None = None  # measured before; this task measures the best one again
 
 
-class LivingRanks:
+class PersistentRanks:
     """The ranks of one search.
 
     ``words`` launch them, ``publish`` shows the report so far.
@@ -100,13 +100,13 @@ class LivingRanks:
         row = self._left.get(spec.trial_id)
         attempts = int(handle.get("attempt") or 0)
         outcome = None if row is None else outcome_from_json(row)
-        is_short = isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
-        if row is not None and is_short and row["number"] > 1:
+        is_out_of_memory = isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
+        if row is not None and is_out_of_memory and row["number"] > 1:
             self._attempts[spec.trial_id] = 0  # memory counts in fresh ranks only
             return False
         if row is not None and outcome is not None:
             self._ended.append(Ended(spec.trial_id, outcome, row["seconds"]))
-        elif attempts >= _MOST_ATTEMPTS:
+        elif attempts >= _MAX_ATTEMPTS:
             message = f"its search was killed {attempts} times, as when the machine's memory runs out"
             self._ended.append(Ended(spec.trial_id, Failure(FailureKind.HOST_OOM, message)))
         else:
@@ -219,14 +219,14 @@ class LivingRanks:
         self._task = None
         metric = self._settings.flags.metric
         task.spent_s += time.time() - task.began_s
-        is_short = isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
+        is_out_of_memory = isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
         if task.challenger is not None:
             challenger = task.challenger
             best = self._incumbent.measured
             if isinstance(outcome, Measured) and best is not None:
                 challenger = without_drift(challenger, drift_between(best, outcome))
             outcome = challenger
-        elif is_short and not task.is_in_fresh_ranks:
+        elif is_out_of_memory and not task.is_in_fresh_ranks:
             # Memory counts in fresh ranks only: caches of earlier configurations take some of it.
             self._begin(task, needs_fresh_ranks=True)
             return

@@ -16,7 +16,7 @@ from searching import settings_of, write_experiment
 from surfaces import BASE
 
 from dstrial.dsat.backends.cluster import ClusterBackend
-from dstrial.dsat.backends.search_elsewhere import SearchOnMaster
+from dstrial.dsat.backends.search_on_master import SearchOnMaster
 from dstrial.dsat.core.journal import SEARCH_FILE, SearchRecord
 from dstrial.dsat.search_trial import _settings
 from dstrial.errors import DstrialError

@@ -18,10 +18,9 @@ from determined.common.api import errors
 from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.cluster import ClusterBackend
 from dstrial.dsat.backends.experiments import RUNS, last_lines, why_waiting
-from dstrial.dsat.backends.trial_spec import TrialSpec, search_config
+from dstrial.dsat.backends.trial_spec import search_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
 from dstrial.errors import DstrialError
@@ -29,9 +28,9 @@ from dstrial.errors import DstrialError
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 0.5
-_NEWS_S = 10.0  # for the last event of a search that has ended
+_LAST_EVENTS_S = 10.0  # for the last event of a search that has ended
 _WAIT_S = 60.0  # for the trial to keep the files of a search that is over
-_TELL_WAITING_S = 15.0
+_LOG_WAIT_AFTER_S = 15.0
 _ENDED = (
     ExperimentState.CANCELED,
     ExperimentState.DELETED,
@@ -44,7 +43,6 @@ class SearchOnMaster:
     """A search that runs in the trial of one experiment."""
 
     num_parallel = 1
-    shows_reports = False  # its trial shows them
 
     def __init__(self, settings: SearchConfig, master: ClusterBackend, record: SearchRecord) -> None:
         self._settings = settings
@@ -56,7 +54,7 @@ class SearchOnMaster:
         self._is_ended = self._is_running = False
         self._next_poll_s = 0.0
         self._waiting_since_s = time.monotonic()
-        self._told_waiting = ""
+        self._logged_wait = ""
 
     def describe(self) -> str:
         return f"{self._master.describe()}, in ranks that live on from one trial to the next"
@@ -64,7 +62,7 @@ class SearchOnMaster:
     def begin(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Find the experiment of this search, if it lives or has news, or submit one."""
         self._find()
-        if self._experiment is not None and (not self._is_ended or self.news(len(events))):
+        if self._experiment is not None and (not self._is_ended or self.new_events(len(events))):
             return
         if self._experiment is None:
             # One that was canceled in order has not killed the search.
@@ -80,7 +78,7 @@ class SearchOnMaster:
             ) from error
         logger.info("experiment %d searches", self._experiment.id)
 
-    def news(self, num_known: int) -> list[dict[str, Any]]:
+    def new_events(self, num_known: int) -> list[dict[str, Any]]:
         self._poll()
         found: list[dict[str, Any]] = []
         while (row := self._rows.get(num_known + len(found) + 1)) is not None:
@@ -102,7 +100,7 @@ class SearchOnMaster:
         """Wait until the trial has kept the files; keep those of one that does not end."""
         if self._experiment is None:
             self._find()
-        give_up_at_s = time.monotonic() + _NEWS_S
+        give_up_at_s = time.monotonic() + _LAST_EVENTS_S
         while not (is_finished := self._has_finished()) and time.monotonic() < give_up_at_s:
             self._poll()
             time.sleep(0.1)
@@ -123,29 +121,6 @@ class SearchOnMaster:
         if self._experiment is not None and not self._is_ended:
             self._master.kill_experiment(self._experiment)
         self._experiment = None
-
-    # ---- what the trial does itself --------------------------------------------------------------
-
-    def start(self, spec: TrialSpec) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        del spec, handle
-        return True
-
-    def poll(self) -> list[Ended]:
-        return []
-
-    def running_s(self, trial_id: int) -> float:
-        del trial_id
-        return 0.0
-
-    def kill(self, trial_id: int) -> None:
-        raise NotImplementedError
-
-    def publish(self, report: Mapping[str, Any]) -> bool:
-        del report
-        return True
 
     # ---- machinery -------------------------------------------------------------------------------
 
@@ -197,15 +172,15 @@ class SearchOnMaster:
     def _note_slots(self) -> None:
         """Log why the search does not go on while it has no slots."""
         if self._experiment is None or self._is_running or self._is_ended:
-            if self._told_waiting:
+            if self._logged_wait:
                 logger.warning("the search has its slots")
-            self._told_waiting, self._waiting_since_s = "", time.monotonic()
+            self._logged_wait, self._waiting_since_s = "", time.monotonic()
             return
         why = why_waiting(self._experiment, self._settings.num_slots)
-        is_long = bool(self._rows) or time.monotonic() - self._waiting_since_s > _TELL_WAITING_S
-        if is_long and self._told_waiting != why:
+        is_long = bool(self._rows) or time.monotonic() - self._waiting_since_s > _LOG_WAIT_AFTER_S
+        if is_long and self._logged_wait != why:
             logger.warning("the search waits for slots: %s", why)
-            self._told_waiting = why
+            self._logged_wait = why
 
 
 def _without_attempt(event: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,13 @@ import pytest
 from searching import settings_of, write_experiment
 from waiting import wait_for
 
-from dstrial.dsat.backends.living_ranks import Incumbent, LivingRanks, _Task, drift_between, without_drift
+from dstrial.dsat.backends.persistent_ranks import (
+    Incumbent,
+    PersistentRanks,
+    _Task,
+    drift_between,
+    without_drift,
+)
 from dstrial.dsat.backends.trial_spec import TrialSpec, ranks_command
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
@@ -86,9 +92,9 @@ class Ranks:
         self.record = SearchRecord.open(self.settings.output, "", "predict", is_fresh=False)
         self.backend = self.made()
 
-    def made(self) -> LivingRanks:
+    def made(self) -> PersistentRanks:
         words = ranks_command(self.settings, str(self.settings.experiment.path), sys.executable)
-        return LivingRanks(self.settings, self.record, words)
+        return PersistentRanks(self.settings, self.record, words)
 
     def begin(self, trial_id: int, hparams: dict[str, Any], best: Any = None) -> None:
         self.backend.start(TrialSpec(trial_id, {}, hparams, str(trial_id), best))
