@@ -1,4 +1,4 @@
-"""Measure one configuration after the other in ranks that live on.
+"""Measure one configuration after the other in persistent ranks.
 
 The ranks of one launcher measure until one of them fails, hangs, or keeps memory; the next task then starts others. The search's
 process appends tasks to a file that rank 0 reads, and reads the results that rank 0 appends to another. Ranks end with the
@@ -88,7 +88,7 @@ class PersistentRanks:
         self._incumbent = Incumbent()
 
     def describe(self) -> str:
-        return f"this machine, {self._settings.num_slots} rank(s) that live on from one trial to the next"
+        return f"this machine, {self._settings.num_slots} persistent rank(s)"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Queue a trial; it begins after it is on record, in :meth:`poll`."""

@@ -57,7 +57,7 @@ class SearchOnMaster:
         self._logged_wait = ""
 
     def describe(self) -> str:
-        return f"{self._master.describe()}, in ranks that live on from one trial to the next"
+        return f"{self._master.describe()}, in persistent ranks"
 
     def begin(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Find the experiment of this search, if it lives or has news, or submit one."""

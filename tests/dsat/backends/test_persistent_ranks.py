@@ -1,4 +1,4 @@
-"""Ranks that live on: real DeepSpeed engines, built and taken out in the same processes, and ranks that fail."""
+"""Persistent ranks: real DeepSpeed engines, built and taken out in the same processes, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ KNOBS = ("recomputes", "compiles", "read by nobody")
 
 
 class Ranks:
-    """Two ranks that live on, and what they have measured."""
+    """Two persistent ranks, and what they have measured."""
 
     def __init__(self, directory: Path) -> None:
         (directory / "model").mkdir()
