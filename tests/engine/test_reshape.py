@@ -174,7 +174,7 @@ def test_the_second_copy_of_the_weights_within_a_machine_is_not_the_one_before(t
 @pytest.mark.ranks
 def test_biases_that_a_tied_layer_has_on_every_stage_are_not_made_one_in_silence(tmp_path: Path) -> None:
     for result in run_function(reshape_program.merge_untied_biases, 2, str(tmp_path)):
-        assert result.value.startswith("CheckpointLayoutError: the checkpoint was written for another layout")
+        assert result.value.startswith("CheckpointLayoutError: the checkpoint has another layout")
         assert (
             "the tied parameters tied_modules.shared.bias differ between the pipeline's stages"
             in result.value

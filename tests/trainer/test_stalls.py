@@ -129,4 +129,4 @@ def test_a_checkpoint_that_a_storage_takes_no_more_of_is_named_with_its_rank(tmp
     assert "Look at the storage." in line
     assert "rank 1 failed first" in run.output
     assert "stalled: stack of rank 1" in run.output
-    assert "state_copy.py" in run.output.partition("stalled: stack of rank 1")[2]
+    assert "snapshot.py" in run.output.partition("stalled: stack of rank 1")[2]
