@@ -10,56 +10,37 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
 from dstrial.master.store.database import Connection
-from dstrial.master.store.views import searches
-from dstrial.master.store.views.searches import LabelledExperiment, Measurement
+from dstrial.master.store.views import overviews
+from dstrial.master.store.views.overviews import Json, LabelledExperiment, Measurement
 
 _LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d{1,9})|(search)|(results)|(full))$", re.ASCII)
 _NAME = re.compile(r" \(dsat (?:trial \d+|search|results)\)$", re.ASCII)
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 _MAX_ROWS = 20_000
 _MEMORY = ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes")
+_MEASURED = ("state", "value", "throughput", "step_s", "memory_bytes")
 _ROW = (
-    *(
-        "trial_id",
-        "description",
-        "is_own",
-        "state",
-        "why",
-        "seconds",
-        "value",
-        "throughput",
-        "step_s",
-        "memory_bytes",
-    ),
-    *("predicted", "failure", "experiment"),
+    "trial_id",
+    "description",
+    "is_own",
+    "why",
+    "seconds",
+    "predicted",
+    "failure",
+    "experiment",
+    *_MEASURED,
 )
-_FACTS = (
-    *(
-        "name",
-        "method",
-        "metric",
-        "unit",
-        "smaller_is_better",
-        "reason",
-        "is_finished",
-        "is_failure",
-        "num_slots",
-        "notes",
-        "best",
-        "own",
-    ),
-    *("gain", "is_gain_certain", "pareto"),
-)
+_IDENTITY = ("name", "method", "metric", "unit", "smaller_is_better", "num_slots", "notes")
+_OUTCOME = ("reason", "is_finished", "is_failure", "best", "own", "gain", "is_gain_certain", "pareto")
+_FACTS = (*_IDENTITY, *_OUTCOME)
 _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
-
-Json: TypeAlias = dict[str, Any]
 
 
 def search_of(label: str) -> str | None:
@@ -271,7 +252,7 @@ async def get_searches(request: ApiRequest) -> Json:
                 **_facts(search_id, own, newest_document(own) if is_over(own) else None),
                 "hasReport": any("report.json" in row.notes for row in own),
             }
-            for search_id, own in _groups(searches.labelled(connection)).items()
+            for search_id, own in _groups(overviews.labelled(connection)).items()
         ]
 
     found = await request.services.read(read)
@@ -293,12 +274,12 @@ def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
 
 
 def _read(connection: Connection, search_id: str) -> Json:
-    own = _groups(searches.labelled(connection, search_id)).get(search_id)
+    own = _groups(overviews.labelled(connection, search_id)).get(search_id)
     if not own:
         raise RequestError(
             404, f"search {search_id[:80]!r} is not found; expected one that has experiments on this master."
         )
-    rows = live_rows(own, searches.measurements(connection, search_id, _MAX_ROWS))
+    rows = live_rows(own, overviews.measurements(connection, search_id, _MAX_ROWS))
     document = newest_document(own)
     facts = _facts(search_id, own, document)
     front = None
@@ -311,9 +292,7 @@ def _read(connection: Connection, search_id: str) -> Json:
 
 
 async def get_search(request: ApiRequest) -> Json:
-    search_id = request.path_params["search_id"]
-    found: Json = await request.services.read(_read, search_id)
-    return found
+    return await request.services.read(_read, request.path_params["search_id"])
 
 
 routes = [

@@ -16,7 +16,7 @@ from dstrial.dsat.backends.cluster import notes_of
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, outcome_to_json
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.document import live_document, report_document
-from dstrial.master.store.views.searches import LabelledExperiment, Measurement
+from dstrial.master.store.views.overviews import LabelledExperiment, Measurement
 from dstrial.master.web import searches
 
 

@@ -14,7 +14,7 @@ from seeded import add_experiment
 from seeded_cluster import add_model, add_search, add_task, add_webhook
 from serving import Master
 
-from dstrial.master.web.assets import STATIC
+from dstrial.master.web.page import STATIC
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.master.web.assets import STATIC
+from dstrial.master.web.page import STATIC
 
 NODE = shutil.which("node")
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NODE is None, reason="Requires: [node]")]

@@ -17,7 +17,7 @@ from browsing import Browser
 from seeded_pictures import Shown, fill
 from serving import Master
 
-from dstrial.master.web.assets import STATIC
+from dstrial.master.web.page import STATIC
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from dstrial.master.store.reports.metric_values import as_number
+from dstrial.master.store.reports.metric_summaries import as_number
 
 # Names that SQLite 3.40 finds by JSON path: it compares a path's label with the raw JSON text, without unescaping.
 _PLAIN_NAME = re.compile(r"[ !#-\[\]-~]+")

@@ -1,4 +1,4 @@
-"""Summaries of metrics, one row per name, with a limit of names per trial.
+"""Values of metrics, and their summaries: one row per name, with a limit of names per trial.
 
 The cost of a report depends on its number of names, not on earlier reports.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, marks
 from dstrial.master.store.reports.logs import add_master_line
-from dstrial.master.store.reports.metric_values import summarised
 
 MAX_NAMES = 10_000
 """Limit of metric names per trial over all groups, because lists of trials contain all names; further ones are dropped."""
@@ -34,6 +34,8 @@ _FURTHER_GROUPS = ""
 # SQLite accepts at least 999 parameters per statement.
 _AT_ONCE = 500
 _NAMED_CHARS = 80
+MAX_LAST_CHARS = 256  # lists of trials contain the last value of each metric, and a text may have megabytes
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,10 +98,8 @@ def _admit_group(tx: Transaction, trial: sqlite3.Row, group: str, names: Collect
     if len(names) < MAX_GROUPS or group == "validation":
         return True
     if _FURTHER_GROUPS not in names:
-        tx.execute(
-            "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (?, ?, 0, 1)",
-            (trial["id"], _FURTHER_GROUPS),
-        )
+        columns = {"trial_id": trial["id"], "group_name": _FURTHER_GROUPS}
+        tx.insert("metric_groups", {**columns, "num_names": 0, "is_told": True})
         _warn(
             tx,
             trial,
@@ -126,7 +126,7 @@ def _summaries(
         some = wanted[start : start + _AT_ONCE]
         rows = connection.execute(
             "SELECT name, summary FROM metric_summaries WHERE trial_id = ? AND group_name = ? "  # noqa: S608 - marks only
-            f"AND name IN ({', '.join('?' * len(some))})",
+            f"AND name IN ({marks(some)})",
             (trial_id, group, *some),
         )
         found.update((str(row["name"]), json.loads(row["summary"])) for row in rows)
@@ -168,3 +168,61 @@ def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping
             "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = excluded.num_names",
             (trial_id, group, len(summaries)),
         )
+
+
+def as_number(value: Any) -> float | None:
+    """Return a metric value as a float, also "NaN" and "Infinity"; else None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return _WORDS.get(value) if isinstance(value, str) else None
+
+
+def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics for JSON, with non-finite numbers as strings."""
+    return {str(name): _plain_value(value) for name, value in metrics.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return plain(value)
+    return [_plain_value(item) for item in value] if isinstance(value, list) else value
+
+
+def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
+    """Return a metric's summary updated by a value; ``before`` is None for the first.
+
+    Numbers have ``{count, sum, mean, min, max, last, type}``, other values ``{count, last, type}`` with the text of ``last``
+    truncated to ``MAX_LAST_CHARS``.
+    """
+    number = as_number(value)
+    if number is None:
+        kind = {str: "string", bool: "boolean", dict: "object", list: "array"}.get(type(value), "null")
+        count = (before or {}).get("count", 0) + 1
+        text = value if isinstance(value, str) else json.dumps(value)
+        last = value if len(text) <= MAX_LAST_CHARS else f"{text[:MAX_LAST_CHARS]}…"
+        return {"count": count, "last": last, "type": kind}
+    last = _plain_value(value)
+    if before is None or before.get("type") != "number" or "sum" not in before:
+        same = dict.fromkeys(("sum", "mean", "min", "max", "last"), last)
+        return {"count": 1, **same, "type": "number"}
+    count = before["count"] + 1
+    total = _number(before["sum"]) + number
+    low, high = _number(before["min"]), _number(before["max"])
+    return {
+        "count": count,
+        "sum": _plain_value(total),
+        "mean": _plain_value(total / count),
+        "min": _plain_value(number if number < low else low),
+        "max": _plain_value(number if number > high else high),
+        "last": last,
+        "type": "number",
+    }
+
+
+def _number(value: Any) -> float:
+    number = as_number(value)
+    return math.nan if number is None else number

@@ -18,7 +18,7 @@ from dstrial.master.store import checkpoints
 from dstrial.master.store.database import Transaction, fetch_each, fetch_one
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError
 from dstrial.master.store.reports import metric_summaries
-from dstrial.master.store.reports.metric_values import as_number, plain
+from dstrial.master.store.reports.metric_summaries import as_number, plain
 
 _NO_STEPS = -1
 # Approximate maximum size of a stream message.

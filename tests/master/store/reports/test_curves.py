@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.reports import curves
-from dstrial.master.store.reports.metric_values import as_number, plain
+from dstrial.master.store.reports.metric_summaries import as_number, plain
 
 NAMES = ("loss", "a.b, c", 'größe "x"')
 VALUES = st.one_of(
