@@ -75,9 +75,10 @@ def add_checkpoint(
     metadata: Mapping[str, Any],
     **others: Any,
 ) -> None:
-    """Insert a checkpoint, or update it from a repeated report; ``others`` are further columns.
+    """Insert a checkpoint, or update it from a repeated report.
 
-    The manifest's SHA-256 is stored from the first report that has one and never changes, so that the storage can be verified.
+    ``others`` are further columns. The manifest's SHA-256 is stored from the first report that has one and never changes, so
+    that the storage can be verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:

@@ -1,4 +1,4 @@
-"""Errors of the store, independent of HTTP; the HTTP layer maps each class to a status."""
+"""Errors of the store; the HTTP layer maps each class to a status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of pending experiments and trials, trials that can be resized, and disabled slots."""
+"""The queue of experiments and trials, resizable trials, and disabled slots."""
 
 from __future__ import annotations
 

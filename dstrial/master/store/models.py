@@ -134,7 +134,7 @@ def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
 
 
 def create(tx: Transaction, *, name: str, owner_id: int, workspace_id: int, **fields: Any) -> int:
-    """Store a model and return its id; ``fields`` are description, notes, metadata and labels."""
+    """Store a model and return its id; ``fields`` are further columns."""
     check_name(tx.connection, name, None)
     now = now_us()
     columns = {"name": name, "owner_id": owner_id, "workspace_id": workspace_id, **fields}
@@ -158,7 +158,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def change(tx: Transaction, model_id: int, **fields: Any) -> None:
-    """Change columns of a model: name, description, notes, metadata, labels, workspace_id, is_archived."""
+    """Change columns of a model."""
     _change(tx, "models", model_id, fields)
 
 

@@ -93,7 +93,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
-    """Raise 400 unless a workspace's or project's name has 1 to 80 characters, 409 if it is taken."""
+    """Raise 400 unless a name has 1 to 80 characters, 409 if it is taken."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the {kind}'s name is {name[:80]!r}; expected 1 to 80 characters. Choose another."

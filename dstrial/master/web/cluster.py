@@ -1,4 +1,4 @@
-"""JSON for the page's views of the cluster: nodes, slots, queue, usage, webhooks, tasks."""
+"""JSON for the page's cluster views: nodes, slots, queue, usage, webhooks, tasks."""
 
 from __future__ import annotations
 

@@ -194,8 +194,3 @@ def test_ten_thousand_trials_are_listed_filtered_and_drawn_in_part(
     best = [float(text) for text in browser.texts("tbody tr[data-idx] td:nth-child(4)")]
     assert best
     assert max(best) < 0.05
-
-
-def test_a_link_of_the_release_before_leads_to_its_experiment(browser: Browser, search: int) -> None:
-    browser.open(f"/?experiment={search}", "tbody tr.best")
-    assert browser.page.url.endswith(f"/det/experiments/{search}")

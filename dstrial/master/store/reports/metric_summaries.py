@@ -1,4 +1,4 @@
-"""Values of metrics, and their summaries: one row per name, with a limit of names per trial.
+"""Metric values and summaries: one row per name, with a limit of names per trial.
 
 The cost of a report depends on its number of names, not on earlier reports.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from dstrial.master.store.database import Transaction, marks
 from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.trials import Trial
 
 MAX_NAMES = 10_000
 """Limit of metric names per trial over all groups, because lists of trials contain all names; further ones are dropped."""
@@ -46,16 +47,16 @@ class Admitted:
     before: dict[str, dict[str, Any]]  # name -> summary of earlier reports
 
 
-def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
+def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted | None:
     """Return the part of a report within the limits; log a warning once for the rest.
 
     The searcher metric is always admitted.
     """
-    before = _summaries(tx.connection, trial["id"], group, values)
+    before = _summaries(tx.connection, trial.id, group, values)
     new = [name for name in values if name not in before]
     if not new:
         return Admitted(dict(values), before)
-    rows = tx.execute("SELECT * FROM metric_groups WHERE trial_id = ?", (trial["id"],)).fetchall()
+    rows = tx.execute("SELECT * FROM metric_groups WHERE trial_id = ?", (trial.id,)).fetchall()
     warned = {row["group_name"]: bool(row["is_told"]) for row in rows}
     if group not in warned and not _admit_group(tx, trial, group, warned.keys()):
         return None
@@ -73,7 +74,7 @@ def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, 
         "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (:trial, :group, :new, :told) "
         "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = num_names + :new, is_told = :told",
         {
-            "trial": trial["id"],
+            "trial": trial.id,
             "group": group,
             "new": len(new) - len(left_out),
             "told": was_warned or bool(left_out),
@@ -82,23 +83,23 @@ def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, 
     return Admitted({name: value for name, value in values.items() if name not in left_out}, before)
 
 
-def _beyond_limit(tx: Transaction, trial: sqlite3.Row, new: list[str], room: int) -> set[str]:
+def _beyond_limit(tx: Transaction, trial: Trial, new: list[str], room: int) -> set[str]:
     """Return the new names that exceed the limit."""
     if len(new) <= room:
         return set()
     (searcher_metric,) = tx.execute(
-        "SELECT searcher_metric FROM experiments WHERE id = ?", (trial["experiment_id"],)
+        "SELECT searcher_metric FROM experiments WHERE id = ?", (trial.experiment_id,)
     ).fetchone()
     # The searcher cannot work without its metric.
     return set(new[max(room, 0) :]) - {searcher_metric}
 
 
-def _admit_group(tx: Transaction, trial: sqlite3.Row, group: str, names: Collection[str]) -> bool:
+def _admit_group(tx: Transaction, trial: Trial, group: str, names: Collection[str]) -> bool:
     # The searcher needs validations.
     if len(names) < MAX_GROUPS or group == "validation":
         return True
     if _FURTHER_GROUPS not in names:
-        columns = {"trial_id": trial["id"], "group_name": _FURTHER_GROUPS}
+        columns = {"trial_id": trial.id, "group_name": _FURTHER_GROUPS}
         tx.insert("metric_groups", {**columns, "num_names": 0, "is_told": True})
         _warn(
             tx,
@@ -109,8 +110,8 @@ def _admit_group(tx: Transaction, trial: sqlite3.Row, group: str, names: Collect
     return False
 
 
-def _warn(tx: Transaction, trial: sqlite3.Row, text: str) -> None:
-    add_master_line(tx, trial["task_id"], trial["id"], text, level="WARNING")
+def _warn(tx: Transaction, trial: Trial, text: str) -> None:
+    add_master_line(tx, trial.task_id, trial.id, text, level="WARNING")
 
 
 def _short(name: str) -> str:

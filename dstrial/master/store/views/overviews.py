@@ -91,7 +91,7 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()
 
 
 def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list[Json]:
-    """Return all or the given experiments, newest first; ``hyperparameters`` is JSON with secrets."""
+    """Return all or the given experiments, newest first; secrets are not masked."""
     where = "WHERE e.id IN (SELECT value FROM json_each(?))" if ids else ""
     values = (json.dumps(list(ids)),) if ids else ()
     return _fetch(connection, f"{_EXPERIMENTS} {where} ORDER BY e.id DESC", values)
@@ -100,7 +100,7 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 def trials(
     connection: sqlite3.Connection, ids: Sequence[int] = (), experiment_id: int | None = None
 ) -> list[Json]:
-    """Return trials by id, all of the experiment without ids; ``hparams`` is JSON with secrets."""
+    """Return trials by id, without ids all of the experiment; secrets are not masked."""
     where = Conditions()
     where.need_equal("t.experiment_id", experiment_id)
     if ids or experiment_id is None:
@@ -109,7 +109,7 @@ def trials(
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[Json]:
-    """Return checkpoints, newest first, at most ``MAX_CHECKPOINTS`` + 1; ``engines`` is JSON."""
+    """Return checkpoints, newest first, at most ``MAX_CHECKPOINTS`` + 1."""
     return _fetch(connection, _CHECKPOINTS, (experiment_id, MAX_CHECKPOINTS + 1))
 
 

@@ -4,7 +4,7 @@ import { html, render, useEffect, useErrorBoundary, useState } from "htm/preact/
 import { get, onReach } from "./api.js";
 import { startLive, useLive } from "./live.js";
 import { Notices, notice } from "./parts/basics.js";
-import { navigate, onLinkClick, useLocation } from "./router.js";
+import { onLinkClick, useLocation } from "./router.js";
 import { VIEWS } from "./views.js";
 
 /** @param {string} theme "", "light" or "dark" */
@@ -68,9 +68,6 @@ function Page() {
 }
 
 setTheme(localStorage.getItem("theme") ?? "");
-// Where links of the release before lead.
-const old = new URLSearchParams(location.search).get("experiment");
-if (location.pathname === "/" && old) navigate(`/det/experiments/${encodeURIComponent(old)}`, { replace: true });
 startLive(notice);
 const place = /** @type {HTMLElement} */ (document.getElementById("page"));
 place.textContent = "";
