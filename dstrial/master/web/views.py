@@ -15,7 +15,6 @@ from dstrial.master.services import Services
 from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import curves
-from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
 from dstrial.master.store.views.overviews import Json
@@ -73,7 +72,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
     for row in overviews.experiments(connection, ids):
         if row["bestTrial"] is not None:
             steps, _, values = curves.curve(connection, row["bestTrial"], "validation", row["metric"])
-            kept = [idx for idx in downsample(steps, values, _SPARK_POINTS) if values[idx] - values[idx] == 0]
+            kept = [idx for idx in curves.downsample(values, _SPARK_POINTS) if values[idx] - values[idx] == 0]
             found[str(row["id"])] = [[steps[idx] for idx in kept], [values[idx] for idx in kept]]
     return found
 
@@ -165,7 +164,7 @@ async def get_trial(request: ApiRequest) -> Json:
 
 def curve_json(steps: list[int], times: list[int], values: list[float], num_points: int) -> Json:
     """Return a downsampled curve; times are in milliseconds."""
-    kept = downsample(steps, values, num_points)
+    kept = curves.downsample(values, num_points)
     return {
         "batches": [steps[idx] for idx in kept],
         "times": [times[idx] // 1000 for idx in kept],
