@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 from browsing import Browser
-from seeded_cluster import NOTES_BEGIN, add_search
+from rows import add
+from seeded import NOTES_BEGIN, add_search, search_row
 from serving import Master
 
 pytestmark = pytest.mark.process
@@ -46,10 +47,8 @@ def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
     browser.page.evaluate("window.isSame = true")
 
     def measure(tx):
-        tx.execute(
-            "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (?, 1, 'validation', 30, 1, ?)",
-            (running["id"], '{"latency": 100000.0, "throughput": 99.0, "peak_memory_bytes": 1e9}'),
-        )
+        numbers = {"latency": 1e5, "throughput": 99.0, "peak_memory_bytes": 1e9}
+        add(tx, "metrics", trial_id=running["id"], steps=30, metrics=numbers)
         tx.publish(f"metrics:{running['id']}:{running['experiment_id']}")
 
     seeded_master.services.database.write(measure)
@@ -70,38 +69,17 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     worker = seeded_master.services.database.write(fill)
 
     def tell(num_measured: int) -> None:
+        running = {"state": "running", **dict.fromkeys(("value", "throughput", "step_s", "memory_bytes"))}
         rows = [
-            {
-                "trial_id": number,
-                "description": f"zero {number}, <b>4 x 8</b>",
-                "experiment": worker,
-                "predicted": {"step_s": 0.19 * number},
-                "state": "running",
-                **(
-                    {
-                        "state": "measured",
-                        "value": 10.0 * number,
-                        "throughput": 10.0 * number,
-                        "step_s": 0.2 * number,
-                        "memory_bytes": 1e9 * number,
-                    }
-                    if number <= num_measured
-                    else {}
-                ),
-            }
+            search_row(number, 10.0 * number, experiment=worker, memory_bytes=1e9 * number)
+            | ({} if number <= num_measured else running)
             for number in range(11, 14)
         ]
         report = {
-            **{"name": "gpt", "method": "predict", "metric": "throughput", "unit": "records/s"},
-            **{
-                "smaller_is_better": False,
-                "reason": "",
-                "is_finished": False,
-                "notes": ["so far"],
-                "best": 11,
-            },
-            **{"own": 11, "gain": None, "is_gain_certain": False, "pareto": [11], "trials": rows},
-        }
+            "name": "gpt", "method": "predict", "metric": "throughput", "unit": "records/s", "smaller_is_better": False,
+            "reason": "", "is_finished": False, "notes": ["so far"], "best": 11, "own": 11, "gain": None,
+            "is_gain_certain": False, "pareto": [11], "trials": rows,
+        }  # fmt: skip
         notes = NOTES_BEGIN + json.dumps({"report": report})
 
         def write(tx):
