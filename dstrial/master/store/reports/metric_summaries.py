@@ -9,10 +9,10 @@ import dataclasses
 import json
 import math
 import sqlite3
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dstrial.master.store.database import Transaction, marks
+from dstrial.master.store.database import Transaction, fetch_value, marks
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.trials import Trial
 
@@ -21,8 +21,6 @@ MAX_NAMES = 10_000
 
 MAX_NAME_CHARS = 256  # of a metric or group (MLflow allows 250); bounds names and last texts to a few MiB
 
-MAX_GROUPS = 100  # per trial; further groups are dropped
-
 SUMMARY_METRICS = """
 (SELECT json_group_object(key, json(names)) FROM (
     SELECT CASE group_name WHEN 'training' THEN 'avg_metrics' WHEN 'validation' THEN 'validation_metrics'
@@ -30,8 +28,6 @@ SUMMARY_METRICS = """
     FROM metric_summaries WHERE trial_id = t.id GROUP BY 1))"""
 """SQL expression for the summaries of trial ``t``: ``{group key: {name: summary}}``, ``{}`` for none."""
 
-# Placeholder for all groups beyond the limit; a real group name is never empty.
-_FURTHER_GROUPS = ""
 # SQLite accepts at least 999 parameters per statement.
 _AT_ONCE = 500
 _NAMED_CHARS = 80
@@ -47,8 +43,8 @@ class Admitted:
     before: dict[str, dict[str, Any]]  # name -> summary of earlier reports
 
 
-def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted | None:
-    """Return the part of a report within the limits; log a warning once for the rest.
+def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
+    """Return the part of a report within the limit; log a warning when the limit is reached.
 
     The searcher metric is always admitted.
     """
@@ -56,62 +52,22 @@ def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) 
     new = [name for name in values if name not in before]
     if not new:
         return Admitted(dict(values), before)
-    rows = tx.execute("SELECT * FROM metric_groups WHERE trial_id = ?", (trial.id,)).fetchall()
-    warned = {row["group_name"]: bool(row["is_told"]) for row in rows}
-    if group not in warned and not _admit_group(tx, trial, group, warned.keys()):
-        return None
-    was_warned = warned.get(group, False)
-    left_out = _beyond_limit(tx, trial, new, MAX_NAMES - sum(row["num_names"] for row in rows))
-    if left_out and not was_warned:
-        example = next(name for name in new if name in left_out)
-        _warn(
-            tx,
-            trial,
-            f"the trial has {MAX_NAMES:,} metric names, and further ones are dropped, {_short(example)} of group "
-            f"{group!r} for example; expected at most so many. Report under names that stay the same.",
+    room = MAX_NAMES - tx.count("metric_summaries", "trial_id = ?", (trial.id,))
+    left_out: set[str] = set()
+    if len(new) > room:
+        sql = "SELECT searcher_metric FROM experiments WHERE id = ?"
+        # The searcher cannot work without its metric.
+        left_out = set(new[max(room, 0) :]) - {fetch_value(str, tx.connection, sql, (trial.experiment_id,))}
+    if 0 < room <= len(new):
+        example = next(
+            (f", {_short(name)} of group {group!r} for example" for name in new if name in left_out), ""
         )
-    tx.execute(
-        "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (:trial, :group, :new, :told) "
-        "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = num_names + :new, is_told = :told",
-        {
-            "trial": trial.id,
-            "group": group,
-            "new": len(new) - len(left_out),
-            "told": was_warned or bool(left_out),
-        },
-    )
+        text = (
+            f"the trial has {MAX_NAMES:,} metric names, and further ones are dropped{example}; expected at most so many. "
+            "Report under names that stay the same."
+        )
+        add_master_line(tx, trial.task_id, trial.id, text, level="WARNING")
     return Admitted({name: value for name, value in values.items() if name not in left_out}, before)
-
-
-def _beyond_limit(tx: Transaction, trial: Trial, new: list[str], room: int) -> set[str]:
-    """Return the new names that exceed the limit."""
-    if len(new) <= room:
-        return set()
-    (searcher_metric,) = tx.execute(
-        "SELECT searcher_metric FROM experiments WHERE id = ?", (trial.experiment_id,)
-    ).fetchone()
-    # The searcher cannot work without its metric.
-    return set(new[max(room, 0) :]) - {searcher_metric}
-
-
-def _admit_group(tx: Transaction, trial: Trial, group: str, names: Collection[str]) -> bool:
-    # The searcher needs validations.
-    if len(names) < MAX_GROUPS or group == "validation":
-        return True
-    if _FURTHER_GROUPS not in names:
-        columns = {"trial_id": trial.id, "group_name": _FURTHER_GROUPS}
-        tx.insert("metric_groups", {**columns, "num_names": 0, "is_told": True})
-        _warn(
-            tx,
-            trial,
-            f"the trial has {MAX_GROUPS} groups of metrics, and reports of further ones are dropped, of "
-            f"{_short(group)} for example; expected at most so many. Report to groups that stay the same.",
-        )
-    return False
-
-
-def _warn(tx: Transaction, trial: Trial, text: str) -> None:
-    add_master_line(tx, trial.task_id, trial.id, text, level="WARNING")
 
 
 def _short(name: str) -> str:
@@ -151,24 +107,15 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Recompute a trial's summaries from an ordered iterable of (group, values).
-
-    Warnings about dropped names are not logged again.
-    """
+    """Recompute a trial's summaries from an ordered iterable of (group, values)."""
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for group, values in reports:
         of_group = groups.setdefault(group, {})
         for name, value in values.items():
             of_group[name] = summarised(of_group.get(name), value)
-    tx.execute("UPDATE metric_groups SET num_names = 0 WHERE trial_id = ?", (trial_id,))
     for group, summaries in groups.items():
         _store(tx, trial_id, group, summaries)
-        tx.execute(
-            "INSERT INTO metric_groups (trial_id, group_name, num_names) VALUES (?, ?, ?) "
-            "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = excluded.num_names",
-            (trial_id, group, len(summaries)),
-        )
 
 
 def as_number(value: Any) -> float | None:

@@ -84,8 +84,6 @@ def add_report(
     if _begin_run(tx, trial, steps):
         trial = trials.require(tx.connection, trial_id)
     admitted = metric_summaries.admit(tx, trial, group, values)
-    if admitted is None:
-        return AddedReport(0, False)
     left_out = values.keys() - admitted.values.keys()
     if left_out:
         of_batches = [
