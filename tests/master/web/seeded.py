@@ -383,7 +383,6 @@ def search_row(number: int, scale: float, **columns: Any) -> dict[str, Any]:
 
 def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0a1b2c3d") -> str:
     """Add a search of dsat as a master knows it: three trials, one that searches and, once it has ended, its report."""
-    numbers = {"latency": 2e5, "throughput": 40.0, "peak_memory_bytes": 3e9}
 
     def submit(part: str, name: str, description: str, state: str, notes: str = "") -> int:
         labels = ("dsat", f"dsat-{search_id}-{part}")
@@ -396,21 +395,10 @@ def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0
         )
         return experiment
 
-    def report(experiment: int, group: str, steps: int, metrics: dict[str, object]) -> None:
-        (trial,) = trials_of(tx, experiment)
-        add(tx, "metrics", trial_id=trial, group_name=group, steps=steps, metrics=metrics)
-
     for number, state in ((1, "COMPLETED"), (2, "COMPLETED"), (3, "ACTIVE")):
         shown = "COMPLETED" if has_report else state
-        made = submit(str(number), f"trial {number}", f"zero {number}, <b>4 x 8</b>", shown)
-        if state == "COMPLETED":
-            report(made, "validation", 30, {name: one * number for name, one in numbers.items()})
-    search = submit("search", "search", "measures", "COMPLETED")
-    event = {"event": "result", "trial_id": 4, "seconds": 3.0, "metrics": numbers}
-    report(search, "dsat", 1, {**numbers, "event": json.dumps(event)})
-    failure = {"kind": "DEVICE_OOM", "message": "no memory <i>"}
-    failed = {**event, "trial_id": 5, "metrics": None, "failure": failure}
-    report(search, "dsat", 2, {"event": json.dumps(failed)})
+        submit(str(number), f"trial {number}", f"zero {number}, <b>4 x 8</b>", shown)
+    submit("search", "search", "measures", "COMPLETED")
     if has_report:
         facts = {
             "name": "gpt", "method": "predict", "metric": "throughput", "unit": "records/s", "smaller_is_better": False,

@@ -203,28 +203,6 @@ class LabelledExperiment:
     notes: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measurement:
-    experiment_id: int
-    trial_id: int
-    group_name: str
-    steps: int
-    metrics: str  # JSON
-
-
 def labelled(connection: sqlite3.Connection, search_id: str = "") -> list[LabelledExperiment]:
     """Return the experiments of one dsat search, or of all searches, by id."""
     return fetch_all(LabelledExperiment, connection, _LABELLED, (f"dsat-{search_id}%",))
-
-
-def measurements(connection: sqlite3.Connection, search_id: str, limit: int) -> list[Measurement]:
-    """Return the reports of a search's trials and workers, by experiment."""
-    return fetch_all(
-        Measurement,
-        connection,
-        "SELECT t.experiment_id, m.trial_id, m.group_name, m.steps, m.metrics FROM experiments e, json_each(e.labels) j "
-        "CROSS JOIN trials t ON t.experiment_id = e.id CROSS JOIN metrics m ON m.trial_id = t.id "
-        "WHERE e.labels LIKE '%\"dsat-%' AND j.value LIKE ? AND m.group_name IN ('validation', 'dsat') AND m.archived = 0 "
-        "ORDER BY t.experiment_id, m.id LIMIT ?",
-        (f"dsat-{search_id}-%", limit),
-    )
