@@ -1,10 +1,12 @@
-"""The web page with its static files, the login form, and pages of pending tasks."""
+"""The web page with its static files and events, the login form, and pages of pending tasks."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import secrets
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ from starlette.responses import Response
 
 from dstrial.errors import RequestError
 from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
+from dstrial.master.http.streams import EventStream
 from dstrial.master.services import Services
 from dstrial.master.store import commands
 from dstrial.master.store.database import Connection
@@ -26,6 +29,11 @@ MISSING = (
 )
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _WAITING_REFRESH_S = 1
+_GAP_S = 0.5  # minimum time between events; changes within it are batched
+_PING_S = 15.0
+_MAX_TOPICS = 500
+_TOPIC_PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
+_TOPICS = ("scheduler", "webhooks", "webhook_events", "webhook_results", "models")
 
 
 @functools.cache
@@ -130,6 +138,31 @@ async def show_link(request: ApiRequest) -> Response:
     return login_page(request.services)
 
 
+def is_shown(topic: str) -> bool:
+    return topic.startswith(_TOPIC_PREFIXES) or topic in _TOPICS
+
+
+async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
+    with services.pubsub.follow(is_shown) as follower:
+        yield {"master": services.master_id}
+        while True:
+            topics = await follower.next(_PING_S)
+            if not topics:
+                yield None
+                continue
+            yield {"topics": sorted(topics)} if len(topics) <= _MAX_TOPICS else {"all": True}
+            await asyncio.sleep(_GAP_S)
+
+
+async def get_events(request: ApiRequest) -> EventStream:
+    """Stream server-sent events.
+
+    The first is ``{"master": id}``, with a new id after a restart. Changes follow as ``{"topics": […]}``, or ``{"all": true}`` if
+    there are too many.
+    """
+    return EventStream(_events(request.services))
+
+
 def _below(path: str, depths: range) -> list[str]:
     """Return the patterns of all paths of these depths below a path."""
     return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
@@ -139,6 +172,7 @@ def _below(path: str, depths: range) -> list[str]:
 _PAGES = ["//", *_below("//det", range(7))]
 routes = [
     route("GET", "//login", show_link, access=PUBLIC),
+    route("GET", "//page/events", get_events, access=USER),
     *(route("GET", path, show_page, access=USER, unauthenticated=show_login) for path in _PAGES),
     *(route("GET", path, get_asset, access=PUBLIC) for path in _below("//page/assets", range(1, 4))),
 ]

@@ -229,4 +229,4 @@ def test_a_master_tells_the_time_and_a_late_answer_does_not_set_it_back() -> Non
         "no time",
         None,
     ]
-    assert run("clock.js", script, dates) == [True, 10, 10, 11, 0, 0, 0]
+    assert run("format.js", script, dates) == [True, 10, 10, 11, 0, 0, 0]

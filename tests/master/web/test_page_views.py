@@ -85,7 +85,7 @@ def views(shown: Shown) -> dict[str, str]:
     """Return name -> address of every view and tab; those of the main line are found in the page itself."""
     experiment = f"/det/experiments/{shown.search}"
     trial = f"{experiment}/trials/{shown.trial}"
-    main = re.findall(r'title: "([^"]+)", href: "([^"]+)"', (STATIC / "views.js").read_text())
+    main = re.findall(r'title: "([^"]+)", href: "([^"]+)"', (STATIC / "app.js").read_text())
     assert len(main) >= 5
     return {
         **{title.lower(): href for title, href in main},
