@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import Diagnostics, KeyPath, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import DEFAULT_LIMITS, TextLimits, read_yaml
 from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
@@ -25,6 +27,9 @@ DEFAULT_TRIAL_LOG_BYTES = 2**30
 BACKENDS = ("agent", "slurm", "ray")
 DEFAULT_RAY_ADDRESS = "auto"
 _STRING = Rule(types=("string",))
+_LIST = Rule(types=("list",), default=[])
+_integer = functools.partial(Rule, types=("integer",))
+_boolean = functools.partial(Rule, types=("boolean",))
 _MIN_KEY = 8
 _RAISED_BY = (
     "Move what is large into files of the model definition, or raise limits.config_text_bytes or limits.config_values in "
@@ -36,12 +41,12 @@ def _section(**keys: Rule) -> Rule:
     return Rule(types=("mapping",), section=Section(keys))
 
 
-_TASK_DEFAULTS = _section(environment_variables=Rule(types=("list",), default=[]), startup_hook=_STRING)
+_TASK_DEFAULTS = _section(environment_variables=_LIST, startup_hook=_STRING)
 _POOL = Section({"pool_name": _STRING, "description": _STRING, "task_container_defaults": _TASK_DEFAULTS})
 _SETTINGS = Section(
     {
-        "port": Rule(types=("integer",), minimum=1, maximum=65535),
-        "launch_error": Rule(types=("boolean",), default=True),
+        "port": _integer(minimum=1, maximum=65535),
+        "launch_error": _boolean(default=True),
         "log": _section(
             level=Rule(
                 types=("string",),
@@ -49,7 +54,7 @@ _SETTINGS = Section(
                 enum=("trace", "debug", "info", "warn", "warning", "error", "critical"),
                 ignores_case=True,
             ),
-            color=Rule(types=("boolean",), default=True),
+            color=_boolean(default=True),
         ),
         "checkpoint_storage": _section(
             type=Rule(types=("string",), default="shared_fs", enum=("shared_fs", "directory")),
@@ -57,54 +62,46 @@ _SETTINGS = Section(
             storage_path=_STRING,
             container_path=_STRING,
             propagation=_STRING,
-            save_experiment_best=Rule(types=("integer",), default=0, minimum=0),
-            save_trial_best=Rule(types=("integer",), default=1, minimum=0),
-            save_trial_latest=Rule(types=("integer",), default=1, minimum=0),
+            save_experiment_best=_integer(default=0, minimum=0),
+            save_trial_best=_integer(default=1, minimum=0),
+            save_trial_latest=_integer(default=1, minimum=0),
         ),
         "resource_manager": _section(
             type=Rule(types=("string",), default="agent", enum=BACKENDS),
             default_compute_resource_pool=_STRING,
             default_aux_resource_pool=_STRING,
         ),
-        "resource_pools": Rule(types=("list",), default=[]),
+        "resource_pools": _LIST,
         "task_container_defaults": _TASK_DEFAULTS,
-        "tensorboard_timeout": Rule(types=("integer",), default=DEFAULT_TENSORBOARD_TIMEOUT_S, minimum=0),
-        "tensorboard_memory_mib": Rule(
-            types=("integer",), default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64
-        ),
+        "tensorboard_timeout": _integer(default=DEFAULT_TENSORBOARD_TIMEOUT_S, minimum=0),
+        "tensorboard_memory_mib": _integer(default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64),
         "retention_policy": _section(
-            log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
+            log_retention_days=_integer(minimum=-1, maximum=32767),
         ),
-        "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
-        "warm": Rule(types=("boolean",), default=True),
-        "warm_accelerators": Rule(types=("boolean",), default=False),
-        "warm_idle_timeout": Rule(types=("integer",), default=DEFAULT_WARM_IDLE_TIMEOUT_S, minimum=1),
+        "detached_timeout_s": _integer(default=300, minimum=1),
+        "warm": _boolean(default=True),
+        "warm_accelerators": _boolean(default=False),
+        "warm_idle_timeout": _integer(default=DEFAULT_WARM_IDLE_TIMEOUT_S, minimum=1),
         "security": _section(
             token=_section(
-                default_lifespan_days=Rule(
-                    types=("integer",), default=DEFAULT_TOKEN_DAYS, minimum=-1, maximum=36500
-                ),
-                max_lifespan_days=Rule(types=("integer",), default=-1, minimum=-1, maximum=36500),
+                default_lifespan_days=_integer(default=DEFAULT_TOKEN_DAYS, minimum=-1, maximum=36500),
+                max_lifespan_days=_integer(default=-1, minimum=-1, maximum=36500),
             ),
         ),
         "webhooks": _section(signing_key=_STRING, base_url=_STRING),
         "limits": _section(
-            config_text_bytes=Rule(
-                types=("integer",), default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24
-            ),
-            config_values=Rule(
-                types=("integer",), default=DEFAULT_LIMITS.num_values, minimum=1000, maximum=10**6
-            ),
-            trial_log_bytes=Rule(types=("integer",), default=DEFAULT_TRIAL_LOG_BYTES, minimum=2**16),
+            config_text_bytes=_integer(default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24),
+            config_values=_integer(default=DEFAULT_LIMITS.num_values, minimum=1000, maximum=10**6),
+            trial_log_bytes=_integer(default=DEFAULT_TRIAL_LOG_BYTES, minimum=2**16),
         ),
-        "masked_names": Rule(types=("list",), default=[]),
-        "feature_switches": Rule(types=("list",), default=[]),
+        "masked_names": _LIST,
+        "feature_switches": _LIST,
         "hostfile": _STRING,
         "hosts_python": _STRING,
         "backend": Rule(types=("string",), enum=BACKENDS),
         "slurm": _section(
-            sbatch_args=Rule(types=("list",), default=[]),
-            slots_per_node=Rule(types=("integer",), minimum=1),
+            sbatch_args=_LIST,
+            slots_per_node=_integer(minimum=1),
             gpu_type=_STRING,
         ),
         "ray": _section(address=Rule(types=("string",), default=DEFAULT_RAY_ADDRESS)),
@@ -301,19 +298,12 @@ def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
 def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     _check_backend(raw, findings)
     _check_variables(raw["task_container_defaults"], ("task_container_defaults",), findings)
-    for index, entry in enumerate(raw["masked_names"]):
-        if not isinstance(entry, str) or not entry.strip("*? "):
-            findings.problem(
-                ("masked_names", index),
-                render(entry),
-                "a name, with * and ? for what varies",
-                'Write "*_LICENSE", for example.',
-            )
+    what = ("a name, with * and ? for what varies", 'Write "*_LICENSE", for example.')
+    _check_each(raw["masked_names"], ("masked_names",), r".*[^*? ].*", what, findings)
     _check_tokens(raw["security"]["token"], findings)
     _check_webhooks(raw["webhooks"], findings)
-    for index, entry in enumerate(raw["feature_switches"]):
-        if not isinstance(entry, str):
-            findings.problem(("feature_switches", index), render(entry), "a string", "Put it into quotes.")
+    what = ("a string", "Put it into quotes.")
+    _check_each(raw["feature_switches"], ("feature_switches",), ".*", what, findings)
     host_path = raw["checkpoint_storage"]["host_path"]
     if host_path is not None and not host_path.startswith("/"):
         findings.problem(
@@ -321,15 +311,23 @@ def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         )
 
 
-def _check_variables(defaults: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
-    for index, entry in enumerate(defaults["environment_variables"]):
-        if not isinstance(entry, str) or not entry.partition("=")[0] or "=" not in entry:
-            findings.problem(
-                (*path, "environment_variables", index),
-                render(entry),
-                "NAME=value",
-                "Write OMP_NUM_THREADS=4, for example.",
-            )
+def _check_each(
+    entries: list[Any],
+    path: tuple[str | int, ...],
+    pattern: str,
+    what: tuple[str, str],
+    findings: Diagnostics,
+) -> None:
+    """Report entries of a list that are no text of a pattern; ``what`` is expected, and the fix."""
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
+            findings.problem((*path, index), render(entry), *what)
+
+
+def _check_variables(defaults: Mapping[str, Any], path: tuple[str | int, ...], findings: Diagnostics) -> None:
+    what = ("NAME=value", "Write OMP_NUM_THREADS=4, for example.")
+    variables = defaults["environment_variables"]
+    _check_each(variables, (*path, "environment_variables"), "[^=]+=.*", what, findings)
 
 
 def _check_backend(raw: Mapping[str, Any], findings: Diagnostics) -> None:

@@ -33,7 +33,6 @@ from dstrial.testing.master import MasterForTest, master_for_test
 DEADLINE_S = 240.0
 MAX_MOMENTS = 3
 TARGETS = ("master", "supervisor", "entrypoint", "rank")
-RUNGS = {6, 12, 24}
 _END = ("COMPLETED", "ERROR", "CANCELED")
 _HALVING = {"max_trials": 4, "max_concurrent_trials": 2, "divisor": 2}
 SEARCHERS: dict[str, dict[str, Any]] = {
@@ -85,10 +84,6 @@ def submit(master: MasterForTest, seed: int, journals: pathlib.Path) -> int:
         "max_restarts": 20,
         "reproducibility": {"experiment_seed": seed},
     }
-    return _post(master, config)
-
-
-def _post(master: MasterForTest, config: dict[str, Any]) -> int:
     path = pathlib.Path(chaos_train.__file__)
     content = base64.b64encode(path.read_bytes()).decode()
     file = {"path": path.name, "type": 48, "content": content, "mtime": "0", "mode": 420}
@@ -238,16 +233,9 @@ def run(seed: int) -> Outcome:
             if strike.target == "supervisor" and strike.trial_id is not None and strike.run_id is not None
         }
         with chaos_checks.opened(master) as connection:
-            search = chaos_checks.search_of(connection, experiment_id)
-            problems = [
-                *chaos_checks.look_at_search(search),
-                *chaos_checks.look_at_training(
-                    search, RUNGS if search.is_halving else {chaos_train.NUM_STEPS}
-                ),
-                *chaos_checks.look_at_journals(search, directory / "journals", cut_off),
-                *chaos_checks.look_at_allocations(search),
-                *chaos_checks.look_around(master, connection),
-            ]
+            search, problems = chaos_checks.look(
+                master, connection, experiment_id, directory / "journals", cut_off
+            )
             if problems:
                 problems.append(_story(search))
     return Outcome(tuple(strike.target for strike in strikes), tuple(problems))

@@ -9,15 +9,16 @@ import json
 import pathlib
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from chaos_train import undisturbed
+from chaos_train import NUM_STEPS, undisturbed
 from simulated_search import simulate
 
 from dstrial.search import Searcher, Stop
 from dstrial.testing.master import MasterForTest
 
+RUNGS = {6, 12, 24}
 _PRINTED = re.compile(r"run (\d+) rank (\d+) line (\d+): ")
 
 
@@ -36,9 +37,8 @@ class Search:
     trials: list[sqlite3.Row]
 
     @property
-    def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(self.row["config"])
-        return config
+    def config(self) -> Any:
+        return json.loads(self.row["config"])
 
     @property
     def is_halving(self) -> bool:
@@ -53,15 +53,6 @@ class Search:
         )
         return [(row["steps"], json.loads(row["metrics"])) for row in rows]
 
-    def summary(self, trial_id: int, group: str, name: str) -> dict[str, Any]:
-        """Return the summary of a metric, empty for none."""
-        row = self.connection.execute(
-            "SELECT summary FROM metric_summaries WHERE trial_id = ? AND group_name = ? AND name = ?",
-            (trial_id, group, name),
-        ).fetchone()
-        found: dict[str, Any] = {} if row is None else json.loads(row["summary"])
-        return found
-
 
 @contextlib.contextmanager
 def opened(master: MasterForTest) -> Iterator[sqlite3.Connection]:
@@ -75,16 +66,42 @@ def opened(master: MasterForTest) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-def search_of(connection: sqlite3.Connection, experiment_id: int) -> Search:
-    """Read an experiment and its trials."""
+def num_rows(master: MasterForTest, table: str) -> int:
+    with opened(master) as connection:
+        return int(connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
+
+
+def look(
+    master: MasterForTest,
+    connection: sqlite3.Connection,
+    experiment_id: int,
+    journals: pathlib.Path | None,
+    cut_off: Collection[tuple[int, int]] = (),
+) -> tuple[Search, list[str]]:
+    """Read an experiment that has ended, and say what is wrong with it.
+
+    Args:
+        master: of the experiment.
+        connection: its database.
+        experiment_id: of the experiment.
+        journals: the ranks' directory, or None not to compare them.
+        cut_off: (trial id, run id) whose supervisor was killed, with what was on its way to it.
+    """
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (experiment_id,)).fetchone()
     trials = connection.execute(
         "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
     ).fetchall()
-    return Search(connection, row, trials)
+    search = Search(connection, row, trials)
+    return search, [
+        *_look_at_search(search),
+        *_look_at_training(search, RUNGS if search.is_halving else {NUM_STEPS}),
+        *([] if journals is None else _look_at_journals(search, journals, cut_off)),
+        *_look_at_allocations(search),
+        *_look_around(master, connection),
+    ]
 
 
-def look_at_search(search: Search) -> list[str]:
+def _look_at_search(search: Search) -> list[str]:
     """Compare a search with the undisturbed one of its seed, and with its own events, told once more."""
     problems = []
     if search.row["state"] != "COMPLETED":
@@ -136,7 +153,7 @@ def _told_again(search: Search) -> list[str]:
     return problems
 
 
-def look_at_training(search: Search, rungs: set[int]) -> list[str]:
+def _look_at_training(search: Search, rungs: set[int]) -> list[str]:
     """Compare each trial's reports with the closed form: from 1 to the end, once each."""
     problems = []
     for trial in search.trials:
@@ -153,7 +170,11 @@ def look_at_training(search: Search, rungs: set[int]) -> list[str]:
             problems.append(f"{name} has other losses than undisturbed training")
         for group, name_of_metric in (("training", "loss"), ("validation", "validation_loss")):
             values = [metrics[name_of_metric] for _, metrics in search.series(trial["id"], group)]
-            of = search.summary(trial["id"], group, name_of_metric)
+            row = search.connection.execute(
+                "SELECT summary FROM metric_summaries WHERE trial_id = ? AND group_name = ? AND name = ?",
+                (trial["id"], group, name_of_metric),
+            ).fetchone()
+            of = {} if row is None else json.loads(row["summary"])
             if (of.get("count"), of.get("min"), of.get("last")) != (len(values), min(values), values[-1]):
                 problems.append(f"{name} has the summary {of} of {len(values)} {group} reports")
         if trial["total_batches"] != steps[-1]:
@@ -177,14 +198,10 @@ def _look_at_last_checkpoint(search: Search, trial: sqlite3.Row, end: int, loss:
     return []
 
 
-def look_at_journals(search: Search, journals: pathlib.Path, cut_off: set[tuple[int, int]]) -> list[str]:
-    """Compare what the ranks know with what is stored.
-
-    Args:
-        search: the experiment.
-        journals: the ranks' directory.
-        cut_off: (trial id, run id) whose supervisor was killed, with what was on its way to it.
-    """
+def _look_at_journals(
+    search: Search, journals: pathlib.Path, cut_off: Collection[tuple[int, int]]
+) -> list[str]:
+    """Compare what the ranks know with what is stored."""
     problems = []
     stored = collections.Counter(
         (row["trial_id"], row["log"].removesuffix("\n"), row["rank"], row["stdtype"])
@@ -227,7 +244,7 @@ def look_at_journals(search: Search, journals: pathlib.Path, cut_off: set[tuple[
     return problems
 
 
-def look_at_allocations(search: Search) -> list[str]:
+def _look_at_allocations(search: Search) -> list[str]:
     """Check that every run has one beginning and one end in its trial's log, and holds nothing any more."""
     problems = []
     said: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -249,7 +266,7 @@ def look_at_allocations(search: Search) -> list[str]:
     return problems
 
 
-def look_around(master: MasterForTest, connection: sqlite3.Connection) -> list[str]:
+def _look_around(master: MasterForTest, connection: sqlite3.Connection) -> list[str]:
     """Check the database and what is left on the machine."""
     problems = []
     if connection.execute("PRAGMA integrity_check").fetchone()[0] != "ok":

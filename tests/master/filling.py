@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import chaos
 import chaos_checks
-import chaos_train
 import yaml
 from submitting import config
 from waiting import wait_for
@@ -56,22 +55,17 @@ def search_on_a_full_disk(master: MasterForTest, work: Path, ways: list[str]) ->
     chaos.wait(master, experiment_id)
     wait_for(lambda: database_row(master) == "")
     with chaos_checks.opened(master) as connection:
-        search = chaos_checks.search_of(connection, experiment_id)
-        problems = [
-            *chaos_checks.look_at_search(search),
-            *chaos_checks.look_at_training(search, {chaos_train.NUM_STEPS}),
-            *([] if "down" in ways else chaos_checks.look_at_journals(search, journals, set())),
-            *chaos_checks.look_at_allocations(search),
-            *chaos_checks.look_around(master, connection),
-        ]
+        search, problems = chaos_checks.look(
+            master, connection, experiment_id, None if "down" in ways else journals
+        )
     restarts = sum(trial["restarts"] for trial in search.trials)
     return {"seen": seen, "problems": problems, "restarts": restarts}
 
 
 def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[str, object]:
     """Fill the disk while the search trains, do something or nothing to the master, and make room again."""
-    before = num_reports(master)
-    wait_for(lambda: num_reports(master) >= before + 4, deadline_s=150)
+    before = chaos_checks.num_rows(master, "metrics")
+    wait_for(lambda: chaos_checks.num_rows(master, "metrics") >= before + 4, deadline_s=150)
     client = master.client()
     fill(filler)
     confirmed, refusal = submit_until_refused(client)
@@ -110,11 +104,6 @@ def submit_until_refused(client: Client) -> tuple[set[int], str]:
 def database_row(master: MasterForTest) -> str:
     """Return what ``dstrial status`` says of the database."""
     return str(json.loads(master.dstrial("status", "--json").stdout)["trouble"])
-
-
-def num_reports(master: MasterForTest) -> int:
-    with chaos_checks.opened(master) as connection:
-        return int(connection.execute("SELECT COUNT(*) FROM metrics").fetchone()[0])
 
 
 def fill(path: Path) -> None:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "api"))
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
 
+import yaml
 from hostile_configs import TEXTS
 from serving import Master
 
@@ -35,27 +36,13 @@ _TIMEOUT_S = 20.0
 _REVIVE_EVERY = 20
 _TRACES = (b"Traceback", b'File "', b"sqlite3.", b'.py", line')
 
-STATES = {
-    *("ACTIVE", "PAUSED", "STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_ERROR", "STOPPING_KILLED"),
-    *("COMPLETED", "CANCELED", "ERROR", "DELETING", "DELETE_FAILED"),
-}
+_DATA = yaml.safe_load(Path(__file__).with_name("fuzz.yaml").read_text(encoding="utf-8"))
+STATES = set(_DATA["states"].split())
 
 _NASTY: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**53, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0, 0.5),
-    *(
-        "",
-        "1",
-        "-1",
-        "NaN",
-        "Infinity",
-        "null",
-        "true",
-        "a" * 5000,
-        "\x00",
-        "ä\u202e\U0001d518",
-        "'; DROP TABLE trials; --",
-    ),
-    *("../../etc/passwd", "%00", "STATE_COMPLETED", "2026-01-01T00:00:00Z", "9999-99-99", "training", "{}"),
+    *_DATA["nasty"].split(),
+    *("", "a" * 5000, "\x00", "ä\u202e\U0001d518", "'; DROP TABLE trials; --", "2026-01-01T00:00:00Z"),
     *([], {}, [[]], [None], {"": ""}, {"a": {"b": [1, {"c": None}]}}, ["1", 2, 3.5], {"__proto__": 1}),
 ]
 
@@ -100,16 +87,7 @@ resources: {slots_per_trial: 1}
 """,
 )
 _TASK_TEXT = "entrypoint: ['true']\nresources: {slots: 0}\nenvironment: {environment_variables: [A=1]}\n"
-_CONFIG_KEYS = (
-    "hyperparameters",
-    "data",
-    "searcher",
-    "environment",
-    "labels",
-    "bind_mounts",
-    "log_policies",
-    "x",
-)
+_CONFIG_KEYS = _DATA["config_keys"].split()
 _CHECKPOINT = {
     "uuid": "00000000-0000-4000-8000-00000000000a",
     "taskId": "1.request",
@@ -122,67 +100,37 @@ _CHECKPOINT = {
 }
 # What a mutation puts into a YAML text; the hostile texts of tests/security are put there whole.
 _YAML_PIECES = [
+    *_DATA["yaml_pieces"].split(),
+    *("&a ", "!!int ", "!!python/object:os.system ", "!x ", "- ", "? ", ": ", "# "),
     *(
-        "&a ",
-        "*a",
-        "*b",
         "<<: *a",
         "<<: [*a, *a]",
-        "!!int ",
-        "!!python/object:os.system ",
-        "!x ",
-        "[",
-        "]",
-        "{",
-        "}",
-    ),
-    *(
-        "- ",
-        "? ",
-        ": ",
-        "\t",
-        "\x00",
-        '"',
-        "'",
+        "a: &a [*a]\n",
         "|\n",
         ">-\n",
         "%TAG ! x\n",
         "---\n",
         "...\n",
-        "# ",
         "\n",
         "\r",
         "  ",
     ),
     *(
-        "0x_",
-        "1e999",
-        ".inf",
-        ".nan",
-        "~",
+        "\t",
+        "\x00",
+        '"',
+        "'",
         "9" * 40,
         "9" * 2000,
         "\ufeff",
         "\u2028",
         "\ud7ff",
         "ä",
-        "a: &a [*a]\n",
-        ",",
-    ),
-    *(
-        "{type: grid}",
-        "{type: int, minval: 0, maxval: 9, count: 1000000000000}",
         "name: grid",
         "searcher:",
-        "true",
     ),
-    *(
-        "[" * 150,
-        "{a: " * 150,
-        "- " * 150,
-        "[" + "1, " * 3000 + "]",
-        "hyperparameters:\n  deepspeed_config: {a: 1}\n",
-    ),
+    *("{type: grid}", "{type: int, minval: 0, maxval: 9, count: 1000000000000}", "[" + "1, " * 3000 + "]"),
+    *("[" * 150, "{a: " * 150, "- " * 150, "hyperparameters:\n  deepspeed_config: {a: 1}\n"),
 ]
 _YAML_BODIES = (
     ("POST", "/api/v1/experiments", "config", {"modelDefinition": [], "activate": False}),
@@ -195,83 +143,20 @@ _YAML_SHARE = 0.25
 """How many of the requests bring YAML text."""
 
 _BODIES: dict[str, Any] = {
-    "auth/login": {"username": "fuzz", "password": "x", "isHashed": True},
-    "users": {"user": {"username": "fuzz", "admin": False, "active": True}, "password": "Fuzz-1-pass"},
-    "users/{user_id}": {"displayName": "fuzz", "password": "Fuzz-1-pass"},
-    "master/config": {"config": {"log": {"color": True}}, "fieldMask": {"paths": ["log.color"]}},
-    "job-queues": {"updates": [{"jobId": "job-1", "priority": 3, "weight": 1.5, "aheadOf": "job-2"}]},
+    **_DATA["bodies"],
     "experiments": {"config": _CONFIG_TEXT, "modelDefinition": [], "activate": False, "validateOnly": False},
-    "experiments/continue": {"id": 1, "overrideConfig": ""},
-    "experiments/{experiment_id}": {
-        "id": 1,
-        "name": "fuzz",
-        "labels": ["a"],
-        "resources": {"priority": 5, "maxSlots": 2},
-        "checkpointStorage": {"saveTrialBest": 1},
-    },
-    "experiments/{experiment_id}/retain_logs": {"experimentId": 1, "numDays": 3},
-    "experiments/{experiment_id}/move": {"experimentId": 1, "destinationProjectId": 2},
-    "workspaces": {"name": "fuzz", "checkpointStorageConfig": {"type": "shared_fs", "host_path": "/x"}},
-    "workspaces/{workspace_id}": {"name": "fuzzy", "checkpointStorageConfig": {}},
-    "workspaces/{workspace_id}/projects": {"name": "fuzz", "key": "FUZZ", "description": "d"},
-    "projects/{project_id}": {"name": "fuzzy", "key": "FUZ"},
-    "projects/{project_id}/notes": {"notes": [{"name": "n", "contents": "c"}]},
-    "projects/-1/experiments/pause": {"experimentIds": [1]},
-    "templates/{template}": {"name": "t", "config": {"max_restarts": 1}, "workspaceId": 0},
-    "models": {"name": "m", "metadata": {"a": 1}, "labels": ["l"], "workspaceName": "Uncategorized"},
-    "models/{model}": {"description": "d", "labels": ["a", "b"], "metadata": {"b": 2}},
-    "models/{model}/versions": {"checkpointUuid": "OWN", "name": "v", "labels": ["l"]},
-    "models/{model}/versions/{version}": {"notes": "n", "metadata": {"a": 1}},
-    "preview-hp-search": {
-        "config": {"searcher": {"name": "random", "metric": "a", "max_trials": 3}},
-        "seed": 3,
-    },
     "trials/{trial_id}/metrics": {"trialId": 1, "group": "training", "metrics": _TRIAL_METRICS},
-    "trials/{trial_id}/progress": {"progress": 0.5, "is_raw": True},
-    "trials/{trial_id}/runner/metadata": {"trialId": 1, "metadata": {"state": "training"}},
-    "trials/{trial_id}/early_exit": {"trialId": 1, "reason": "EXITED_REASON_INVALID_HP"},
-    "trials/{trial_id}/retain_logs": {"trialId": 1, "numDays": 3},
-    "runs/start": {"runId": 1, "checkpointStorage": {"type": "directory", "container_path": "/x"}},
-    "runs/{run_id}/metadata": {"runId": 1, "metadata": {"a": 1}},
     "checkpoints": _CHECKPOINT,
     "checkpoints/rm": {"checkpointUuids": [_CHECKPOINT["uuid"]], "checkpointGlobs": ["*.none"]},
     "checkpoints/{checkpoint_uuid}/metadata": {"checkpoint": {**_CHECKPOINT, "metadata": {"a": 2}}},
 }
-
-_QUERY_NAMES = (
-    *("limit", "offset", "sortBy", "orderBy", "states", "users", "archived", "name", "labels", "group"),
-    *("trialIds", "timeoutSeconds", "timestampAfter", "timestampBefore", "rankIds", "levels", "stdtypes"),
-    *("includeBatchMetrics", "resourcePool", "active", "userIds", "sources", "sortByMetric", "containerIds"),
-    *("period", "startDate", "endDate", "workspaceIds", "workspaceNames", "nameCaseSensitive"),
-    *("experimentIds", "searchText", "metricType", "showTrialData", "save_trial_best", "size"),
-    *("metricIds", "metricNames", "maxDatapoints", "startBatches", "timeSeriesFilter.doubleRange.gt"),
-    *("timeSeriesFilter.name", "tableType", "projectId"),
-)
-_QUERY_VALUES = (
-    *(
-        "1",
-        "-1",
-        "0",
-        "-2",
-        "99999999999999999999",
-        "",
-        "true",
-        "maybe",
-        "ORDER_BY_DESC",
-        "SORT_BY_ID",
-        "%00",
-    ),
-    *(
-        "STATE_ACTIVE",
-        "%F0%9F%98%80",
-        "NaN",
-        "1.5",
-        "training",
-        "2026-01-01T00:00:00Z",
-        "LOG_LEVEL_INFO",
-        "a" * 300,
-    ),
-)
+_BROKEN_BODIES = [
+    *(None, b"", b"{", b"[]", b"null", b"NaN", b"\xff\xfe\x00", b'{"a": NaN, "progress": Infinity}'),
+    *(b'{"trialId": 1e999}', b'{"a": "\\ud800"}', b'{"config": ' + b"[" * 400 + b"]" * 400 + b"}"),
+    b'{"metrics": ' + b'{"metrics":' * 200 + b"1" + b"}" * 200 + b"}",
+]
+_QUERY_NAMES = _DATA["query_names"].split()
+_QUERY_VALUES = [*_DATA["query_values"].split(), "", "a" * 300]
 
 
 @dataclasses.dataclass
@@ -342,11 +227,8 @@ class Fuzzer:
             elif change < 0.9:
                 text = text[:at] + text[self._random.randrange(len(text) + 1) :]
             else:
-                text = (
-                    text[:at]
-                    + chr(self._random.choice([*range(128), 0x85, 0xA0, 0xFFFE, 0x1F600]))
-                    + text[at + 1 :]
-                )
+                letter = chr(self._random.choice([*range(128), 0x85, 0xA0, 0xFFFE, 0x1F600]))
+                text = text[:at] + letter + text[at + 1 :]
         return text
 
     def _exchange(self, route: Route, path: str, body: bytes | None) -> None:
@@ -359,20 +241,16 @@ class Fuzzer:
             status, content = self._send(route.method, path, body, headers)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._connection = None
-            self.report.failures.append(
-                f"{route.method} {path[:200]}: {type(error).__name__} {error} body {body!r:.300}"
-            )
+            self.report.failures.append(f"{route.method} {path[:200]}: {error!r} body {body!r:.300}")
             return
         self.report.statuses[status] += 1
         is_error = status >= 300
-        if status >= 500 and status != 501:
-            self.report.failures.append(f"{route.method} {path[:200]} as {who}: {status}, body {body!r:.600}")
-        if is_error and any(trace in content for trace in _TRACES):
-            self.report.failures.append(f"{route.method} {path[:200]} as {who}: {content[:300]!r}")
-        if is_error and not content.startswith((b'{"error":{', b"<!")):
-            self.report.failures.append(
-                f"{route.method} {path[:200]} as {who}: no error object but {content[:300]!r}"
-            )
+        is_bad = status >= 500 and status != 501
+        is_bad |= is_error and any(trace in content for trace in _TRACES)
+        is_bad |= is_error and not content.startswith((b'{"error":{', b"<!"))
+        if is_bad:
+            asked = f"{route.method} {path[:200]} as {who}, body {body!r:.600}"
+            self.report.failures.append(f"{asked}: {status} {content[:300]!r}")
 
     def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
         if self._connection is None:
@@ -395,20 +273,7 @@ class Fuzzer:
         }.get(name, ["1", "2"])
         if self._random.random() < 0.75:
             return quote(self._random.choice(known), safe="")
-        odd = [
-            "0",
-            "-1",
-            "3",
-            "99999",
-            "2147483648",
-            "9" * 30,
-            "abc",
-            "1.0",
-            "%00",
-            "..%2f..%2fetc",
-            "ä",
-            "a" * 2000,
-        ]
+        odd = [*_DATA["odd_parameters"].split(), "9" * 30, "a" * 2000]
         return quote(self._random.choice(odd), safe="%")
 
     def _query(self, route: Route) -> str:
@@ -433,24 +298,9 @@ class Fuzzer:
             for _ in range(self._random.randint(1, 3)):
                 value = self._mutated(value)
         else:
-            return self._random.choice(
-                [
-                    None,
-                    b"",
-                    b"{",
-                    b"[]",
-                    b"null",
-                    b"NaN",
-                    b"\xff\xfe\x00",
-                    b'{"a": NaN, "progress": Infinity}',
-                    b'{"config": ' + b"[" * 400 + b"]" * 400 + b"}",
-                    b'{"metrics": ' + b'{"metrics":' * 200 + b"1" + b"}" * 200 + b"}",
-                    b'{"trialId": 1e999}',
-                    b'{"a": "\\ud800"}',
-                    json.dumps(template).encode()[: self._random.randint(0, 80)],
-                    bytes(self._random.randrange(256) for _ in range(50)),
-                ]
-            )
+            cut = json.dumps(template).encode()[: self._random.randint(0, 80)]
+            noise = bytes(self._random.randrange(256) for _ in range(50))
+            return self._random.choice([*_BROKEN_BODIES, cut, noise])
         return json.dumps(value).encode()
 
     def _body_of(self, path: str, other: Any) -> Any:
@@ -490,10 +340,8 @@ def _revive(tx: Transaction) -> dict[str, str]:
     tx.publish(tokens.TOPIC)
     fuzz = users.find_by_name(tx.connection, "fuzz")
     assert fuzz is not None
-    hashes = {
-        "allocation": tokens.hash_token("token-of-trial-1"),
-        "user": tokens.hash_token("token-of-the-user-in-trial-1"),
-    }
+    own = {"allocation": "token-of-trial-1", "user": "token-of-the-user-in-trial-1"}
+    hashes = {kind: tokens.hash_token(token) for kind, token in own.items()}
     tokens.keep_allocation_tokens(tx, "1.request.1", 2, hashes)
     return {
         "admin": tokens.create_token(tx, 1),
@@ -505,24 +353,22 @@ def _revive(tx: Transaction) -> dict[str, str]:
 def database_problems(master: Master) -> list[str]:
     """Return what is wrong with the store: SQLite's own checks, and what must be true of its rows."""
     problems = []
-    checks = {
-        "PRAGMA integrity_check": [{"integrity_check": "ok"}],
-        "PRAGMA foreign_key_check": [],
-        "SELECT id FROM trials WHERE experiment_id NOT IN (SELECT id FROM experiments)": [],
-        "SELECT id FROM metrics WHERE trial_id NOT IN (SELECT id FROM trials)": [],
-        "SELECT uuid FROM checkpoints WHERE trial_id NOT IN (SELECT id FROM trials)": [],
-        "SELECT id FROM experiments WHERE NOT json_valid(config) OR NOT json_valid(labels)": [],
-        "SELECT id FROM trials WHERE NOT json_valid(hparams)": [],
-        "SELECT name FROM metric_summaries WHERE NOT json_valid(summary)": [],
-        "SELECT id FROM metrics WHERE NOT json_valid(metrics)": [],
-        "SELECT uuid FROM checkpoints WHERE NOT json_valid(resources) OR NOT json_valid(metadata)": [],
-        "SELECT id FROM experiments WHERE priority NOT BETWEEN 1 AND 99 OR progress NOT BETWEEN 0 AND 1": [],
-        "SELECT id FROM trials WHERE progress NOT BETWEEN 0 AND 1": [],
-    }
-    for sql, expected in checks.items():
-        found = master.rows(sql)
-        if found != expected:
-            problems.append(f"{sql}: {found[:5]}")
+    if master.rows("PRAGMA integrity_check") != [{"integrity_check": "ok"}]:
+        problems.append("SQLite's check fails")
+    for sql in (
+        "PRAGMA foreign_key_check",
+        "SELECT id FROM trials WHERE experiment_id NOT IN (SELECT id FROM experiments)",
+        "SELECT id FROM metrics WHERE trial_id NOT IN (SELECT id FROM trials)",
+        "SELECT uuid FROM checkpoints WHERE trial_id NOT IN (SELECT id FROM trials)",
+        "SELECT id FROM experiments WHERE NOT json_valid(config) OR NOT json_valid(labels)",
+        "SELECT id FROM trials WHERE NOT json_valid(hparams)",
+        "SELECT name FROM metric_summaries WHERE NOT json_valid(summary)",
+        "SELECT id FROM metrics WHERE NOT json_valid(metrics)",
+        "SELECT uuid FROM checkpoints WHERE NOT json_valid(resources) OR NOT json_valid(metadata)",
+        "SELECT id FROM experiments WHERE priority NOT BETWEEN 1 AND 99 OR progress NOT BETWEEN 0 AND 1",
+        "SELECT id FROM trials WHERE progress NOT BETWEEN 0 AND 1",
+    ):
+        problems += [f"{sql}: {row}" for row in master.rows(sql)[:5]]
     for table in ("experiments", "trials"):
         odd = {row["state"] for row in master.rows(f"SELECT state FROM {table}")} - STATES
         if odd:

@@ -56,20 +56,11 @@ def run(work: Path, seed: int) -> None:
         experiment_id = row["id"] if row else chaos.submit(master, seed, work / "journals")
         chaos.wait(master, experiment_id)
         with chaos_checks.opened(master) as connection:
-            search = chaos_checks.search_of(connection, experiment_id)
-            rungs = chaos.RUNGS if search.is_halving else {chaos_train.NUM_STEPS}
-            problems = [
-                *chaos_checks.look_at_search(search),
-                *chaos_checks.look_at_training(search, rungs),
-                *chaos_checks.look_at_journals(search, work / "journals", lost),
-                *chaos_checks.look_at_allocations(search),
-                *chaos_checks.look_around(master, connection),
-            ]
-            runs = connection.execute("SELECT COUNT(*) FROM allocations").fetchone()[0]
+            _, problems = chaos_checks.look(master, connection, experiment_id, work / "journals", lost)
     dead = [stranger.pid for stranger in strangers if stranger.poll() is not None]
     for stranger in strangers:
         stranger.kill()
-    found = {"problems": problems, "runs": runs, "strangers": len(strangers), "dead strangers": dead}
+    found = {"problems": problems, "strangers": len(strangers), "dead strangers": dead}
     print(json.dumps(found))
 
 

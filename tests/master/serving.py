@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from rows import add
 
 from dstrial.master.app import create_app
 from dstrial.master.backends.devices import Slot
@@ -167,9 +168,8 @@ def _start_threads(services: Services) -> None:
 def fill(tx: Transaction) -> tuple[dict[str, str], dict[int, str]]:
     """Make a third user, and two experiments with one running trial each; experiment i has trial i."""
     ids = {row["username"]: row["id"] for row in tx.execute("SELECT id, username FROM users").fetchall()}
-    ids["other"] = users.create_user(
-        tx, username="other", admin=False, password=users.client_hash("Other-password-1")
-    )
+    password = users.client_hash("Other-password-1")
+    ids["other"] = users.create_user(tx, username="other", admin=False, password=password)
     known = {name: tokens.create_token(tx, user_id) for name, user_id in ids.items()}
     checkpoints = {}
     config = {
@@ -186,32 +186,22 @@ def fill(tx: Transaction) -> tuple[dict[str, str], dict[int, str]]:
         "checkpoint_storage": {"type": "shared_fs", "host_path": "/nonexistent"},
     }
     for number in (1, 2):
-        request_id, task = str(uuid.uuid4()), f"{number}.request"
-        tx.execute(
-            "INSERT INTO experiments (id, job_id, state, config, original_config, name, owner_id, searcher_type, "
-            "searcher_metric, smaller_is_better, slots_per_trial, queue_position, start_us) "
-            "VALUES (?, ?, 'ACTIVE', ?, 'name: fuzz', 'fuzz', ?, 'single', 'loss', 1, 1, ?, 1)",
-            (number, f"job-{number}", json.dumps(config), ids["determined"], float(number)),
-        )
-        tx.execute("INSERT INTO model_definitions VALUES (?, ?)", (number, b"tgz"))
-        tx.execute(
-            "INSERT INTO trials (id, experiment_id, request_id, state, hparams, seed, task_id, run_id, start_us) "
-            "VALUES (?, ?, ?, 'ACTIVE', '{\"lr\": 0.1}', 1, ?, 1, 1)",
-            (number, number, request_id, task),
-        )
-        tx.execute("INSERT INTO tasks VALUES (?, 'TRIAL', ?, ?, 1, NULL)", (task, number, number))
-        tx.execute(
-            "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-            "directory, start_us) VALUES (?, ?, ?, ?, 1, 'RUNNING', ?, '{}', ?, '/nonexistent', 1)",
-            (f"{task}.1", task, number, number, json.dumps([number - 1]), str(uuid.uuid4())),
-        )
+        task, own = f"{number}.request", {"experiment_id": number, "trial_id": number}
+        add(
+            tx, "experiments", id=number, job_id=f"job-{number}", state="ACTIVE", config=config, original_config="name: fuzz",
+            name="fuzz", owner_id=ids["determined"], queue_position=float(number), start_us=1,
+        )  # fmt: skip
+        add(tx, "model_definitions", experiment_id=number, tgz=b"tgz")
+        hparams = {"state": "ACTIVE", "hparams": {"lr": 0.1}}
+        add(tx, "trials", id=number, experiment_id=number, task_id=task, run_id=1, start_us=1, **hparams)
+        add(tx, "tasks", id=task, **own, start_us=1)
+        resources = {"slots": [number - 1], "resources_id": str(uuid.uuid4())}
+        add(tx, "allocations", id=f"{task}.1", task_id=task, **own, **resources, start_us=1)
         checkpoints[number] = str(uuid.uuid4())
-        tx.execute(
-            "INSERT INTO checkpoints (uuid, experiment_id, trial_id, task_id, allocation_id, run_id, state, steps, "
-            "resources, metadata, size, report_us) VALUES (?, ?, ?, ?, ?, 1, 'COMPLETED', 3, '{\"a\": 1}', "
-            "'{\"steps_completed\": 3}', 1, 1)",
-            (checkpoints[number], number, number, task, f"{task}.1"),
-        )
+        add(
+            tx, "checkpoints", uuid=checkpoints[number], **own, task_id=task, allocation_id=f"{task}.1", steps=3, size=1,
+            resources={"a": 1}, metadata={"steps_completed": 3}, report_us=1,
+        )  # fmt: skip
         session, user = f"token-of-trial-{number}", f"token-of-the-user-in-trial-{number}"
         hashes = {"allocation": tokens.hash_token(session), "user": tokens.hash_token(user)}
         tokens.keep_allocation_tokens(tx, f"{task}.1", ids["determined"], hashes)

@@ -6,6 +6,7 @@ Secrets are the exception: the trial sees them, and nobody is shown them.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from config_cases import CASES, Case
 
 from dstrial.config.keys import Section
 from dstrial.config.schema import EXPERIMENT
@@ -24,17 +24,53 @@ RECORD = 'printf \'{"config": %s, "hparams": %s, "variables": %s}\' "$DET_EXPERI
 RECORD += '"\\"$A\\"" > "$0.$DET_TRIAL_ID"'
 
 
+_TABLE = yaml.safe_load(Path(__file__).with_name("config_cases.yaml").read_text())
+DEFAULTS: dict[str, Any] = _TABLE["defaults"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One config.
+
+    Attributes:
+        given: what is submitted, besides name, entrypoint, searcher and seed where it has none.
+        also: what of the completed config is neither given nor a default; sections with defaults are completed by them.
+        hparams: what the first trial sees, where these are not constants.
+        template: what is below the config.
+    """
+
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hparams: Mapping[str, Any] | None = None
+    template: Mapping[str, Any] | None = None
+
+    def completed(self, submitted: Mapping[str, Any], host_path: str) -> dict[str, Any]:
+        """Return what the master must make of it: what is given over the defaults, section by section."""
+        expected = copy.deepcopy(DEFAULTS)
+        expected["searcher"] = _TABLE["searchers"][submitted["searcher"]["name"]]
+        expected["checkpoint_storage"] = {**_TABLE["shared_fs"], "host_path": host_path}
+        for key, value in submitted.items():
+            below = expected.get(key)
+            is_section = isinstance(below, dict) and isinstance(value, Mapping) and not key.startswith("min_")
+            expected[key] = {**below, **value} if is_section and below is not None else value
+        for key, value in self.also.items():
+            is_filled = key in ("environment", "resources")
+            expected[key] = {**DEFAULTS[key], **value} if is_filled else value
+        return copy.deepcopy(expected)
+
+
+CASES = {name: Case(**fields) for name, fields in _TABLE["cases"].items()}
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """A case, and what became of it."""
 
-    def __init__(
-        self, case: Case, given: dict[str, Any], text: str, shown: dict[str, Any], seen: dict[str, Any]
-    ) -> None:
-        self.case = case
-        self.given = given
-        self.text = text
-        self.shown = shown
-        self.seen = seen
+    case: Case
+    given: dict[str, Any]
+    text: str
+    shown: dict[str, Any]
+    seen: dict[str, Any]
 
 
 @pytest.fixture(scope="module")

@@ -76,60 +76,37 @@ class Det:
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.master.det(*words, cwd=self.directory)
 
-    def program(self, source: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a program that uses the SDK."""
-        path = self.directory / "uses_the_sdk.py"
-        path.write_text(source)
-        return warm_start.run_command(
-            [sys.executable, str(path), *words],
-            env=dict(self.master.env),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
     def type(self, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a command that asks; without a terminal it takes even passwords from the standard input."""
-        return warm_start.run_command(
-            [sys.executable, "-m", "determined.cli", *words],
-            env=dict(self.master.env),
-            input=text,
-            start_new_session=True,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return typed(self.master, text, *words)
 
     def ok(self, *words: str) -> str:
-        done = self.run(*words)
-        assert done.returncode == 0, f"det {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout
+        return self._good(self.run(*words))
 
     def ok_as_admin(self, *words: str) -> str:
-        done = self.type(f"{self.master.password('admin')}\n", "-u", "admin", *words)
-        assert done.returncode == 0, f"det {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return self._good(self.type(f"{self.master.password('admin')}\n", "-u", "admin", *words))
+
+    @staticmethod
+    def _good(done: subprocess.CompletedProcess[str]) -> str:
+        assert done.returncode == 0, f"{done.args}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def create(self, config: Path, *options: str) -> int:
-        found = re.search(
-            r"Created experiment (\d+)", self.ok("e", "create", *options, str(config), str(self.context))
-        )
-        assert found is not None
-        return int(found[1])
+    def refused(self, *words: str) -> str:
+        done = self.run(*words)
+        assert done.returncode == 1, done.stdout
+        return done.stderr
 
-    def experiment(self, experiment_id: int) -> dict[str, object]:
-        found: dict[str, object] = self.master.client().get(f"/api/v1/experiments/{experiment_id}")[
-            "experiment"
-        ]
+    def create(self, config: Path, *options: str) -> int:
+        return created(self.ok("e", "create", *options, str(config), str(self.context)))
+
+    def get(self, path: str) -> Any:
+        return self.master.client().get(f"/api/v1/{path}")
+
+    def experiment(self, experiment_id: int) -> dict[str, Any]:
+        found: dict[str, Any] = self.get(f"experiments/{experiment_id}")["experiment"]
         return found
 
-    def wait(self, experiment_id: int, *states: str) -> None:
-        client = self.master.client()
-
-        def found() -> str:
-            return str(client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"])
-
-        wait_for(lambda: found() in [f"STATE_{state}" for state in states], f"it is not {states}")
+    def wait(self, experiment_id: int, state: str) -> None:
+        wait_for(lambda: self.experiment(experiment_id)["state"] == f"STATE_{state}", f"it is not {state}")
 
     def settle(self, experiment_id: int, state: str) -> None:
         """Wait until an experiment is in a state, and then a while for it to leave that state wrongly."""
@@ -138,7 +115,28 @@ class Det:
         assert self.experiment(experiment_id)["state"] == f"STATE_{state}"
 
     def trial(self, experiment_id: int) -> int:
-        return int(self.master.client().get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
+        return int(self.get(f"experiments/{experiment_id}/trials")["trials"][0]["id"])
+
+    def checkpoints(self, experiment_id: int) -> dict[str, str]:
+        found = self.get(f"experiments/{experiment_id}/checkpoints")["checkpoints"]
+        return {one["uuid"]: one["state"].removeprefix("STATE_") for one in found}
+
+    def completed(self, experiment_id: int) -> list[str]:
+        return [uuid for uuid, state in self.checkpoints(experiment_id).items() if state == "COMPLETED"]
+
+
+def typed(master: MasterForTest, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that asks; without a terminal it takes even passwords from the standard input."""
+    return warm_start.run_command(
+        [sys.executable, "-m", "determined.cli", *words],
+        env=dict(master.env), input=text, start_new_session=True,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def created(text: str) -> int:
+    [number] = re.findall(r"Created experiment (\d+)", text)
+    return int(number)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +155,7 @@ def followed(det: Det) -> str:
 @pytest.fixture(scope="module")
 def ended(det: Det, followed: str) -> int:
     """That experiment, which has completed; it is only looked at."""
-    experiment_id = int(re.findall(r"Created experiment (\d+)", followed)[0])
+    experiment_id = created(followed)
     det.wait(experiment_id, "COMPLETED")
     return experiment_id
 
@@ -182,11 +180,8 @@ def test_create_paused_config_and_include(det: Det) -> None:
     assert det.experiment(experiment_id)["state"] == "STATE_PAUSED"
     assert det.experiment(experiment_id)["name"] == "other"
     det.ok("e", "download-model-def", str(experiment_id), "--output-dir", str(det.directory))
-    listing = subprocess.run(
-        ["tar", "tzf", str(det.directory / f"experiment_{experiment_id}_model_def.tgz")],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert {"train.py", "extra.txt"} <= set(listing.split())
+    with tarfile.open(det.directory / f"experiment_{experiment_id}_model_def.tgz") as archive:
+        assert {"train.py", "extra.txt"} <= set(archive.getnames())
 
 
 def test_create_leaves_out_ignored_files_and_marked_directories(det: Det) -> None:
@@ -203,8 +198,7 @@ def test_create_leaves_out_ignored_files_and_marked_directories(det: Det) -> Non
 
     text = det.ok("e", "create", "--paused", str(det.short), str(context), "-i", str(extra))
 
-    [number] = re.findall(r"Created experiment (\d+)", text)
-    tgz = base64.b64decode(det.master.client().get(f"/api/v1/experiments/{number}/model_def")["b64Tgz"])
+    tgz = base64.b64decode(det.get(f"experiments/{created(text)}/model_def")["b64Tgz"])
     with tarfile.open(fileobj=io.BytesIO(tgz)) as archive:
         names = {member.name for member in archive if member.isfile()}
     assert names == {"train.py", "kept.txt", "own/x.py", "extra/inner.txt"}
@@ -220,11 +214,10 @@ def test_a_wrong_config_is_refused_with_every_problem(det: Det) -> None:
     wrong = det.directory / "wrong.yaml"
     wrong.write_text("nmae: x\nentrypoint: true\nsearcher: {name: asha, metric: loss}\n")
 
-    done = det.run("e", "create", str(wrong), str(det.context))
+    said = det.refused("e", "create", str(wrong), str(det.context))
 
-    assert done.returncode == 1
-    assert "Write name instead" in done.stderr
-    assert "async_halving" in done.stderr
+    assert "Write name instead" in said
+    assert "async_halving" in said
 
 
 def test_list_in_its_forms(det: Det, ended: int) -> None:
@@ -286,7 +279,7 @@ def test_every_filter_of_logs(det: Det, ended: int) -> None:
     assert logs(
         "e", "logs", str(ended), "--rank-id", "-1", "--rank-id", "3", "--stdtype", "stdout"
     ) == wanted(lambda line: line["stdtype"] == "stdout")
-    task_id = det.master.client().get(f"/api/v1/trials/{trial_id}")["trial"]["taskId"]
+    task_id = det.get(f"trials/{trial_id}")["trial"]["taskId"]
     assert logs("task", "logs", task_id, "--source", "master", "--container-id", container) == wanted(
         lambda line: line["source"] == "master"
     )
@@ -297,17 +290,15 @@ def test_every_filter_of_logs(det: Det, ended: int) -> None:
 
 
 def test_logs_that_cannot_be(det: Det, ended: int) -> None:
-    done = det.run("e", "logs", str(ended), "--timestamp-after", "yesterday")
-    assert (done.returncode, "timestampAfter is 'yesterday'; expected a time" in done.stderr) == (1, True)
-    done = det.run("trial", "logs", "999999")
-    assert (done.returncode, "trial 999999 is not found" in done.stderr) == (1, True)
+    said = det.refused("e", "logs", str(ended), "--timestamp-after", "yesterday")
+    assert "timestampAfter is 'yesterday'; expected a time" in said
+    assert "trial 999999 is not found" in det.refused("trial", "logs", "999999")
 
 
 def test_wait_tells_the_end_by_its_exit_code(det: Det, ended: int) -> None:
     assert det.run("e", "wait", str(ended)).returncode == 0
-    failing = det.config("failing", {})
-    experiment_id = det.create(failing)
-    assert det.run("e", "wait", "--polling-interval", "1", str(experiment_id)).returncode == 1
+    experiment_id = det.create(det.config("failing", {}))
+    det.refused("e", "wait", "--polling-interval", "1", str(experiment_id))
 
 
 def test_pause_activate_cancel_and_the_slots(det: Det) -> None:
@@ -318,21 +309,11 @@ def test_pause_activate_cancel_and_the_slots(det: Det) -> None:
     assert f"{experiment_id}" in det.ok("job", "list")
     det.ok("e", "pause", str(experiment_id))
     det.wait(experiment_id, "PAUSED")
-    give_up_at_s = time.monotonic() + 30
-    while f"Experiment {experiment_id}" in det.ok("slot", "list"):
-        assert time.monotonic() < give_up_at_s
+    wait_for(lambda: f"Experiment {experiment_id}" not in det.ok("slot", "list"))
     det.ok("e", "activate", str(experiment_id))
     det.wait(experiment_id, "RUNNING")
     det.ok("e", "cancel", str(experiment_id))
     det.wait(experiment_id, "CANCELED")
-
-
-def test_kill_an_experiment_and_a_trial(det: Det) -> None:
-    first, second = det.create(det.long), det.create(det.long)
-    det.ok("e", "kill", str(first))
-    det.wait(first, "CANCELED")
-    det.ok("trial", "kill", str(det.trial(second)))
-    det.wait(second, "CANCELED")
 
 
 def test_archive_unarchive_and_delete(det: Det) -> None:
@@ -343,16 +324,12 @@ def test_archive_unarchive_and_delete(det: Det) -> None:
     assert f" {experiment_id} |" in det.ok("e", "list", "--all")
     det.ok("e", "unarchive", str(experiment_id))
     det.ok("e", "delete", "--yes", str(experiment_id))
-    give_up_at_s = time.monotonic() + 30
-    while f" {experiment_id} |" in det.ok("e", "list", "--all"):
-        assert time.monotonic() < give_up_at_s
+    wait_for(lambda: f" {experiment_id} |" not in det.ok("e", "list", "--all"))
 
 
 def test_an_experiment_that_runs_cannot_be_archived_or_deleted(det: Det, paused: int) -> None:
     for verb in (["archive"], ["delete", "--yes"]):
-        done = det.run("e", *verb, str(paused))
-        assert done.returncode == 1
-        assert "expected one that has ended" in done.stderr
+        assert "expected one that has ended" in det.refused("e", *verb, str(paused))
 
 
 def test_continue_with_another_config(det: Det) -> None:
@@ -362,8 +339,7 @@ def test_continue_with_another_config(det: Det) -> None:
     det.ok("e", "continue", str(experiment_id), "--config", "hyperparameters.steps=5", "-f")
 
     det.wait(experiment_id, "COMPLETED")
-    trial = det.master.client().get(f"/api/v1/trials/{det.trial(experiment_id)}")["trial"]
-    assert trial["totalBatchesProcessed"] == 5
+    assert det.get(f"trials/{det.trial(experiment_id)}")["trial"]["totalBatchesProcessed"] == 5
 
 
 def test_labels_and_settings(det: Det, paused: int) -> None:
@@ -384,15 +360,6 @@ def test_labels_and_settings(det: Det, paused: int) -> None:
     assert config["checkpoint_storage"]["save_trial_latest"] == 3
     det.ok("e", "label", "remove", number, "mine")
     assert det.experiment(int(number))["labels"] == []
-
-
-def test_jobs_are_reordered(det: Det, paused: int) -> None:
-    job_id = str(det.experiment(paused)["jobId"])
-    det.ok("job", "update", job_id, "--priority", "3")
-    shown = det.experiment(paused)["config"]
-    assert isinstance(shown, dict)
-    assert shown["resources"]["priority"] == 3
-    det.ok("e", "kill", str(paused))
 
 
 def test_trials_and_checkpoints_of_an_experiment(det: Det, ended: int) -> None:
@@ -418,13 +385,8 @@ def test_a_trial_is_described_as_csv_and_as_a_table(det: Det, ended: int) -> Non
     assert '"validation_metrics": {' in text
 
 
-def completed_checkpoints(det: Det, experiment_id: int) -> list[str]:
-    found = det.master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
-    return [one["uuid"] for one in found if one["state"] == "STATE_COMPLETED"]
-
-
 def test_checkpoints_are_described_and_downloaded_both_ways(det: Det, ended: int) -> None:
-    uuid = completed_checkpoints(det, ended)[-1]
+    uuid = det.completed(ended)[-1]
     assert uuid in det.ok("checkpoint", "describe", uuid)
     for mode in ("direct", "master"):
         target = det.directory / f"download-{mode}"
@@ -443,45 +405,31 @@ def test_checkpoints_are_described_and_downloaded_both_ways(det: Det, ended: int
 def test_checkpoints_are_deleted_whole_and_in_part(det: Det) -> None:
     experiment_id = det.create(det.short)
     det.wait(experiment_id, "COMPLETED")
-    give_up_at_s = time.monotonic() + 30
-    while len(completed_checkpoints(det, experiment_id)) != 2:
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.1)
-    first, second = completed_checkpoints(det, experiment_id)
+    wait_for(lambda: len(det.completed(experiment_id)) == 2)
+    first, second = det.completed(experiment_id)
 
     det.ok("checkpoint", "rm", "--yes", first, "--glob", "state.json")
     det.ok("checkpoint", "delete", "--yes", second)
 
-    def states() -> dict[str, str]:
-        found = det.master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
-        return {one["uuid"]: one["state"] for one in found}
-
-    while states()[second] != "STATE_DELETED" or states()[first] != "STATE_PARTIALLY_DELETED":
-        assert time.monotonic() < give_up_at_s, states()
-        time.sleep(0.1)
+    wanted = {first: "PARTIALLY_DELETED", second: "DELETED"}
+    wait_for(lambda: wanted.items() <= det.checkpoints(experiment_id).items())
 
 
 def test_a_checkpoint_whose_files_were_removed_by_hand_is_looked_at_anew(det: Det) -> None:
     experiment_id = det.create(det.short, "-f")
-    uuid = completed_checkpoints(det, experiment_id)[-1]
-    client = det.master.client()
+    uuid = det.completed(experiment_id)[-1]
     (det.master.state.path / "checkpoints" / uuid / "state.json").unlink()
 
     assert "refreshing resources" in det.ok("checkpoint", "rm", "--yes", uuid)
 
-    give_up_at_s = time.monotonic() + 30
-    while (found := client.get(f"/api/v1/checkpoints/{uuid}")["checkpoint"])[
-        "state"
-    ] != "STATE_PARTIALLY_DELETED":
-        assert time.monotonic() < give_up_at_s, found
-        time.sleep(0.05)
-    assert set(found["resources"]) == {"metadata.json"}
+    wait_for(lambda: det.checkpoints(experiment_id)[uuid] == "PARTIALLY_DELETED")
+    assert set(det.get(f"checkpoints/{uuid}")["checkpoint"]["resources"]) == {"metadata.json"}
 
 
 def test_another_gc_policy_says_what_it_deletes_and_deletes_it(det: Det) -> None:
     experiment_id = det.create(det.short, "--config", "checkpoint_storage.save_trial_latest=3", "-f")
     det.wait(experiment_id, "COMPLETED")
-    [one, two, three] = completed_checkpoints(det, experiment_id)
+    [one, two, three] = det.completed(experiment_id)
 
     done = det.type("y\n", "e", "set", "gc-policy", "--save-experiment-best", "0", "--save-trial-best", "1",
                     "--save-trial-latest", "0", str(experiment_id))  # fmt: skip
@@ -491,10 +439,7 @@ def test_another_gc_policy_says_what_it_deletes_and_deletes_it(det: Det) -> None
     assert one in done.stdout
     assert two in done.stdout
     assert three not in done.stdout
-    give_up_at_s = time.monotonic() + 30
-    while completed_checkpoints(det, experiment_id) != [three]:
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.05)
+    wait_for(lambda: det.completed(experiment_id) == [three])
 
 
 def test_users_log_in_change_their_passwords_and_log_out(det: Det) -> None:
@@ -517,25 +462,11 @@ def test_users_log_in_change_their_passwords_and_log_out(det: Det) -> None:
     assert det.type(f"{det.master.password()}\n", "user", "login", "determined").returncode == 0
 
 
-def test_users(det: Det) -> None:
-    assert "determined" in det.ok("user", "whoami")
-    assert "admin" in det.ok("user", "list")
-    assert det.run("user", "create", "somebody").returncode == 1
-    client = det.master.client("admin")
-    client.post(
-        "/api/v1/users",
-        {"user": {"username": "somebody", "active": True}, "password": "Longer-pass-1", "isHashed": False},
-    )
-    assert "somebody" in det.ok("user", "list")
-
-
 def test_the_master_and_its_agent(det: Det) -> None:
     assert "0.38.1" in det.ok("master", "info")
-    refused = det.run("master", "config", "--json")
-    assert refused.returncode == 1
-    assert "administrator" in refused.stderr
-    shown = det.type(f"{det.master.password('admin')}\n", "-u", "admin", "master", "config", "--json")
-    config = json.loads(shown.stdout[shown.stdout.index("{") :])
+    assert "administrator" in det.refused("master", "config", "--json")
+    shown = det.ok_as_admin("master", "config", "--json")
+    config = json.loads(shown[shown.index("{") :])
     assert config["port"] == det.master.record.port
     assert config["checkpoint_storage"]["type"] == "shared_fs"
     assert "serving at" in det.ok("master", "logs")
@@ -549,7 +480,7 @@ def test_the_master_and_its_agent(det: Det) -> None:
 
 
 def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
-    agent = str(det.master.client().get("/api/v1/agents")["agents"][0]["id"])
+    agent = str(det.get("agents")["agents"][0]["id"])
     det.ok_as_admin("slot", "disable", agent, "1")
     first, second, third = (det.create(det.long) for _ in range(3))
     det.wait(first, "RUNNING")
@@ -575,29 +506,6 @@ def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
         det.wait(experiment_id, "CANCELED")
 
 
-def test_preview_search(det: Det) -> None:
-    path = det.directory / "search.yaml"
-    searcher = {
-        "name": "adaptive_asha",
-        "metric": "score",
-        "max_trials": 10,
-        "max_time": 100,
-        "time_metric": "batches",
-    }
-    path.write_text(
-        yaml.safe_dump({"name": "s", "entrypoint": "true", "searcher": searcher, "hyperparameters": {}})
-    )
-
-    assert "train for 100 batches" in det.ok("preview-search", str(path))
-
-
-def test_what_is_not_offered_says_so(det: Det) -> None:
-    done = det.run("shell", "start")
-
-    assert done.returncode == 1
-    assert "not offered by the embedded master" in done.stderr
-
-
 def test_the_sdk_reads_metrics_and_checkpoints(det: Det, ended: int) -> None:
     program = f"""
 from determined.experimental import client
@@ -608,8 +516,9 @@ print(len(experiment.list_checkpoints(max_results=1)), trial.state.value, experi
 experiment.add_label("sdk")
 print(sorted(client.get_experiment({ended}).labels))
 """
-    done = det.program(program)
-
+    done = warm_start.run_command(
+        [sys.executable, "-c", program], env=dict(det.master.env), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[1, 2, 3]", "1 STATE_COMPLETED STATE_COMPLETED", "['sdk']"]
 
@@ -620,11 +529,8 @@ def test_an_entrypoint_of_determineds_launcher_runs(det: Det) -> None:
         det.short, "--config", "entrypoint=python3 -m determined.launch.torch_distributed python3 train.py"
     )
 
-    det.wait(experiment_id, "COMPLETED", "ERROR")
+    det.wait(experiment_id, "COMPLETED")
 
-    assert det.experiment(experiment_id)["state"] == "STATE_COMPLETED", det.ok(
-        "e", "logs", str(experiment_id)
-    )
     of_rank = det.ok("e", "logs", str(experiment_id), "--rank-id", "0")
     assert "[rank=0] || WARNING: batch 3" in of_rank
     assert "Scheduling" not in of_rank
@@ -635,11 +541,7 @@ def test_up_serves_whoever_has_changed_the_first_password(tmp_path: Path) -> Non
         other_name = f"http://127.0.0.1:{master.record.port}"
 
         def det(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-            return warm_start.run_command(
-                [sys.executable, "-m", "determined.cli", *words],
-                env=dict(master.env), input=text, start_new_session=True,
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+            return typed(master, text, *words)
 
         assert det("user", "change-password", text="Second-pass-1\nSecond-pass-1\n").returncode == 0
         det("-m", other_name, "user", "logout")

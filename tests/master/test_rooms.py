@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import RequestError
-from dstrial.master.advice import WORDS
 from dstrial.master.http.errors import status_and_text
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError, StoreError
 
@@ -44,11 +43,6 @@ def test_the_store_and_what_follows_from_an_event_name_no_client_and_no_status()
         f"{path}:{line}: {text}" for path in paths for line, text in _texts(path) if CLIENT.search(text)
     ]
     assert not [str(path) for path in paths if RequestError.__name__ in path.read_text(encoding="utf-8")]
-
-
-def test_every_hint_has_words_for_those_who_use_a_client() -> None:
-    assert set(WORDS) == set(Hint)
-    assert all(words.startswith(("; ", " ")) for words in WORDS.values())
 
 
 @pytest.mark.parametrize(

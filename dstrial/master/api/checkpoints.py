@@ -31,7 +31,7 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
-from dstrial.master.store.reports.metric_values import as_number
+from dstrial.master.store.reports.metric_summaries import as_number
 from dstrial.master.trial_files import open_regular
 
 _CHUNK_BYTES = 1 << 16  # what a pipe holds

@@ -10,7 +10,6 @@ from determined.common.api import bindings
 from dstrial.config.experiment_config.submission import search_section
 from dstrial.config.secrets import masked
 from dstrial.errors import DstrialError
-from dstrial.master.advice import text_of
 from dstrial.master.http.access import require_owner
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import USER, ApiRequest, route
@@ -62,7 +61,7 @@ def _many(perform: Perform, *, is_owners: bool = False) -> Callable[[ApiRequest]
             try:
                 await _perform(request, perform, experiment_id, is_owners=is_owners)
             except DstrialError as problem:
-                error = text_of(problem)
+                error = str(problem)
             results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
         return {"results": results}
 

@@ -92,7 +92,7 @@ async def _context(
 
 async def _kept_context(services: Services, task_id: str) -> bytes:
     """Return another task's files, or raise if they were deleted with its log."""
-    tgz = await services.read(commands.kept_context, task_id)
+    tgz = await services.read(commands.context, task_id)
     if tgz is None:
         days = services.settings.log_retention_days
         kept = "" if days is None or days < 0 else f", now {days}"

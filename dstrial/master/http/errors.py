@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from dstrial.errors import DatabaseDamagedError, DstrialError, MasterError, RequestError
 from dstrial.master import file_limit
-from dstrial.master.advice import text_of
 from dstrial.master.http.messages import to_json
 from dstrial.master.store.database import OperationalError
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
@@ -55,7 +54,7 @@ def status_and_text(error: BaseException) -> Problem:
     if isinstance(error, RequestError):
         return problem(error.status, str(error))
     if isinstance(error, StoreError):
-        return problem(_STATUSES[type(error)], text_of(error))
+        return problem(_STATUSES[type(error)], str(error))
     if isinstance(error, DatabaseDamagedError):
         return problem(503, str(error))
     if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_transient(error)):

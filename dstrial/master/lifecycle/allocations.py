@@ -12,7 +12,7 @@ from dstrial.master.backends.failures import fingerprint
 from dstrial.master.lifecycle import endings
 from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import background_jobs, projects, resizing, tokens
+from dstrial.master.store import background_jobs, jobs, projects, tokens
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
@@ -268,7 +268,7 @@ def _handle_failure(
     num_slots = len(row.slots)
     # The configured slot count is always retried; only another count can be marked as unusable.
     is_chosen = num_slots != experiment.slots_per_trial and not trial.retry_cancelled
-    if is_chosen and num_slots in resizing.unusable_counts(tx.connection, trial.id):
+    if is_chosen and num_slots in jobs.unusable_counts(tx.connection, trial.id):
         text = f"the trial cannot go on with {num_slots} slots (not counted as a restart, not tried again): {reason}"
         add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
         return

@@ -16,7 +16,7 @@ from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.errors import CheckpointError
 from dstrial.master.store import checkpoints as checkpoint_rows
-from dstrial.master.store import resizing
+from dstrial.master.store import jobs
 from dstrial.master.store.checkpoints import Checkpoint
 from dstrial.master.store.database import Connection
 from dstrial.master.store.trials import Trial
@@ -90,7 +90,7 @@ def choices(
     if saved is None:
         return ()
     section = dstrial_section(config)
-    unusable = resizing.unusable_counts(connection, trial.id)
+    unusable = jobs.unusable_counts(connection, trial.id)
     return tuple(
         count
         for count in range(at_most, max(at_least, 1) - 1, -1)

@@ -59,7 +59,7 @@ def request(
         steps_completed=0,
         latest_checkpoint=None,
         username=row.username,
-        model_definition=commands.context(connection, row.task_id),
+        model_definition=commands.context(connection, row.task_id) or b"",
         entrypoint=words,
         interpreter=interpreter_of(config),
         task_type=row.kind,

@@ -12,7 +12,6 @@ from typing import Any
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.file_writes import remove_tree
-from dstrial.master.advice import text_of
 from dstrial.master.backends import remove, task_venv
 from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.lifecycle import checkpoint_gc, containers
@@ -28,7 +27,7 @@ from dstrial.master.store.database import (
     find_cluster_id,
 )
 from dstrial.master.store.reports import logs
-from dstrial.master.store.reports.metric_values import as_number
+from dstrial.master.store.reports.metric_summaries import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
 
@@ -156,7 +155,7 @@ class Janitor:
 
     def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
         """Drop a job that fails; a deletion says so at its experiment."""
-        experiment_id, why = int(row.experiment_id), text_of(error)
+        experiment_id, why = int(row.experiment_id), str(error)
         logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
 
         def drop(tx: Transaction) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError
-from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
 from dstrial.master.backends.backend import Output, SlotsGoneError
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
@@ -397,4 +396,4 @@ def _log_of(row: Allocation) -> LogOwner:
 def failed_start(error: Exception) -> AllocationExit:
     """Return the exit of an allocation that could not start; lost without its slots."""
     was_lost = isinstance(error, SlotsGoneError)
-    return AllocationExit(1, None, now_us(), f"could not be started: {text_of(error)}", was_lost)
+    return AllocationExit(1, None, now_us(), f"could not be started: {error!s}", was_lost)

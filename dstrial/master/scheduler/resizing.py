@@ -17,7 +17,7 @@ from dstrial.master.scheduler.queue import Waiting
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import resizing as rows
+from dstrial.master.store import jobs as rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Database, Transaction

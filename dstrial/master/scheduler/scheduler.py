@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from dstrial.errors import MasterError
 from dstrial.master import backends
-from dstrial.master.advice import text_of
 from dstrial.master.backends import run_of
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import detached_runs
@@ -159,7 +158,7 @@ class Scheduler:
                 wait_s = self._tick()
             except Exception as error:
                 logger.exception("the scheduler has failed and tries again")
-                self._services.scheduler_problem = text_of(error)
+                self._services.scheduler_problem = str(error)
                 self._retries.record_failure(_THREAD)
                 # What runs is looked after at least as often as on an idle master.
                 wait_s = min(self._retries.delay_s(_THREAD), _IDLE_TICK_S)

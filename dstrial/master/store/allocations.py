@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import Hint, NotFoundError
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one, fetch_value
+from dstrial.master.store.errors import Hint, required
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,10 +56,7 @@ def get(connection: sqlite3.Connection, allocation_id: str) -> Allocation | None
 
 
 def require(connection: sqlite3.Connection, allocation_id: str) -> Allocation:
-    row = get(connection, allocation_id)
-    if row is None:
-        raise NotFoundError(f"allocation {allocation_id} is not found", Hint.LIST_ALLOCATIONS)
-    return row
+    return required(get(connection, allocation_id), f"allocation {allocation_id}", Hint.LIST_ALLOCATIONS)
 
 
 def live(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
@@ -111,36 +107,24 @@ def insert(
     run_id: int,
     slots: Sequence[int],
     ports: Mapping[str, int],
-    resources_id: str,
     directory: str,
-    workspace_name: str | None,
-    trial_id: int = 0,
-    experiment_id: int = 0,
-    steps_at_start: int = 0,
-    checkpoint_uuid: str | None = None,
+    **others: Any,
 ) -> str:
-    """Store an allocation and return its id; ``trial_id`` is 0 for a command."""
+    """Store an allocation and return its id; ``others`` are further columns."""
     allocation_id = f"{task_id}.{run_id}"
-    tx.execute(
-        "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, steps_at_start, checkpoint_uuid, start_us, workspace_name) "
-        "VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            allocation_id,
-            task_id,
-            trial_id,
-            experiment_id,
-            run_id,
-            json.dumps(slots),
-            json.dumps(ports),
-            resources_id,
-            f"{directory}/{allocation_id}",
-            steps_at_start,
-            checkpoint_uuid,
-            now_us(),
-            workspace_name,
-        ),
-    )
+    columns = {
+        "id": allocation_id,
+        "task_id": task_id,
+        "trial_id": 0,  # of a command, like the next one
+        "experiment_id": 0,
+        "run_id": run_id,
+        "state": "ASSIGNED",
+        "slots": list(slots),
+        "ports": ports,
+        "directory": f"{directory}/{allocation_id}",
+        "start_us": now_us(),
+    }
+    tx.insert("allocations", {**columns, **others})
     return allocation_id
 
 
@@ -161,8 +145,8 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Al
 
 
 def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) -> int:
-    count = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
-    return int(connection.execute(count, (task_id, reason)).fetchone()[0])
+    sql = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
+    return fetch_value(int, connection, sql, (task_id, reason)) or 0
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
@@ -226,13 +210,12 @@ class AllocationUsage:
 
 def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[AllocationUsage]:
     """Return every allocation that overlaps a time range, sorted by start."""
-    rows = connection.execute(
+    sql = (
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
-        f"UNION ALL {_USED_BEFORE} WHERE x.start_us < :before AND x.end_us > :after ORDER BY start_us, allocation_id",
-        {"before": before_us, "after": after_us},
+        f"UNION ALL {_USED_BEFORE} WHERE x.start_us < :before AND x.end_us > :after ORDER BY start_us, allocation_id"
     )
-    return [AllocationUsage(**{**dict(row), "labels": tuple(json.loads(row["labels"]))}) for row in rows]
+    return fetch_all(AllocationUsage, connection, sql, {"before": before_us, "after": after_us})
 
 
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:

@@ -35,10 +35,8 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
     checkpoints of an allocation: ``uuids``, ``allocation_id``), "delete_experiment", "delete_tensorboard", "delete_project" or
     "delete_workspace" (``id``; enqueued after the jobs for their contents). The experiment is 0 for projects and workspaces.
     """
-    tx.execute(
-        "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES (?, ?, ?, ?)",
-        (kind, experiment_id, json.dumps(payload or {}), now_us()),
-    )
+    columns = {"kind": kind, "experiment_id": experiment_id, "payload": payload or {}}
+    tx.insert("work", {**columns, "created_us": now_us()})
     tx.publish("scheduler")
 
 
@@ -56,7 +54,7 @@ def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> B
 def done(tx: Transaction, work_id: int) -> None:
     """Mark a job as ended, and delete ended jobs that are no longer shown."""
     now = now_us()
-    tx.execute("UPDATE work SET ended_us = ? WHERE id = ?", (now, work_id))
+    tx.update("work", work_id, {"ended_us": now})
     tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.file_writes import sync_path
-from dstrial.master import recovery_hints
+from dstrial.master import hints
 from dstrial.master.store import sqlite_file
 
 NUM_DAILY = 7  # daily backups to keep
@@ -44,7 +44,7 @@ def make_copy(database: Path, target: Path) -> None:
     """
     if not database.is_file() or not database.stat().st_size:
         raise MasterError(
-            f"{database} is missing or empty; expected a database. {recovery_hints.START}, or name its directory "
+            f"{database} is missing or empty; expected a database. {hints.START}, or name its directory "
             "with --state-dir."
         )
     if target.exists():
@@ -68,7 +68,7 @@ def make_copy(database: Path, target: Path) -> None:
     except sqlite3.DatabaseError as error:
         raise DatabaseDamagedError(
             f"{database} cannot be copied ({error}); expected a whole database and room for another. "
-            f"{recovery_hints.SEE_LOG}, or make room."
+            f"{hints.SEE_LOG}, or make room."
         ) from error
     except OSError as error:
         raise MasterError(
@@ -123,7 +123,7 @@ def restore_copy(database: Path, copy: Path) -> Restored:
     except sqlite3.DatabaseError as error:
         raise DatabaseDamagedError(
             f"{copy} cannot be used ({error}); expected a whole database of dstrial's. Take another copy, "
-            f"{recovery_hints.SEE_COPIES}."
+            f"{hints.SEE_COPIES}."
         ) from error
     return dataclasses.replace(restored, kept=kept)
 

@@ -11,8 +11,16 @@ from typing import Any
 
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.database import (
+    Conditions,
+    Transaction,
+    exists,
+    fetch_all,
+    fetch_column,
+    fetch_one,
+    fetch_value,
+)
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, required
 from dstrial.master.store.trials import Trial
 
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -63,16 +71,14 @@ def add_checkpoint(
     *,
     uuid: str,
     trial: Trial,
-    allocation_id: str | None,
-    storage_id: int | None,
-    state: str,
     resources: Mapping[str, int],
     metadata: Mapping[str, Any],
-    report_us: int,
+    **others: Any,
 ) -> None:
     """Insert a checkpoint, or update it from a repeated report.
 
-    The manifest's SHA-256 is stored from the first report that has one and never changes, so that the storage can be verified.
+    ``others`` are further columns. The manifest's SHA-256 is stored from the first report that has one and never changes, so
+    that the storage can be verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -84,27 +90,20 @@ def add_checkpoint(
     if digest is None and isinstance(reported, str) and _SHA256.fullmatch(reported) is not None:
         digest = reported
     metadata = _with_digest(metadata, digest)
-    tx.execute(
-        "INSERT OR REPLACE INTO checkpoints (uuid, experiment_id, trial_id, task_id, allocation_id, run_id, storage_id, "
-        "state, steps, resources, metadata, size, report_us, manifest_sha256) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            uuid,
-            trial.experiment_id,
-            trial.id,
-            trial.task_id,
-            allocation_id,
-            trial.run_id,
-            storage_id,
-            state,
-            int(metadata.get("steps_completed") or 0),
-            json.dumps(resources),
-            json.dumps(metadata),
-            sum(resources.values()),
-            report_us,
-            digest,
-        ),
-    )
+    columns = {
+        **others,
+        "uuid": uuid,
+        "experiment_id": trial.experiment_id,
+        "trial_id": trial.id,
+        "task_id": trial.task_id,
+        "run_id": trial.run_id,
+        "steps": int(metadata.get("steps_completed") or 0),
+        "resources": resources,
+        "metadata": metadata,
+        "size": sum(resources.values()),
+        "manifest_sha256": digest,
+    }
+    tx.insert("checkpoints", columns, "INSERT OR REPLACE")
     _count(tx, trial.id)
 
 
@@ -120,10 +119,7 @@ def _count(tx: Transaction, trial_id: int) -> None:
         "WHERE trial_id = ? AND state IN ('COMPLETED', 'PARTIALLY_DELETED')",
         (trial_id,),
     ).fetchone()
-    tx.execute(
-        "UPDATE trials SET checkpoint_count = ?, checkpoint_size = ? WHERE id = ?",
-        (row["number"], row["size"], trial_id),
-    )
+    tx.update("trials", trial_id, {"checkpoint_count": row["number"], "checkpoint_size": row["size"]})
     update_best(tx, trial_id)
 
 
@@ -143,10 +139,7 @@ def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo 
 
 
 def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo:
-    row = get_checkpoint(connection, uuid)
-    if row is None:
-        raise NotFoundError(f"checkpoint {uuid} is not found", Hint.LIST_CHECKPOINTS)
-    return row
+    return required(get_checkpoint(connection, uuid), f"checkpoint {uuid}", Hint.LIST_CHECKPOINTS)
 
 
 def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
@@ -180,7 +173,7 @@ def claim(tx: Transaction, uuid: str) -> str | None:
     """Mark a checkpoint as being deleted, or return its use if it is in use."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
-        tx.execute("UPDATE checkpoints SET deleting_us = ? WHERE uuid = ?", (now_us(), uuid))
+        tx.update("checkpoints", uuid, {"deleting_us": now_us()}, key="uuid")
     return used_as
 
 
@@ -192,10 +185,10 @@ def release_claims(tx: Transaction, uuid: str | None = None) -> None:
 def refuse_deleting(connection: sqlite3.Connection, row: Checkpoint) -> None:
     """Raise 400 if a checkpoint is incomplete or being deleted."""
     state = row.state
-    experiment = connection.execute(
-        "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
-    ).fetchone()
-    if row.deleting_us is not None or experiment["state"] == "DELETING":
+    of_experiment = fetch_value(
+        str, connection, "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
+    )
+    if row.deleting_us is not None or of_experiment == "DELETING":
         state = "being deleted"
     if state != "COMPLETED":
         raise InvalidError(
@@ -212,10 +205,11 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """Return the checkpoints of a trial or an experiment, oldest first."""
     column, value = ("trial_id", trial_id) if trial_id is not None else ("experiment_id", experiment_id)
-    sql = f"{_SELECT} WHERE checkpoints.{column} = ?"
-    if states:
-        sql += f" AND checkpoints.state IN ({', '.join('?' * len(states))})"
-    return fetch_all(CheckpointInfo, connection, f"{sql} ORDER BY checkpoints.report_us", (value, *states))
+    where = Conditions()
+    where.need(f"checkpoints.{column} = ?", value)
+    where.need_one_of("checkpoints.state", states)
+    sql = f"{_SELECT} {where.sql} ORDER BY checkpoints.report_us"
+    return fetch_all(CheckpointInfo, connection, sql, where.values)
 
 
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
@@ -231,10 +225,8 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
         state = "PARTIALLY_DELETED"
     else:
         state = row.state
-    tx.execute(
-        "UPDATE checkpoints SET state = ?, resources = ?, size = ?, deleting_us = NULL WHERE uuid = ?",
-        (state, json.dumps(dict(resources)), sum(resources.values()), uuid),
-    )
+    columns = {"state": state, "resources": resources, "size": sum(resources.values()), "deleting_us": None}
+    tx.update("checkpoints", uuid, columns, key="uuid")
     _count(tx, row.trial_id)
     tx.publish(f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
@@ -242,68 +234,59 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
     """Replace a checkpoint's metadata except ``steps_completed`` and the SHA-256."""
     digest = require_checkpoint(tx.connection, uuid).manifest_sha256
-    text = json.dumps(_with_digest(metadata, digest))
-    tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (text, uuid))
+    tx.update("checkpoints", uuid, {"metadata": _with_digest(metadata, digest)}, key="uuid")
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
     """Record that a trial uses a checkpoint; ``kind`` is TRIAL_SOURCE_INFO_TYPE_…."""
     require_checkpoint(tx.connection, uuid)
-    tx.execute(
-        "INSERT OR IGNORE INTO trial_sources (checkpoint_uuid, trial_id, type) VALUES (?, ?, ?)",
-        (uuid, trial_id, kind),
-    )
+    columns = {"checkpoint_uuid": uuid, "trial_id": trial_id, "type": kind}
+    tx.insert("trial_sources", columns, "INSERT OR IGNORE")
 
 
 def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: int, kind: str) -> None:
     known = "SELECT 1 FROM model_versions WHERE model_id = ? AND version = ?"
-    if tx.execute(known, (model_id, version)).fetchone() is None:
-        raise NotFoundError(f"version {version} of model {model_id} is not found", Hint.LIST_VERSIONS)
-    tx.execute(
-        "INSERT OR IGNORE INTO trial_source_versions (model_id, version, trial_id, type) VALUES (?, ?, ?, ?)",
-        (model_id, version, trial_id, kind),
-    )
+    row = tx.execute(known, (model_id, version)).fetchone()
+    required(row, f"version {version} of model {model_id}", Hint.LIST_VERSIONS)
+    columns = {"model_id": model_id, "version": version, "trial_id": trial_id, "type": kind}
+    tx.insert("trial_source_versions", columns, "INSERT OR IGNORE")
 
 
 def users_of_version(
     connection: sqlite3.Connection, model_id: int, version: int, kind: str | None
 ) -> list[int]:
-    rows = connection.execute(
+    return fetch_column(
+        int,
+        connection,
         "SELECT DISTINCT trial_id FROM trial_source_versions "
         "WHERE model_id = ? AND version = ? AND (? IS NULL OR type = ?)",
         (model_id, version, kind, kind),
     )
-    return [row["trial_id"] for row in rows]
 
 
 def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:
-    condition = "" if kind is None else " AND type = ?"
-    rows = connection.execute(
-        f"SELECT DISTINCT trial_id FROM trial_sources WHERE checkpoint_uuid = ?{condition}",  # noqa: S608 - a constant
-        (uuid, *(() if kind is None else (kind,))),
-    )
-    return [row["trial_id"] for row in rows]
+    sql = "SELECT DISTINCT trial_id FROM trial_sources WHERE checkpoint_uuid = ? AND (? IS NULL OR type = ?)"
+    return fetch_column(int, connection, sql, (uuid, kind, kind))
 
 
 def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
     """Return the id of a storage config, inserted if new; equal configs share an id."""
     text = json.dumps(config, sort_keys=True)
-    tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
+    tx.insert("storages", {"config": text}, "INSERT OR IGNORE")
     return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])
 
 
 def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
-    row = connection.execute("SELECT experiment_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
-    return None if row is None else int(row["experiment_id"])
+    return fetch_value(int, connection, "SELECT experiment_id FROM checkpoints WHERE uuid = ?", (uuid,))
 
 
 def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
-    row = connection.execute(
+    return exists(
+        connection,
         "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
         "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)",
         (allocation_id, trial_id, uuid, uuid),
-    ).fetchone()
-    return row is not None
+    )
 
 
 def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
@@ -316,20 +299,15 @@ def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
 
 
 def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:
-    known = {
-        str(row["uuid"])
-        for uuid in uuids
-        for row in connection.execute("SELECT uuid FROM checkpoints WHERE uuid = ?", (uuid,))
-    }
-    return [uuid for uuid in uuids if uuid not in known]
+    known = "SELECT 1 FROM checkpoints WHERE uuid = ?"
+    return [uuid for uuid in uuids if not exists(connection, known, (uuid,))]
 
 
 def is_known_storage(connection: sqlite3.Connection, path: str) -> bool:
     """Return whether the storage at a path was used before, and so has a marker file."""
-    key = f"storage:{path}"
-    return connection.execute("SELECT 1 FROM cluster WHERE key = ?", (key,)).fetchone() is not None
+    return exists(connection, "SELECT 1 FROM cluster WHERE key = ?", (f"storage:{path}",))
 
 
 def remember_storage(tx: Transaction, path: str) -> None:
     """Record that the storage at a path has a marker file."""
-    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES (?, '')", (f"storage:{path}",))
+    tx.insert("cluster", {"key": f"storage:{path}", "value": ""}, "INSERT OR IGNORE")

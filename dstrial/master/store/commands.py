@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrial.config.experiment_config.command import NAMES, CommandConfig, CommandKind
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.database import Transaction, fetch_all, fetch_column, fetch_one, fetch_value
 from dstrial.master.store.errors import Hint, NotFoundError
 
 ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})  # terminal states
@@ -83,34 +83,27 @@ class NewCommand:
 
 def insert(tx: Transaction, new: NewCommand) -> str:
     task_id, now = str(uuid.uuid4()), now_us()
-    tx.execute(
-        "INSERT INTO commands (task_id, kind, job_id, state, description, config, owner_id, workspace_id, num_slots, "
-        "priority, queue_position, is_pausable, parent_id, forked_from, experiment_ids, trial_ids, start_us, original_config) "
-        "VALUES (?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            task_id,
-            new.kind,
-            str(uuid.uuid4()),
-            new.spec.config["description"],
-            json.dumps(new.spec.config),
-            new.owner_id,
-            new.workspace_id,
-            new.spec.num_slots,
-            new.spec.priority,
-            float(now),
-            new.is_pausable,
-            new.parent_id,
-            new.forked_from,
-            json.dumps(list(new.experiment_ids)),
-            json.dumps(list(new.trial_ids)),
-            now,
-            None if new.original is None else json.dumps(new.original, default=str),
-        ),
-    )
-    tx.execute("INSERT INTO tasks (id, type, start_us) VALUES (?, ?, ?)", (task_id, new.kind, now))
+    same = ("kind", "owner_id", "workspace_id", "is_pausable", "parent_id", "forked_from")
+    columns = {
+        **{name: getattr(new, name) for name in same},
+        "task_id": task_id,
+        "job_id": str(uuid.uuid4()),
+        "state": "ACTIVE",
+        "description": new.spec.config["description"],
+        "config": new.spec.config,
+        "num_slots": new.spec.num_slots,
+        "priority": new.spec.priority,
+        "queue_position": float(now),
+        "experiment_ids": list(new.experiment_ids),
+        "trial_ids": list(new.trial_ids),
+        "start_us": now,
+        "original_config": None if new.original is None else json.dumps(new.original, default=str),
+    }
+    tx.insert("commands", columns)
+    tx.insert("tasks", {"id": task_id, "type": new.kind, "start_us": now})
     if new.tgz or new.kind == "GENERIC":
         # A generic task has a row even without files: a missing row means deleted files, so no fork is possible.
-        tx.execute("INSERT INTO command_contexts (task_id, tgz) VALUES (?, ?)", (task_id, new.tgz))
+        tx.insert("command_contexts", {"task_id": task_id, "tgz": new.tgz})
     return task_id
 
 
@@ -128,16 +121,9 @@ def require(
     return row
 
 
-def context(connection: sqlite3.Connection, task_id: str) -> bytes:
-    """Return a command's context files, tar.gz; empty for none."""
-    row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
-    return b"" if row is None else bytes(row["tgz"])
-
-
-def kept_context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
-    """Return a generic task's context files, tar.gz; None once deleted."""
-    row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
-    return None if row is None else bytes(row["tgz"])
+def context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
+    """Return a command's context files, tar.gz; None without files or once deleted."""
+    return fetch_value(bytes, connection, "SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,))
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
@@ -181,23 +167,23 @@ def waiting(connection: sqlite3.Connection) -> list[CommandInfo]:
 
 def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
     """Return the ids of a task and all its descendants."""
-    rows = connection.execute(
+    return fetch_column(
+        str,
+        connection,
         "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT c.task_id FROM commands c JOIN below b ON c.parent_id = b.id) "
         "SELECT id FROM below",
         (task_id,),
     )
-    return [str(row["id"]) for row in rows]
 
 
 def root(connection: sqlite3.Connection, task_id: str) -> str:
     """Return the id of a task's topmost ancestor."""
-    rows = connection.execute(
+    sql = (
         "WITH RECURSIVE above(id, parent_id) AS (SELECT task_id, parent_id FROM commands WHERE task_id = ? "
         "UNION SELECT c.task_id, c.parent_id FROM commands c JOIN above a ON c.task_id = a.parent_id) "
-        "SELECT id FROM above WHERE parent_id IS NULL",
-        (task_id,),
-    ).fetchall()
-    return str(rows[0]["id"]) if rows else task_id
+        "SELECT id FROM above WHERE parent_id IS NULL"
+    )
+    return fetch_value(str, connection, sql, (task_id,)) or task_id
 
 
 def update(tx: Transaction, task_id: str, **columns: Any) -> None:

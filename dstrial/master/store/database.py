@@ -17,13 +17,13 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master import file_limit, recovery_hints
+from dstrial.master import file_limit, hints
 from dstrial.master.store.sqlite_file import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
 __all__ = ["SCHEMA_VERSION", "Database", "Transaction"]
@@ -48,6 +48,7 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
     "bool": bool,
     "bool | None": bool,
     "tuple[int, ...]": lambda text: tuple(json.loads(text)),
+    "tuple[str, ...]": lambda text: tuple(json.loads(text)),
     "dict[str, int]": json.loads,
 }
 """Field annotation -> converter of the column's value; sequences and mappings are stored as JSON."""
@@ -92,6 +93,76 @@ def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Param
     return next(fetch_each(kind, connection, sql, parameters), None)
 
 
+def fetch_column(
+    kind: Callable[[Any], T], connection: Connection, sql: str, parameters: Parameters = ()
+) -> list[T]:
+    """Return the first column of all rows."""
+    return [kind(row[0]) for row in connection.execute(sql, parameters)]
+
+
+def fetch_value(
+    kind: Callable[[Any], T], connection: Connection, sql: str, parameters: Parameters = ()
+) -> T | None:
+    """Return the first column of the first row; None if it is NULL or there is no row."""
+    row = connection.execute(sql, parameters).fetchone()
+    return None if row is None or row[0] is None else kind(row[0])
+
+
+def exists(connection: Connection, sql: str, parameters: Parameters = ()) -> bool:
+    """Return whether a query has a row."""
+    return connection.execute(sql, parameters).fetchone() is not None
+
+
+def marks(values: Sized) -> str:
+    """Return the parameter marks of an SQL list: ``?, ?`` for two values."""
+    return ", ".join("?" * len(values))
+
+
+def stored(value: Any) -> Any:
+    """Convert a value for a column: mappings and lists to JSON."""
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+class Conditions:
+    """Conditions of a WHERE clause with their parameters; all must hold."""
+
+    def __init__(self) -> None:
+        self._sql: list[str] = []
+        self.values: list[Any] = []
+
+    def need(self, sql: str, *values: Any) -> None:
+        self._sql.append(sql)
+        self.values.extend(values)
+
+    def need_one_of(self, column: str, values: Sequence[Any], *, or_null: bool = False) -> None:
+        """Need a column to have one of the values; without values, match all."""
+        if values:
+            null = f" OR {column} IS NULL" if or_null else ""
+            self.need(f"({column} IN ({marks(values)}){null})", *values)
+
+    def need_equal(self, column: str, value: Any) -> None:
+        """Need a column to have a value; None matches all."""
+        if value is not None:
+            self.need(f"{column} = ?", value)
+
+    def need_labels(self, column: str, labels: Sequence[str]) -> None:
+        """Need a JSON list to contain all labels."""
+        for label in labels:
+            self.need(f"? IN (SELECT value FROM json_each({column}))", label)  # noqa: S608 - our column
+
+    def need_part(self, column: str, text: str | None) -> None:
+        """Need a column to contain a text, ignoring case; without a text, match all."""
+        if text:
+            self.need(f"instr(lower({column}), lower(?)) > 0", text)
+
+    @property
+    def sql(self) -> str:
+        """Return the WHERE clause; empty without conditions, as SQLite then counts faster."""
+        return f"WHERE {' AND '.join(self._sql)}" if self._sql else ""
+
+
 class Transaction:
     """A write in progress, with the topics to publish after its commit."""
 
@@ -107,10 +178,25 @@ class Transaction:
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
         return self.connection.executemany(sql, rows)
 
-    def update(self, table: str, value: int | str, columns: dict[str, Any], *, key: str = "id") -> None:
+    def insert(self, table: str, columns: Mapping[str, Any], verb: str = "INSERT") -> int:
+        """Insert a row and return its id; see ``stored`` for values.
+
+        ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". ``table`` and column names must not be user input.
+        """
+        names = ", ".join(columns)
+        values = [stored(value) for value in columns.values()]
+        sql = f"{verb} INTO {table} ({names}) VALUES ({marks(columns)})"
+        return int(self.execute(sql, values).lastrowid or 0)
+
+    def count(self, table: str, where: str = "1", parameters: Parameters = ()) -> int:
+        return int(self.execute(f"SELECT COUNT(*) FROM {table} WHERE {where}", parameters).fetchone()[0])  # noqa: S608 - constants
+
+    def update(self, table: str, value: int | str, columns: Mapping[str, Any], *, key: str = "id") -> None:
         """Update columns of one row; ``table`` and column names must not be user input."""
-        assignments = ", ".join(f"{name} = ?" for name in columns)
-        self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*columns.values(), value))  # noqa: S608 - as said
+        if columns:
+            assignments = ", ".join(f"{name} = ?" for name in columns)
+            values = [stored(given) for given in columns.values()]
+            self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*values, value))  # noqa: S608 - as said
 
     @contextlib.contextmanager
     def savepoint(self) -> Iterator[None]:
@@ -256,7 +342,7 @@ class Database:
         """Return a message if damage was found since the start, else an empty one."""
         if not self.damage:
             return ""
-        return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {recovery_hints.END_AND_PUT_BACK}"
+        return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
         """Return a message if there is damage or a recent failed write, else an empty one."""
@@ -347,14 +433,13 @@ class Database:
 
 def make_cluster_id(tx: Transaction) -> str:
     """Return the cluster id; generate it at the first start."""
-    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
+    tx.insert("cluster", {"key": "cluster_id", "value": str(uuid.uuid4())}, "INSERT OR IGNORE")
     return str(find_cluster_id(tx.connection))
 
 
 def find_cluster_id(connection: sqlite3.Connection) -> str | None:
     """Return the cluster id; None before the first start."""
-    row = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
-    return None if row is None else str(row["value"])
+    return fetch_value(str, connection, "SELECT value FROM cluster WHERE key = 'cluster_id'")
 
 
 def ping(connection: sqlite3.Connection) -> None:

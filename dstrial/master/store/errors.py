@@ -1,52 +1,22 @@
-"""Errors of the store, independent of HTTP and clients.
-
-The HTTP layer maps each class to a status, and :mod:`dstrial.master.advice` maps each hint to text.
-"""
+"""Errors of the store; the HTTP layer maps each class to a status."""
 
 from __future__ import annotations
 
-import enum
+from typing import TypeVar
 
 from dstrial.errors import MasterError
+from dstrial.master.hints import Hint
 
+__all__ = ["ConflictError", "Hint", "InvalidError", "NotFoundError", "StoreError", "required"]
 
-class Hint(enum.Enum):
-    """Suggested action for an error."""
-
-    LIST_ALLOCATIONS = enum.auto()
-    LIST_CHECKPOINTS = enum.auto()
-    LIST_EXPERIMENTS = enum.auto()
-    LIST_MODELS = enum.auto()
-    LIST_OR_CREATE_PROJECTS = enum.auto()
-    LIST_PROJECTS = enum.auto()
-    LIST_TASKS = enum.auto()
-    LIST_TEMPLATES = enum.auto()
-    LIST_TOKENS = enum.auto()
-    LIST_TRIALS = enum.auto()
-    LIST_USERS = enum.auto()
-    LIST_VERSIONS = enum.auto()
-    LIST_WEBHOOKS = enum.auto()
-    LIST_WORKSPACES = enum.auto()
-    CONTINUE_EXPERIMENT = enum.auto()
-    CREATE_PROJECT = enum.auto()
-    CREATE_WORKSPACE = enum.auto()
-    FORK_TASK = enum.auto()
-    KILL_DETACHED = enum.auto()
-    MOVE_MODELS = enum.auto()
-    REVOKE_TOKENS = enum.auto()
-    SET_TEMPLATE = enum.auto()
-    TAKE_CHECKPOINT = enum.auto()
-    UNARCHIVE_EXPERIMENT = enum.auto()
-    UNARCHIVE_PROJECT = enum.auto()
-    UNARCHIVE_WORKSPACE = enum.auto()
+T = TypeVar("T")
 
 
 class StoreError(MasterError):
-    """Base class: the request is not possible with the stored rows; see ``hint``."""
+    """Base class: the request is not possible with the stored rows."""
 
     def __init__(self, text: str, hint: Hint | None = None) -> None:
-        super().__init__(text)
-        self.hint = hint
+        super().__init__(text if hint is None else f"{text}{hint.value}")
 
 
 class NotFoundError(StoreError):
@@ -59,3 +29,10 @@ class ConflictError(StoreError):
 
 class InvalidError(StoreError):
     """A value is invalid, or not allowed in the current state."""
+
+
+def required(row: T | None, what: str, hint: Hint) -> T:
+    """Return the row; raise ``NotFoundError`` if it is None."""
+    if row is None:
+        raise NotFoundError(f"{what} is not found", hint)
+    return row

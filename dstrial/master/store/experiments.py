@@ -11,8 +11,8 @@ from typing import Any
 
 from dstrial.config.experiment_config.submission import Submission
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import Hint, NotFoundError
+from dstrial.master.store.database import Transaction, exists, fetch_all, fetch_column, fetch_one, fetch_value
+from dstrial.master.store.errors import Hint, required
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,14 +62,11 @@ def get(connection: sqlite3.Connection, experiment_id: int) -> Experiment | None
 
 
 def has_any(connection: sqlite3.Connection) -> bool:
-    return connection.execute("SELECT 1 FROM experiments LIMIT 1").fetchone() is not None
+    return exists(connection, "SELECT 1 FROM experiments LIMIT 1")
 
 
 def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
-    row = get(connection, experiment_id)
-    if row is None:
-        raise NotFoundError(f"experiment {experiment_id} is not found", Hint.LIST_EXPERIMENTS)
-    return row
+    return required(get(connection, experiment_id), f"experiment {experiment_id}", Hint.LIST_EXPERIMENTS)
 
 
 def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experiment | None:
@@ -94,40 +91,23 @@ def insert(
     parent_id: int | None,
     project_id: int,
 ) -> int:
-    config = submission.config
-    searcher, columns = config["searcher"], _columns(config)
-    now = now_us()
-    cursor = tx.execute(
-        "INSERT INTO experiments (job_id, state, config, original_config, name, description, labels, owner_id, "
-        "parent_id, searcher_type, searcher_metric, smaller_is_better, priority, weight, max_slots, slots_per_trial, "
-        "queue_position, start_us, log_retention_days, interpreter, project_id, template) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            str(uuid.uuid4()),
-            state,
-            json.dumps(config),
-            submission.original,
-            columns["name"],
-            columns["description"],
-            columns["labels"],
-            owner_id,
-            parent_id,
-            searcher["name"],
-            searcher["metric"],
-            searcher["smaller_is_better"],
-            columns["priority"],
-            columns["weight"],
-            columns["max_slots"],
-            config["resources"]["slots_per_trial"],
-            float(now),
-            now,
-            columns["log_retention_days"],
-            submission.interpreter,
-            project_id,
-            None if submission.template is None else json.dumps(submission.template),
-        ),
-    )
-    return int(cursor.lastrowid or 0)
+    config, now = submission.config, now_us()
+    columns = {
+        **_columns(config),
+        **_fixed_columns(config),
+        "job_id": str(uuid.uuid4()),
+        "state": state,
+        "original_config": submission.original,
+        "owner_id": owner_id,
+        "parent_id": parent_id,
+        "searcher_type": config["searcher"]["name"],
+        "queue_position": float(now),
+        "start_us": now,
+        "interpreter": submission.interpreter,
+        "project_id": project_id,
+        "template": submission.template,
+    }
+    return tx.insert("experiments", columns)
 
 
 def replace_config(
@@ -137,31 +117,28 @@ def replace_config(
 
     Columns that users can also set separately are updated only if their config value changes.
     """
-    row = require(tx.connection, experiment_id)
-    tx.execute(
-        "UPDATE experiments SET config = ?, searcher_metric = ?, smaller_is_better = ?, slots_per_trial = ?, "
-        "interpreter = ? WHERE id = ?",
-        (
-            json.dumps(config),
-            config["searcher"]["metric"],
-            config["searcher"]["smaller_is_better"],
-            config["resources"]["slots_per_trial"],
-            interpreter,
-            experiment_id,
-        ),
-    )
-    before, after = _columns(json.loads(row.config)), _columns(config)
-    for name, value in after.items():
-        if value != before[name]:
-            tx.execute(f"UPDATE experiments SET {name} = ? WHERE id = ?", (value, experiment_id))  # noqa: S608 - a name of _columns
+    before = _columns(json.loads(require(tx.connection, experiment_id).config))
+    changed = {name: value for name, value in _columns(config).items() if value != before[name]}
+    update(tx, experiment_id, **_fixed_columns(config), interpreter=interpreter, **changed)
+
+
+def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that change only with the config."""
+    return {
+        "config": config,
+        "searcher_metric": config["searcher"]["metric"],
+        "smaller_is_better": config["searcher"]["smaller_is_better"],
+        "slots_per_trial": config["resources"]["slots_per_trial"],
+    }
 
 
 def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that users can also change separately."""
     resources = config.get("resources") or {}
     return {
         "name": config.get("name"),
         "description": config.get("description") or "",
-        "labels": json.dumps(sorted(config.get("labels") or [])),
+        "labels": sorted(config.get("labels") or []),
         "priority": resources.get("priority") or 42,
         "weight": resources.get("weight") or 1,
         "max_slots": resources.get("max_slots"),
@@ -172,20 +149,19 @@ def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
 def model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
     """Return an experiment's model definition, tar.gz; empty for none."""
     require(connection, experiment_id)
-    row = connection.execute(
-        "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (experiment_id,)
-    ).fetchone()
-    return b"" if row is None else bytes(row["tgz"])
+    sql = "SELECT tgz FROM model_definitions WHERE experiment_id = ?"
+    return fetch_value(bytes, connection, sql, (experiment_id,)) or b""
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
     """Return active detached experiments, older than a time, that have no trial."""
-    rows = connection.execute(
+    return fetch_column(
+        int,
+        connection,
         "SELECT id FROM experiments WHERE state = 'ACTIVE' AND unmanaged = 1 AND start_us < ? "
         "AND NOT EXISTS (SELECT 1 FROM trials WHERE experiment_id = experiments.id)",
         (before_us,),
     )
-    return [int(row["id"]) for row in rows]
 
 
 def update(tx: Transaction, experiment_id: int, **columns: Any) -> None:
@@ -193,16 +169,20 @@ def update(tx: Transaction, experiment_id: int, **columns: Any) -> None:
 
 
 def add_model_definition(tx: Transaction, experiment_id: int, tgz: bytes) -> None:
-    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
+    tx.insert("model_definitions", {"experiment_id": experiment_id, "tgz": tgz})
 
 
 def forget(tx: Transaction, experiment_id: int) -> None:
     """Delete an experiment and all of its rows."""
     of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
-    for part in ("steps >= 0", "steps < 0"):  # one partial index each
-        tx.execute(f"DELETE FROM metrics WHERE {part} AND {of_trials}", (experiment_id,))  # noqa: S608 - constants
-    tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
-    tx.execute(f"DELETE FROM log_sizes WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    # Metrics have one partial index for each sign of ``steps``.
+    for part in (
+        "metrics WHERE steps >= 0 AND",
+        "metrics WHERE steps < 0 AND",
+        "logs WHERE",
+        "log_sizes WHERE",
+    ):
+        tx.execute(f"DELETE FROM {part} {of_trials}", (experiment_id,))  # noqa: S608 - constants
     for table in ("checkpoints", "allocations", "tasks", "trials"):
         tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
     tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))

@@ -1,4 +1,4 @@
-"""The queue of pending experiments and trials, and disabled slots."""
+"""The queue of experiments and trials, resizable trials, and disabled slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from dstrial.master.clock import now_us
 from dstrial.master.store.commands import Command
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.database import Transaction, fetch_all, fetch_column, fetch_one, fetch_value
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.nodes import OWN_NODE, agent_key, node_of
 
@@ -62,11 +62,11 @@ def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]
 
 def count_without_slots(connection: sqlite3.Connection) -> int:
     """Count active experiments that hold no slots."""
-    row = connection.execute(
+    sql = (
         "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
         "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
-    ).fetchone()
-    return int(row[0])
+    )
+    return fetch_value(int, connection, sql) or 0
 
 
 def experiment_of(connection: sqlite3.Connection, job_id: str) -> Experiment | None:
@@ -83,35 +83,32 @@ def position_beside(
     """Return a queue position directly before or after another job (``anchor``)."""
     own: float = anchor.queue_position
     side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
-    neighbour = connection.execute(
+    neighbour = fetch_value(
+        float,
+        connection,
         f"SELECT {edge}(queue_position) FROM "  # noqa: S608 - one of two words of ours
         "(SELECT job_id, priority, queue_position FROM experiments "
         "UNION ALL SELECT job_id, priority, queue_position FROM commands WHERE end_us IS NULL) "
         f"WHERE priority = ? AND job_id NOT IN (?, ?) AND queue_position {side} ?",
         (anchor.priority, job_id, anchor.job_id, own),
-    ).fetchone()[0]
+    )
     if neighbour is None:
         return own - 1 if is_ahead else own + 1
-    return float((own + neighbour) / 2)
+    return (own + neighbour) / 2
 
 
 def move_command(tx: Transaction, task_id: str, position: float) -> None:
-    tx.execute("UPDATE commands SET queue_position = ? WHERE task_id = ?", (position, task_id))
+    tx.update("commands", task_id, {"queue_position": position}, key="task_id")
 
 
 def move_experiment(
     tx: Transaction, experiment: Experiment, position: float, priority: int | None, weight: float | None
 ) -> None:
     config = json.loads(experiment.config)
-    resources = dict(config.get("resources") or {})
-    for name, value in (("priority", priority), ("weight", weight)):
-        if value is not None:
-            resources[name] = value
-    tx.execute(
-        "UPDATE experiments SET priority = coalesce(?, priority), weight = coalesce(?, weight), queue_position = ?, "
-        "config = ? WHERE id = ?",
-        (priority, weight, position, json.dumps({**config, "resources": resources}), experiment.id),
-    )
+    given = {"priority": priority, "weight": weight}
+    changes = {name: value for name, value in given.items() if value is not None}
+    config["resources"] = {**(config.get("resources") or {}), **changes}
+    tx.update("experiments", experiment.id, {**changes, "queue_position": position, "config": config})
     tx.publish("scheduler", f"experiment:{experiment.id}")
 
 
@@ -130,13 +127,64 @@ def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
     return fetch_all(WaitingTrial, connection, _WAITING)
 
 
+_RESIZABLE = """
+SELECT a.id AS allocation_id, a.trial_id, a.experiment_id, a.slots, a.start_us, e.slots_per_trial, e.max_slots, e.priority,
+    e.queue_position, CASE WHEN json_valid(e.config) THEN json_extract(e.config, '$.data.dstrial') END AS section
+FROM allocations a JOIN trials t ON t.id = a.trial_id JOIN experiments e ON e.id = a.experiment_id
+WHERE a.state = 'RUNNING' AND a.is_ready AND a.preempt_us IS NULL AND a.kill_us IS NULL
+    AND t.state = 'ACTIVE' AND e.state = 'ACTIVE' AND e.unmanaged = 0 AND json_array_length(a.slots) > 0
+ORDER BY e.priority, e.queue_position, a.trial_id
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResizableTrial:
+    """A running trial that can be preempted for a change of its slot count."""
+
+    allocation_id: str
+    trial_id: int
+    experiment_id: int
+    slots: str  # JSON list of slot ids
+    start_us: int
+    slots_per_trial: int
+    max_slots: int | None  # limit of the whole experiment; None: unlimited
+    priority: int
+    queue_position: float
+    section: str | None  # ``data.dstrial`` as JSON
+
+
+def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
+    """Return trials that can be stopped with a checkpoint, in queue order."""
+    return fetch_all(ResizableTrial, connection, _RESIZABLE)
+
+
+def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: int) -> int:
+    """Return the slot count of the previous run; 0 for the first run."""
+    sql = "SELECT json_array_length(slots) FROM allocations WHERE trial_id = ? AND run_id < ? ORDER BY run_id DESC LIMIT 1"
+    return fetch_value(int, connection, sql, (trial_id, run_id)) or 0
+
+
+def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
+    """Return slot counts on which the trial failed because of its batch sizes.
+
+    Sizes that trial code passes to DeepSpeed directly are known only at run time. Failures of a trial that has never trained do
+    not count.
+    """
+    sql = (
+        "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "
+        "HAVING SUM(num_reports) = 0 AND SUM(exit_reason LIKE '%ConfigError: %') > 0 "
+        "AND (SELECT SUM(num_reports) FROM allocations WHERE trial_id = :trial_id) > 0"
+    )
+    return frozenset(fetch_column(int, connection, sql, {"trial_id": trial_id}))
+
+
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
     """Return which of ``slot_ids`` are disabled: slot id -> whether draining.
 
     A disabled node disables all of its slots, and adds its ``agent_key`` to the keys.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
-    off = {int(row["slot_id"]): bool(row["drain"]) for row in rows}
+    off = {slot_id: bool(drain) for slot_id, drain in rows}
     found = {slot_id: drain for slot_id, drain in off.items() if slot_id in slot_ids or slot_id < 0}
     if min(off, default=0) < 0:
         nodes = {slot_id: agent_key(node_of(slot_id)) for slot_id in slot_ids}
@@ -149,7 +197,7 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
 
     With ``drain`` its trials may finish. Otherwise they are killed with ``reason`` and requeued.
     """
-    tx.execute("INSERT OR REPLACE INTO disabled_slots (slot_id, drain) VALUES (?, ?)", (slot_id, drain))
+    tx.insert("disabled_slots", {"slot_id": slot_id, "drain": drain}, "INSERT OR REPLACE")
     if not drain:
         rows = tx.execute(
             "SELECT id, slots FROM allocations WHERE state != 'TERMINATED' AND kill_us IS NULL"
@@ -158,10 +206,7 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
             slots = json.loads(row["slots"])
             nodes = {agent_key(node_of(one)) for one in slots} or {agent_key(OWN_NODE)}
             if slot_id in slots or slot_id in nodes:
-                tx.execute(
-                    "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?",
-                    (now_us(), reason, row["id"]),
-                )
+                tx.update("allocations", row["id"], {"kill_us": now_us(), "kill_reason": reason})
                 tx.publish(f"allocation:{row['id']}")
     tx.publish("scheduler")
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.database import (
+    Conditions,
+    Transaction,
+    fetch_all,
+    fetch_column,
+    fetch_one,
+    fetch_value,
+)
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, required
 
 TOPIC = "models"  # published when a model or version is created, changed or deleted
 
@@ -30,8 +36,6 @@ _SELECT = (
 _VERSION_SELECT = (
     "SELECT v.*, u.username FROM model_versions v JOIN users u ON u.id = v.owner_id WHERE v.model_id = ?"
 )
-_MODEL_FIELDS = ("name", "description", "notes", "metadata", "labels", "workspace_id", "is_archived")
-_VERSION_FIELDS = ("name", "comment", "notes", "metadata", "labels")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,33 +109,20 @@ def list_models(
     is_descending: bool = False,
 ) -> list[ModelInfo]:
     """Return models; ``sort_by`` is a SORT_BY_… of the API, by default the id."""
-    conditions = ["1 = 1"]
-    values: list[Any] = []
-    for column, value in (("m.id", wanted.model_id), ("m.is_archived", wanted.archived)):
-        if value is not None:
-            conditions.append(f"{column} = ?")
-            values.append(value)
-    for column, part in (("m.name", wanted.name), ("m.description", wanted.description)):
-        if part:
-            conditions.append(f"instr(lower({column}), lower(?)) > 0")
-            values.append(part)
-    chosen: Sequence[Any]
-    for column, chosen in (
-        ("u.username", wanted.users),
-        ("m.owner_id", wanted.user_ids),
-        ("m.workspace_id", wanted.workspace_ids),
-        ("w.name", wanted.workspace_names),
-    ):
-        if chosen:
-            conditions.append(f"{column} IN ({', '.join('?' * len(chosen))})")
-            values.extend(chosen)
-    for label in wanted.labels:
-        conditions.append("EXISTS (SELECT 1 FROM json_each(m.labels) WHERE value = ?)")
-        values.append(label)
+    where = Conditions()
+    where.need_equal("m.id", wanted.model_id)
+    where.need_equal("m.is_archived", wanted.archived)
+    where.need_part("m.name", wanted.name)
+    where.need_part("m.description", wanted.description)
+    where.need_one_of("u.username", wanted.users)
+    where.need_one_of("m.owner_id", wanted.user_ids)
+    where.need_one_of("m.workspace_id", wanted.workspace_ids)
+    where.need_one_of("w.name", wanted.workspace_names)
+    where.need_labels("m.labels", wanted.labels)
     order = "DESC" if is_descending else "ASC"
     column = _ORDER.get(sort_by or "", "m.id")
-    sql = f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY {column} {order}, m.id {order}"
-    return fetch_all(ModelInfo, connection, sql, values)
+    sql = f"{_SELECT} {where.sql} ORDER BY {column} {order}, m.id {order}"
+    return fetch_all(ModelInfo, connection, sql, where.values)
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
@@ -139,41 +130,16 @@ def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
     row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
         row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
-    if row is None:
-        raise NotFoundError(f"model {name_or_id[:80]!r} is not found", Hint.LIST_MODELS)
-    return row
+    return required(row, f"model {name_or_id[:80]!r}", Hint.LIST_MODELS)
 
 
-def create(
-    tx: Transaction,
-    *,
-    name: str,
-    owner_id: int,
-    workspace_id: int,
-    description: str,
-    notes: str,
-    metadata: Mapping[str, Any],
-    labels: Sequence[str],
-) -> int:
+def create(tx: Transaction, *, name: str, owner_id: int, workspace_id: int, **fields: Any) -> int:
+    """Store a model and return its id; ``fields`` are further columns."""
     check_name(tx.connection, name, None)
     now = now_us()
-    cursor = tx.execute(
-        "INSERT INTO models (name, description, notes, metadata, labels, owner_id, workspace_id, created_us, updated_us) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            name,
-            description,
-            notes,
-            json.dumps(metadata),
-            json.dumps(labels),
-            owner_id,
-            workspace_id,
-            now,
-            now,
-        ),
-    )
+    columns = {"name": name, "owner_id": owner_id, "workspace_id": workspace_id, **fields}
     tx.publish(TOPIC)
-    return int(cursor.lastrowid or 0)
+    return tx.insert("models", {**columns, "created_us": now, "updated_us": now})
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
@@ -185,16 +151,15 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
         raise InvalidError(
             f"the model's name is {name[:80]!r}; expected a text without slashes that is not a number. Choose another."
         )
-    row = connection.execute("SELECT id FROM models WHERE name = ?", (name,)).fetchone()
-    if row is not None and row["id"] != own_id:
+    if fetch_value(int, connection, "SELECT id FROM models WHERE name = ?", (name,)) not in (None, own_id):
         raise ConflictError(
             f"model {name[:80]!r} exists; expected a name that is not in use. Choose another."
         )
 
 
 def change(tx: Transaction, model_id: int, **fields: Any) -> None:
-    """Change columns of a model, see ``_MODEL_FIELDS``."""
-    _change(tx, "models", _MODEL_FIELDS, model_id, fields)
+    """Change columns of a model."""
+    _change(tx, "models", model_id, fields)
 
 
 def delete(tx: Transaction, model_id: int) -> None:
@@ -205,12 +170,10 @@ def delete(tx: Transaction, model_id: int) -> None:
 
 def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
     """Return all labels of models, most used first."""
-    condition, values = ("WHERE m.workspace_id = ?", (workspace_id,)) if workspace_id else ("", ())
-    rows = connection.execute(
-        f"SELECT value FROM models m, json_each(m.labels) {condition} GROUP BY value ORDER BY COUNT(*) DESC, value",  # noqa: S608 - a constant
-        values,
-    )
-    return [row["value"] for row in rows]
+    where = Conditions()
+    where.need_equal("m.workspace_id", workspace_id or None)
+    sql = f"SELECT value FROM models m, json_each(m.labels) {where.sql} GROUP BY value ORDER BY COUNT(*) DESC, value"  # noqa: S608 - constants
+    return fetch_column(str, connection, sql, where.values)
 
 
 def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: int, **fields: Any) -> int:
@@ -223,12 +186,11 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
         "UPDATE models SET last_version = last_version + 1, updated_us = ? WHERE id = ?", (now, model_id)
     )
     version = int(tx.execute("SELECT last_version FROM models WHERE id = ?", (model_id,)).fetchone()[0])
-    cursor = tx.execute(
-        "INSERT INTO model_versions (model_id, version, checkpoint_uuid, owner_id, created_us, updated_us) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (model_id, version, checkpoint_uuid, owner_id, now, now),
+    columns = {"model_id": model_id, "version": version, "checkpoint_uuid": checkpoint_uuid}
+    tx.insert(
+        "model_versions", {**columns, "owner_id": owner_id, "created_us": now, "updated_us": now, **fields}
     )
-    _change(tx, "model_versions", _VERSION_FIELDS, int(cursor.lastrowid or 0), fields)
+    tx.publish(TOPIC)
     return version
 
 
@@ -244,21 +206,19 @@ def list_versions(
 
 def require_version(connection: sqlite3.Connection, model: Model, version: int) -> VersionInfo:
     row = fetch_one(VersionInfo, connection, f"{_VERSION_SELECT} AND v.version = ?", (model.id, version))
-    if row is None:
-        raise NotFoundError(f"version {version} of model {model.name!r} is not found", Hint.LIST_VERSIONS)
-    return row
+    return required(row, f"version {version} of model {model.name!r}", Hint.LIST_VERSIONS)
 
 
 def change_version(tx: Transaction, row_id: int, model_id: int, **fields: Any) -> None:
     """Change fields of a version: name, comment, notes, metadata, labels."""
-    _change(tx, "model_versions", _VERSION_FIELDS, row_id, fields)
-    _change(tx, "models", (), model_id, {})
+    _change(tx, "model_versions", row_id, fields)
+    _change(tx, "models", model_id, {})
 
 
 def delete_version(tx: Transaction, row_id: int, model_id: int) -> None:
     """Delete a version but not its checkpoint; the version number is not reused."""
     tx.execute("DELETE FROM model_versions WHERE id = ?", (row_id,))
-    _change(tx, "models", (), model_id, {})
+    _change(tx, "models", model_id, {})
 
 
 def registered_of(connection: sqlite3.Connection, experiment_id: int) -> list[str]:
@@ -271,17 +231,10 @@ def registered_of(connection: sqlite3.Connection, experiment_id: int) -> list[st
     return [f"{row['name']} version {row['version']}" for row in rows]
 
 
-def _change(
-    tx: Transaction, table: str, known: Sequence[str], row_id: int, fields: Mapping[str, Any]
-) -> None:
-    """Update columns of a row (lists and mappings as JSON) and its time of change."""
-    assert set(fields) <= set(known)
-    values = [json.dumps(value) if isinstance(value, (dict, list)) else value for value in fields.values()]
-    columns = "".join(f"{name} = ?, " for name in fields)
-    tx.execute(f"UPDATE {table} SET {columns}updated_us = ? WHERE id = ?", (*values, now_us(), row_id))  # noqa: S608 - names from the lists above
+def _change(tx: Transaction, table: str, row_id: int, fields: Mapping[str, Any]) -> None:
+    tx.update(table, row_id, {**fields, "updated_us": now_us()})
     tx.publish(TOPIC)
 
 
 def any_name_in(connection: sqlite3.Connection, workspace_id: int) -> str | None:
-    row = connection.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone()
-    return None if row is None else str(row["name"])
+    return fetch_value(str, connection, "SELECT name FROM models WHERE workspace_id = ?", (workspace_id,))

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from dstrial.master.store.database import Transaction, fetch_all
+from dstrial.master.store.database import Transaction, fetch_all, fetch_column
 
 OWN_NODE = 0  # node id of the master's machine
 MOST_SLOTS = 1024  # per node: slot ids of node *n* start at ``n * MOST_SLOTS``
@@ -50,9 +50,8 @@ class AllocationNode:
 def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
     """Return name -> node id; a new name is assigned the next id permanently."""
     for name in names:
-        tx.execute("INSERT OR IGNORE INTO nodes (name) VALUES (?)", (name,))
-    rows = tx.execute("SELECT id, name FROM nodes").fetchall()
-    known = {str(row["name"]): int(row["id"]) for row in rows}
+        tx.insert("nodes", {"name": name}, "INSERT OR IGNORE")
+    known = dict(tx.execute("SELECT name, id FROM nodes").fetchall())
     return {name: known[name] for name in names}
 
 
@@ -70,10 +69,8 @@ def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, Al
 def insert_parts(tx: Transaction, allocation_id: str, node_ids: Sequence[int]) -> None:
     """Store the nodes of an allocation, in rank order."""
     for rank, node_id in enumerate(node_ids):
-        tx.execute(
-            "INSERT OR IGNORE INTO allocation_nodes (allocation_id, node_id, rank) VALUES (?, ?, ?)",
-            (allocation_id, node_id, rank),
-        )
+        columns = {"allocation_id": allocation_id, "node_id": node_id, "rank": rank}
+        tx.insert("allocation_nodes", columns, "INSERT OR IGNORE")
 
 
 def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: Any) -> None:
@@ -98,9 +95,9 @@ def advance_log(
 
 def exclude(tx: Transaction, trial_id: int, node_id: int) -> None:
     """Exclude a node from a trial's future allocations."""
-    tx.execute("INSERT OR IGNORE INTO excluded_nodes (trial_id, node_id) VALUES (?, ?)", (trial_id, node_id))
+    tx.insert("excluded_nodes", {"trial_id": trial_id, "node_id": node_id}, "INSERT OR IGNORE")
 
 
 def excluded_for(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
-    rows = connection.execute("SELECT node_id FROM excluded_nodes WHERE trial_id = ?", (trial_id,))
-    return frozenset(int(row["node_id"]) for row in rows)
+    sql = "SELECT node_id FROM excluded_nodes WHERE trial_id = ?"
+    return frozenset(fetch_column(int, connection, sql, (trial_id,)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import secrets
 import sqlite3
@@ -11,8 +10,9 @@ import string
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.database import Transaction, exists, fetch_all, fetch_one, fetch_value
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, required
+from dstrial.master.store.workspaces import check_container_name
 
 DEFAULT_ID = 1  # the project of experiments that were submitted without one
 
@@ -66,9 +66,7 @@ def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[Pro
 
 def require(connection: sqlite3.Connection, project_id: int) -> ProjectInfo:
     row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.id = ?", (project_id,))
-    if row is None:
-        raise NotFoundError(f"project {project_id} is not found", Hint.LIST_PROJECTS)
-    return row
+    return required(row, f"project {project_id}", Hint.LIST_PROJECTS)
 
 
 def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> ProjectInfo:
@@ -76,12 +74,8 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
     row = fetch_one(
         ProjectInfo, connection, f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
     )
-    if row is None:
-        raise NotFoundError(
-            f"project {project[:80]!r} in workspace {workspace[:80]!r} is not found",
-            Hint.LIST_OR_CREATE_PROJECTS,
-        )
-    return row
+    what = f"project {project[:80]!r} in workspace {workspace[:80]!r}"
+    return required(row, what, Hint.LIST_OR_CREATE_PROJECTS)
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
@@ -106,18 +100,9 @@ def refuse_immutable(row: Project, verb: str) -> None:
 
 def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own_id: int | None) -> None:
     """Raise 400 unless a name has 1 to 80 characters, 409 if the workspace has it."""
-    if not name.strip() or len(name) > 80:
-        raise InvalidError(
-            f"the project's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
-        )
-    row = connection.execute(
-        "SELECT id FROM projects WHERE workspace_id = ? AND name = ?", (workspace_id, name)
-    ).fetchone()
-    if row is not None and row["id"] != own_id:
-        raise ConflictError(
-            f"project {name!r} exists in this workspace; expected a name that is not in use, whatever its case. "
-            "Choose another."
-        )
+    sql = "SELECT id FROM projects WHERE workspace_id = ? AND name = ?"
+    holder = fetch_value(int, connection, sql, (workspace_id, name))
+    check_container_name("project", name, " in this workspace", is_taken=holder not in (None, own_id))
 
 
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
@@ -129,8 +114,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
         raise InvalidError(
             f"the project's key is {key[:80]!r}; expected 1 to {_MAX_KEY} letters and digits. Choose another."
         )
-    row = connection.execute("SELECT id FROM projects WHERE key = ?", (key,)).fetchone()
-    if row is not None and row["id"] != own_id:
+    if fetch_value(int, connection, "SELECT id FROM projects WHERE key = ?", (key,)) not in (None, own_id):
         raise ConflictError(f"project key {key!r} is in use; expected one that is not. Choose another.")
     return key.upper()
 
@@ -141,11 +125,8 @@ def create(
     """Store a project and return its id; by default, derive the key from the name."""
     check_name(tx.connection, workspace_id, name, None)
     kept = check_key(tx.connection, key, None) if key else _new_key(tx.connection, name)
-    cursor = tx.execute(
-        "INSERT INTO projects (workspace_id, name, key, description, owner_id, created_us) VALUES (?, ?, ?, ?, ?, ?)",
-        (workspace_id, name, kept, description, owner_id, now_us()),
-    )
-    return int(cursor.lastrowid or 0)
+    columns = {"workspace_id": workspace_id, "name": name, "key": kept, "description": description}
+    return tx.insert("projects", {**columns, "owner_id": owner_id, "created_us": now_us()})
 
 
 def _new_key(connection: sqlite3.Connection, name: str) -> str:
@@ -155,25 +136,13 @@ def _new_key(connection: sqlite3.Connection, name: str) -> str:
         rest = "".join(
             secrets.choice(string.ascii_uppercase + string.digits) for _ in range(_MAX_KEY - len(start))
         )
-        if connection.execute("SELECT 1 FROM projects WHERE key = ?", (start + rest,)).fetchone() is None:
+        if not exists(connection, "SELECT 1 FROM projects WHERE key = ?", (start + rest,)):
             return start + rest
 
 
 def change(tx: Transaction, project_id: int, **fields: Any) -> None:
     """Change the given fields of a project; ``notes`` is a list."""
-    for name, value in fields.items():
-        assert name in (
-            "name",
-            "key",
-            "description",
-            "notes",
-            "workspace_id",
-            "is_archived",
-            "state",
-            "error",
-        )
-        kept = json.dumps(value) if isinstance(value, list) else value
-        tx.execute(f"UPDATE projects SET {name} = ? WHERE id = ?", (kept, project_id))  # noqa: S608 - a name from the list above
+    tx.update("projects", project_id, fields)
 
 
 def delete(tx: Transaction, project_id: int) -> None:

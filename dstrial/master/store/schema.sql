@@ -222,14 +222,6 @@ CREATE TABLE metric_summaries (
     PRIMARY KEY (trial_id, group_name, name)
 ) WITHOUT ROWID;
 
-CREATE TABLE metric_groups (
-    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
-    group_name TEXT    NOT NULL,                  -- empty: all groups that are one too many
-    num_names  INTEGER NOT NULL,
-    is_told    INTEGER NOT NULL DEFAULT 0,        -- the trial's log says that others are left out
-    PRIMARY KEY (trial_id, group_name)
-) WITHOUT ROWID;
-
 CREATE TABLE checkpoints (
     uuid          TEXT    PRIMARY KEY,
     experiment_id INTEGER NOT NULL,

@@ -17,9 +17,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master import recovery_hints
+from dstrial.master import hints
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 _BUSY_TIMEOUT_S = 30.0
 _CORRUPT, _NOT_A_DATABASE = 11, 26  # SQLITE_CORRUPT (damaged page), SQLITE_NOTADB (damaged first page)
 _NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")
@@ -71,7 +71,7 @@ def unusable(path: Path, error: Exception) -> MasterError:
     """Return the exception for a file that SQLite cannot open."""
     return MasterError(
         f"{path} cannot be used ({error}); expected a database of dstrial's with room to grow. Make room, put a copy of it "
-        f"back with {recovery_hints.put_back(newest_copy(path), path.parent)}, or pass another --state-dir."
+        f"back with {hints.put_back(newest_copy(path), path.parent)}, or pass another --state-dir."
     )
 
 
@@ -95,7 +95,7 @@ def open_for_writer(path: Path) -> sqlite3.Connection:
     """
     problem = _find_damage(path)
     if problem:
-        put_back = recovery_hints.put_back(newest_copy(path), path.parent)
+        put_back = hints.put_back(newest_copy(path), path.parent)
         raise DatabaseDamagedError(f"{path} is {problem}. Put a copy back with {put_back}.")
     connection = connect(path)
     try:

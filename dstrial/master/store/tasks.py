@@ -7,7 +7,7 @@ import sqlite3
 from typing import Any
 
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.database import Transaction, exists, fetch_all, fetch_one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,29 +56,27 @@ def active_of(connection: sqlite3.Connection, task_id: str) -> ActiveAllocation 
 
 
 def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: str | None) -> bool:
-    row = connection.execute(
+    return exists(
+        connection,
         "SELECT 1 FROM trials WHERE id = COALESCE(?, (SELECT trial_id FROM tasks WHERE id = ?)) "
         "AND heartbeat_us IS NOT NULL",
         (trial_id, task_id),
-    ).fetchone()
-    return row is not None
+    )
 
 
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
     """Return whether one task, or all tasks of a trial, ended before a time."""
-    column, value = ("trial_id", trial_id) if trial_id is not None else ("id", task_id)
-    open_tasks = connection.execute(
-        f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant
-        (value, before_us),
-    ).fetchone()[0]
-    column = "trial_id" if trial_id is not None else "task_id"
-    num_active = connection.execute(
-        f"SELECT COUNT(*) FROM allocations WHERE {column} = ? AND state != 'TERMINATED'",  # noqa: S608 - a constant
-        (value,),
-    ).fetchone()[0]
-    return not open_tasks and not num_active
+    of_task, of_allocation, value = (
+        ("trial_id", "trial_id", trial_id) if trial_id is not None else ("id", "task_id", task_id)
+    )
+    return not exists(
+        connection,
+        f"SELECT 1 FROM tasks WHERE {of_task} = ? AND (end_us IS NULL OR end_us > ?) "  # noqa: S608 - constants
+        f"UNION ALL SELECT 1 FROM allocations WHERE {of_allocation} = ? AND state != 'TERMINATED'",
+        (value, before_us, value),
+    )
 
 
 def update(tx: Transaction, task_id: str, **columns: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from dstrial.master.clock import now_us
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
+from dstrial.master.store.errors import Hint, InvalidError, required
 
 TOPIC = "tokens"  # published by every write that revokes a token or changes a user
 
@@ -73,10 +73,8 @@ def create_token(tx: Transaction, user_id: int) -> str:
     tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
     tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
     token = _new_token()
-    tx.execute(
-        "INSERT INTO tokens (token_hash, kind, user_id, created_us, expires_us) VALUES (?, 'user', ?, ?, ?)",
-        (hash_token(token), user_id, now, now + _LIFETIME_US),
-    )
+    columns = {"token_hash": hash_token(token), "kind": "user", "user_id": user_id, "created_us": now}
+    tx.insert("tokens", {**columns, "expires_us": now + _LIFETIME_US})
     return token
 
 
@@ -173,31 +171,24 @@ def create_access_token(
     tx: Transaction, user_id: int, description: str, expires_us: int | None
 ) -> tuple[int, str]:
     """Create an access token; return its id and the token, which is not stored."""
-    user = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
-    if user is None:
-        raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
+    row = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
+    user = required(row, f"user {user_id}", Hint.LIST_USERS)
     if not user["active"]:
         raise InvalidError(
             f"user {user['username']!r} is not active; expected one that is. Activate it first."
         )
     now = now_us()
-    count = tx.execute(
-        "SELECT COUNT(*) FROM access_tokens WHERE user_id = ? AND revoked_us IS NULL "
-        "AND (expires_us IS NULL OR expires_us > ?)",
-        (user_id, now),
-    ).fetchone()[0]
+    active = "user_id = ? AND revoked_us IS NULL AND (expires_us IS NULL OR expires_us > ?)"
+    count = tx.count("access_tokens", active, (user_id, now))
     if count >= _MAX_ACTIVE:
         raise InvalidError(
             f"user {user['username']!r} has {count} access tokens; expected fewer than {_MAX_ACTIVE}.",
             Hint.REVOKE_TOKENS,
         )
     token = _new_token()
-    cursor = tx.execute(
-        "INSERT INTO access_tokens (token_hash, user_id, description, created_us, expires_us) VALUES (?, ?, ?, ?, ?)",
-        (hash_token(token), user_id, _checked(description), now, expires_us),
-    )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid, token
+    columns = {"token_hash": hash_token(token), "user_id": user_id, "description": _checked(description)}
+    token_id = tx.insert("access_tokens", {**columns, "created_us": now, "expires_us": expires_us})
+    return token_id, token
 
 
 def list_access_tokens(connection: sqlite3.Connection, user_id: int | None) -> list[AccessToken]:
@@ -208,9 +199,7 @@ def list_access_tokens(connection: sqlite3.Connection, user_id: int | None) -> l
 
 def require_access_token(connection: sqlite3.Connection, token_id: int) -> AccessToken:
     row = fetch_one(AccessToken, connection, f"{_ACCESS_TOKENS} WHERE id = ?", (token_id,))
-    if row is None:
-        raise NotFoundError(f"access token {token_id} is not found", Hint.LIST_TOKENS)
-    return row
+    return required(row, f"access token {token_id}", Hint.LIST_TOKENS)
 
 
 def change_access_token(

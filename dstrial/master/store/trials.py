@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sqlite3
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import Hint, NotFoundError
+from dstrial.master.store.database import Transaction, fetch_all, fetch_column, fetch_one, fetch_value
+from dstrial.master.store.errors import Hint, required
 from dstrial.master.store.experiments import Experiment
 from dstrial.search import Create
 
@@ -62,10 +61,7 @@ def get(connection: sqlite3.Connection, trial_id: int) -> Trial | None:
 
 
 def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
-    row = get(connection, trial_id)
-    if row is None:
-        raise NotFoundError(f"trial {trial_id} is not found", Hint.LIST_TRIALS)
-    return row
+    return required(get(connection, trial_id), f"trial {trial_id}", Hint.LIST_TRIALS)
 
 
 def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
@@ -95,17 +91,15 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Tr
 
 
 def ids_of(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
-    rows = connection.execute("SELECT id FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,))
-    return [int(row["id"]) for row in rows]
+    return fetch_column(
+        int, connection, "SELECT id FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
+    )
 
 
 def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
     """Return the ids of an experiment's active trials, oldest first."""
-    rows = connection.execute(
-        f"SELECT id FROM trials WHERE experiment_id = ? AND state NOT IN {_TERMINAL} ORDER BY id",  # noqa: S608 - a constant
-        (experiment_id,),
-    )
-    return [int(row["id"]) for row in rows]
+    sql = f"SELECT id FROM trials WHERE experiment_id = ? AND state NOT IN {_TERMINAL} ORDER BY id"  # noqa: S608 - a constant
+    return fetch_column(int, connection, sql, (experiment_id,))
 
 
 def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, warm_start: str | None) -> int:
@@ -114,21 +108,17 @@ def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, wa
     ``now`` is in microseconds; ``warm_start`` is the checkpoint of another trial to start from.
     """
     task_id = f"{experiment.id}.{action.request_id}"
-    cursor = tx.execute(
-        "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, warm_start_uuid) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            experiment.id,
-            action.request_id,
-            "PAUSED" if experiment.state == "PAUSED" else "ACTIVE",
-            json.dumps(action.hparams),
-            action.trial_seed,
-            task_id,
-            now,
-            warm_start,
-        ),
-    )
-    trial_id = int(cursor.lastrowid or 0)
+    columns = {
+        "experiment_id": experiment.id,
+        "request_id": action.request_id,
+        "state": "PAUSED" if experiment.state == "PAUSED" else "ACTIVE",
+        "hparams": action.hparams,
+        "seed": action.trial_seed,
+        "task_id": task_id,
+        "start_us": now,
+        "warm_start_uuid": warm_start,
+    }
+    trial_id = tx.insert("trials", columns)
     _insert_task(tx, task_id, experiment.id, trial_id, now)
     tx.publish(f"trial:{trial_id}")
     return trial_id
@@ -140,12 +130,18 @@ def insert_detached(
     """Store a detached trial with its task; return the trial's id."""
     request_id = str(uuid.uuid4())
     task_id = f"{experiment_id}.{request_id}"
-    cursor = tx.execute(
-        "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, external_id, heartbeat_us) "
-        "VALUES (?, ?, 'ACTIVE', ?, 0, ?, ?, ?, ?)",
-        (experiment_id, request_id, json.dumps(dict(hparams)), task_id, now, external_id, now),
-    )
-    trial_id = int(cursor.lastrowid or 0)
+    columns = {
+        "experiment_id": experiment_id,
+        "request_id": request_id,
+        "state": "ACTIVE",
+        "hparams": hparams,
+        "seed": 0,
+        "task_id": task_id,
+        "start_us": now,
+        "external_id": external_id,
+        "heartbeat_us": now,
+    }
+    trial_id = tx.insert("trials", columns)
     _insert_task(tx, task_id, experiment_id, trial_id, now)
     tx.publish(f"trial:{trial_id}", f"experiment:{experiment_id}")
     return trial_id
@@ -154,7 +150,7 @@ def insert_detached(
 def reopen(tx: Transaction, trial: Trial) -> None:
     """Reactivate an ended trial with a new task, to resume from its checkpoint."""
     now = now_us()
-    number = tx.execute("SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial.id,)).fetchone()[0]
+    number = fetch_value(int, tx.connection, "SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial.id,))
     task_id = f"{trial.experiment_id}.{trial.request_id}-{number}"
     tx.execute(
         "UPDATE trials SET state = 'ACTIVE', end_us = NULL, restarts = 0, progress = 0, is_closed = 0, task_id = ?, "
@@ -167,10 +163,8 @@ def reopen(tx: Transaction, trial: Trial) -> None:
 
 
 def _insert_task(tx: Transaction, task_id: str, experiment_id: int, trial_id: int, now: int) -> None:
-    tx.execute(
-        "INSERT INTO tasks (id, type, experiment_id, trial_id, start_us) VALUES (?, 'TRIAL', ?, ?, ?)",
-        (task_id, experiment_id, trial_id, now),
-    )
+    columns = {"id": task_id, "type": "TRIAL", "experiment_id": experiment_id, "trial_id": trial_id}
+    tx.insert("tasks", {**columns, "start_us": now})
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
@@ -204,12 +198,11 @@ def update(tx: Transaction, trial_id: int, **columns: Any) -> None:
 def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int) -> list[int]:
     """Return the ids of an experiment's trials, best validation first."""
     order = "ASC" if experiment.smaller_is_better else "DESC"
-    rows = connection.execute(
+    sql = (
         "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
-        f"ORDER BY searcher_metric_value IS NULL, searcher_metric_value {order}, id LIMIT ?",
-        (experiment.id, limit),
+        f"ORDER BY searcher_metric_value IS NULL, searcher_metric_value {order}, id LIMIT ?"
     )
-    return [int(row["id"]) for row in rows]
+    return fetch_column(int, connection, sql, (experiment.id, limit))
 
 
 def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:

@@ -14,8 +14,8 @@ import sqlite3
 from collections.abc import Mapping
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_one
-from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.database import Transaction, exists, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, required
 from dstrial.master.store.tokens import TOPIC, User
 
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
@@ -45,7 +45,7 @@ def new_passwords(*, is_blank: bool) -> dict[str, str]:
 
 
 def has_users(connection: sqlite3.Connection) -> bool:
-    return connection.execute("SELECT 1 FROM users").fetchone() is not None
+    return exists(connection, "SELECT 1 FROM users")
 
 
 def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
@@ -92,13 +92,8 @@ def create_user(
     display_name = _checked_display_name(tx.connection, display_name, None)
     if find_by_name(tx.connection, username) is not None:
         raise _taken(username)
-    cursor = tx.execute(
-        "INSERT INTO users (username, display_name, password_hash, admin, active, modified_us) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (username, display_name, stored_hash(password), admin, active, now_us()),
-    )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
+    columns = {"username": username, "display_name": display_name, "password_hash": stored_hash(password)}
+    return tx.insert("users", {**columns, "admin": admin, "active": active, "modified_us": now_us()})
 
 
 def change_user(
@@ -128,10 +123,8 @@ def change_user(
         "password_hash": None if password is None else stored_hash(password),
         "modified_us": now_us(),
     }
-    given = {column: value for column, value in columns.items() if value is not None}
-    assignments = ", ".join(f"{column} = :{column}" for column in given)
-    tx.execute(f"UPDATE users SET {assignments} WHERE id = :id", {**given, "id": user_id})  # noqa: S608 - our columns
-    if tx.execute("SELECT 1 FROM users WHERE admin AND active").fetchone() is None:
+    tx.update("users", user_id, {name: value for name, value in columns.items() if value is not None})
+    if not tx.count("users", "admin AND active"):
         raise ConflictError(
             f"user {row.username!r} is the last active administrator; expected one to remain. Make another one first."
         )
@@ -144,9 +137,7 @@ def find_by_name(connection: sqlite3.Connection, username: str) -> StoredUser | 
 
 def find_by_id(connection: sqlite3.Connection, user_id: int) -> StoredUser:
     row = fetch_one(StoredUser, connection, "SELECT * FROM users WHERE id = ?", (user_id,))
-    if row is None:
-        raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
-    return row
+    return required(row, f"user {user_id}", Hint.LIST_USERS)
 
 
 def list_users(connection: sqlite3.Connection) -> list[User]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sqlite3
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,8 +10,8 @@ from urllib.parse import urlsplit
 
 from dstrial.config.schema import compile_pattern
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one, fetch_value
+from dstrial.master.store.errors import Hint, InvalidError, required
 from dstrial.master.store.experiments import Experiment
 
 TOPIC = "webhooks"  # published when webhooks are created or deleted
@@ -39,6 +38,8 @@ _MAX_LOG_TRIGGERS = 50
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_PATTERN = 1000
+_GIVEN = ("name", "url", "type", "mode", "workspace_id")  # columns that users set
+_COUNT_WAITING = "SELECT COUNT(*) FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NULL"
 _TRIGGERED = "w.id, w.name, w.mode, w.workspace_id, t.id AS trigger_id, t.condition"
 
 
@@ -90,27 +91,23 @@ class Webhook:
 
 def create(tx: Transaction, webhook: Webhook) -> int:
     check(webhook)
-    if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
+    if tx.count("webhooks") >= _MAX_WEBHOOKS:
         raise InvalidError(
             f"there are {_MAX_WEBHOOKS} webhooks; expected fewer. Delete one that is not needed."
         )
-    num_log = tx.execute("SELECT COUNT(*) FROM webhook_triggers WHERE type = 'TASK_LOG'").fetchone()[0]
+    num_log = tx.count("webhook_triggers", "type = 'TASK_LOG'")
     if num_log + sum(one.type == "TASK_LOG" for one in webhook.triggers) > _MAX_LOG_TRIGGERS:
         raise InvalidError(
             f"there are {num_log} triggers on logs; expected at most {_MAX_LOG_TRIGGERS} with the new ones. Join patterns "
             "with |."
         )
-    cursor = tx.execute(
-        "INSERT INTO webhooks (name, url, type, mode, workspace_id, created_us) VALUES (?, ?, ?, ?, ?, ?)",
-        (webhook.name, webhook.url, webhook.type, webhook.mode, webhook.workspace_id, now_us()),
-    )
-    assert cursor.lastrowid is not None
-    tx.executemany(
-        "INSERT INTO webhook_triggers (webhook_id, type, condition) VALUES (?, ?, ?)",
-        [(cursor.lastrowid, one.type, one.condition) for one in webhook.triggers],
-    )
+    columns = {name: getattr(webhook, name) for name in _GIVEN}
+    webhook_id = tx.insert("webhooks", {**columns, "created_us": now_us()})
+    for one in webhook.triggers:
+        columns = {"webhook_id": webhook_id, "type": one.type, "condition": one.condition}
+        tx.insert("webhook_triggers", columns)
     tx.publish(TOPIC)
-    return cursor.lastrowid
+    return webhook_id
 
 
 def check(webhook: Webhook) -> None:
@@ -183,31 +180,19 @@ def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int]
 
 def require(connection: sqlite3.Connection, webhook_id: int) -> Webhook:
     row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
-    if row is None:
-        raise NotFoundError(f"webhook {webhook_id} is not found", Hint.LIST_WEBHOOKS)
-    return _webhook(connection, row)
+    return _webhook(connection, required(row, f"webhook {webhook_id}", Hint.LIST_WEBHOOKS))
 
 
 def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
-    triggers = connection.execute(
-        "SELECT * FROM webhook_triggers WHERE webhook_id = ? ORDER BY id", (row["id"],)
-    )
-    num_waiting = connection.execute(
-        "SELECT COUNT(*) FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NULL", (row["id"],)
-    ).fetchone()[0]
+    sql = "SELECT type, condition, id FROM webhook_triggers WHERE webhook_id = ? ORDER BY id"
     return Webhook(
-        name=row["name"],
-        url=row["url"],
-        type=row["type"],
-        mode=row["mode"],
-        workspace_id=row["workspace_id"],
-        triggers=tuple(Trigger(one["type"], one["condition"], one["id"]) for one in triggers),
-        id=row["id"],
+        **{name: row[name] for name in ("id", *_GIVEN)},
+        triggers=tuple(fetch_all(Trigger, connection, sql, (row["id"],))),
         delivery={
             "delivered": row["num_delivered"],
             "failed": row["num_failed"],
             "dropped": row["num_dropped"],
-            "waiting": num_waiting,
+            "waiting": fetch_value(int, connection, _COUNT_WAITING, (row["id"],)),
             "lastTime": row["last_us"],
             "lastResult": row["last_result"],
         },
@@ -217,7 +202,7 @@ def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
 def change_url(tx: Transaction, webhook_id: int, url: str) -> None:
     """Change a webhook's URL, also for its pending events."""
     check_url(url)
-    tx.execute("UPDATE webhooks SET url = ? WHERE id = ?", (url, webhook_id))
+    tx.update("webhooks", webhook_id, {"url": url})
     tx.publish(EVENTS_TOPIC)
 
 
@@ -242,17 +227,11 @@ def triggered(
 
 def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
     """Enqueue an event, or count it as dropped if too many are pending."""
-    waiting = tx.execute(
-        "SELECT COUNT(*) FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NULL", (webhook_id,)
-    ).fetchone()[0]
-    if waiting >= MAX_PENDING:
+    if (fetch_value(int, tx.connection, _COUNT_WAITING, (webhook_id,)) or 0) >= MAX_PENDING:
         tx.execute("UPDATE webhooks SET num_dropped = num_dropped + 1 WHERE id = ?", (webhook_id,))
         return
     now = now_us()
-    tx.execute(
-        "INSERT INTO webhook_events (webhook_id, event, created_us, due_us) VALUES (?, ?, ?, ?)",
-        (webhook_id, json.dumps(event), now, now),
-    )
+    tx.insert("webhook_events", {"webhook_id": webhook_id, "event": event, "created_us": now, "due_us": now})
     tx.publish(EVENTS_TOPIC)
 
 

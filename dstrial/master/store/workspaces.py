@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.database import (
+    Transaction,
+    exists,
+    fetch_all,
+    fetch_column,
+    fetch_one,
+    fetch_value,
+)
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, required
 
 DEFAULT_ID = 1  # the default workspace, which cannot be deleted
 
@@ -52,17 +58,13 @@ def list_workspaces(connection: sqlite3.Connection) -> list[WorkspaceInfo]:
 
 def require(connection: sqlite3.Connection, workspace_id: int) -> WorkspaceInfo:
     row = fetch_one(WorkspaceInfo, connection, f"{_SELECT} WHERE w.id = ?", (workspace_id,))
-    if row is None:
-        raise NotFoundError(f"workspace {workspace_id} is not found", Hint.LIST_WORKSPACES)
-    return row
+    return required(row, f"workspace {workspace_id}", Hint.LIST_WORKSPACES)
 
 
 def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
     """Return a workspace by name, ignoring case."""
-    row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
-    if row is None:
-        raise NotFoundError(f"workspace {name[:80]!r} is not found", Hint.LIST_WORKSPACES)
-    return require(connection, row["id"])
+    row = fetch_one(WorkspaceInfo, connection, f"{_SELECT} WHERE w.name = ?", (name,))
+    return required(row, f"workspace {name[:80]!r}", Hint.LIST_WORKSPACES)
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
@@ -86,14 +88,19 @@ def refuse_immutable(row: Workspace, verb: str) -> None:
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
     """Raise 400 unless a name has 1 to 80 characters, 409 if it is taken."""
+    holder = fetch_value(int, connection, "SELECT id FROM workspaces WHERE name = ?", (name,))
+    check_container_name("workspace", name, is_taken=holder not in (None, own_id))
+
+
+def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
+    """Raise 400 unless a name has 1 to 80 characters, 409 if it is taken."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
-            f"the workspace's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
+            f"the {kind}'s name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
         )
-    row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
-    if row is not None and row["id"] != own_id:
+    if is_taken:
         raise ConflictError(
-            f"workspace {name!r} exists; expected a name that is not in use, whatever its case. Choose another."
+            f"{kind} {name!r} exists{where}; expected a name that is not in use, whatever its case. Choose another."
         )
 
 
@@ -105,19 +112,13 @@ def create(
     agent_user_group: Mapping[str, Any] | None,
 ) -> int:
     check_name(tx.connection, name, None)
-    cursor = tx.execute(
-        "INSERT INTO workspaces (name, owner_id, created_us, checkpoint_storage, agent_user_group) VALUES (?, ?, ?, ?, ?)",
-        (name, owner_id, now_us(), _json(checkpoint_storage), _json(agent_user_group)),
-    )
-    return int(cursor.lastrowid or 0)
+    settings = {"checkpoint_storage": checkpoint_storage, "agent_user_group": agent_user_group}
+    return tx.insert("workspaces", {"name": name, "owner_id": owner_id, "created_us": now_us(), **settings})
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
     """Change the given fields of a workspace."""
-    for name, value in fields.items():
-        assert name in ("name", "is_archived", "state", "error", "checkpoint_storage", "agent_user_group")
-        kept = _json(value) if value is None or isinstance(value, Mapping) else value
-        tx.execute(f"UPDATE workspaces SET {name} = ? WHERE id = ?", (kept, workspace_id))  # noqa: S608 - a name from the list above
+    tx.update("workspaces", workspace_id, fields)
 
 
 def delete(tx: Transaction, workspace_id: int) -> None:
@@ -125,18 +126,12 @@ def delete(tx: Transaction, workspace_id: int) -> None:
     tx.execute("DELETE FROM workspaces WHERE id = ?", (workspace_id,))
 
 
-def _json(value: Mapping[str, Any] | None) -> str | None:
-    return None if value is None else json.dumps(dict(value))
-
-
 def owned_by(connection: sqlite3.Connection, user_id: int) -> set[int]:
-    rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user_id,))
-    return {int(row["id"]) for row in rows}
+    return set(fetch_column(int, connection, "SELECT id FROM workspaces WHERE owner_id = ?", (user_id,)))
 
 
 def name_of(connection: sqlite3.Connection, workspace_id: int) -> str | None:
-    row = connection.execute("SELECT name FROM workspaces WHERE id = ?", (workspace_id,)).fetchone()
-    return None if row is None else str(row["name"])
+    return fetch_value(str, connection, "SELECT name FROM workspaces WHERE id = ?", (workspace_id,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,16 +149,14 @@ def list_templates(connection: sqlite3.Connection) -> list[Template]:
 
 def require_template(connection: sqlite3.Connection, name: str) -> Template:
     row = fetch_one(Template, connection, "SELECT * FROM templates WHERE name = ?", (name,))
-    if row is None:
-        raise NotFoundError(f"template {name[:80]!r} is not found", Hint.LIST_TEMPLATES)
-    return row
+    return required(row, f"template {name[:80]!r}", Hint.LIST_TEMPLATES)
 
 
 def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
     """Raise 400 if a template's name is empty, 409 if it is taken."""
     if not name.strip():
         raise InvalidError("the template's name is empty; expected a text. Choose a name.")
-    if connection.execute("SELECT 1 FROM templates WHERE name = ?", (name,)).fetchone() is not None:
+    if exists(connection, "SELECT 1 FROM templates WHERE name = ?", (name,)):
         raise ConflictError(
             f"template {name[:80]!r} exists; expected a name that is not in use.", Hint.SET_TEMPLATE
         )
@@ -171,12 +164,12 @@ def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
 
 def create_template(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
     refuse_existing_template(tx.connection, name)
-    tx.execute("INSERT INTO templates VALUES (?, ?, ?)", (name, json.dumps(config), workspace_id))
+    tx.insert("templates", {"name": name, "config": config, "workspace_id": workspace_id})
 
 
 def change_template(tx: Transaction, name: str, config: Mapping[str, Any]) -> None:
     """Replace a template's config; existing experiments are not affected."""
-    tx.execute("UPDATE templates SET config = ? WHERE name = ?", (json.dumps(config), name))
+    tx.update("templates", name, {"config": config}, key="name")
 
 
 def delete_template(tx: Transaction, name: str) -> None:

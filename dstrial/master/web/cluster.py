@@ -1,4 +1,4 @@
-"""JSON for the page's cluster view: nodes, slots, queue, usage, webhooks."""
+"""JSON for the page's cluster views: nodes, slots, queue, usage, webhooks, tasks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from dstrial.master.api.commands import task_state
 from dstrial.master.api.jobs import Entry, engine_jobs, entries
 from dstrial.master.api.webhooks import masked_url, seen_workspaces
 from dstrial.master.backends import Node
@@ -21,6 +22,7 @@ from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.nodes import agent_key, index_of
 
+MAX_TASKS = 1000  # the newest ones, besides all active ones
 NUM_BUCKETS = 360  # of the usage chart
 _HOUR_US = 3600 * 1_000_000
 _MAX_HOURS = 24 * 31
@@ -130,20 +132,14 @@ def _node(node: Node, disabled: Mapping[int, bool], holders: Mapping[int, str]) 
 
 def _queued(entry: Entry, num_ahead: int, counts: SlotCounts, engine_text: str) -> Json:
     if isinstance(entry, commands.CommandInfo):
-        num_held, wanted, num_running = (
-            len(json.loads(entry.slots or "[]")),
-            entry.num_slots,
-            int(entry.allocation_id is not None),
-        )
+        num_held, wanted = len(json.loads(entry.slots or "[]")), entry.num_slots
+        num_running = int(entry.allocation_id is not None)
         num_waiting = 1 - num_running
         own: Json = {"kind": entry.kind, "name": entry.description, "task": entry.task_id, "experiment": None}
         username = entry.username
     else:
-        num_held, wanted, num_running = (
-            entry.num_slots or 0,
-            entry.slots_per_trial,
-            entry.num_allocations or 0,
-        )
+        num_held, wanted = entry.num_slots or 0, entry.slots_per_trial
+        num_running = entry.num_allocations or 0
         num_waiting = max(0, (entry.num_active or 0) - num_running)
         own = {"kind": "EXPERIMENT", "name": entry.name, "task": None, "experiment": entry.id}
         username = entry.owner_name
@@ -195,8 +191,7 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
 
 async def get_cluster(request: ApiRequest) -> Json:
     services = request.services
-    found: Json = await services.read(lambda connection: _read_cluster(services, connection))
-    return found
+    return await services.read(lambda connection: _read_cluster(services, connection))
 
 
 async def get_usage(request: ApiRequest) -> Json:
@@ -245,7 +240,53 @@ async def get_webhooks(request: ApiRequest) -> Json:
     return {"webhooks": await request.services.read(read)}
 
 
+def _task_state(row: commands.CommandInfo) -> str:
+    if row.state in commands.ENDED or row.state == "PAUSED":
+        return row.state
+    return task_state(row).removeprefix("STATE_").replace("TERMINATING", "STOPPING")
+
+
+def _ports(row: commands.CommandInfo) -> list[int]:
+    """Return the ports of a task that the proxy serves under separate URLs."""
+    config = json.loads(row.config)
+    found = (config.get("environment") or {}).get("proxy_ports") or []
+    return [one["proxy_port"] for one in found if not one.get("proxy_tcp")]
+
+
+def _task(row: commands.CommandInfo) -> Json:
+    is_up = row.allocation_id is not None
+    services = [f"/proxy/{row.task_id}/"] if row.kind == "TENSORBOARD" else []
+    services += [f"/proxy/{row.task_id}:{port}/" for port in _ports(row)]
+    return {
+        "id": row.task_id,
+        "kind": row.kind,
+        "name": row.description,
+        "state": _task_state(row),
+        "ready": bool(row.is_ready),
+        "user": row.username,
+        "slots": len(json.loads(row.slots)) if row.slots else 0,
+        "wanted": row.num_slots,
+        "priority": row.priority,
+        "start": format_us(row.start_us),
+        "end": time_or_none(row.end_us),
+        "experiments": json.loads(row.experiment_ids),
+        "trials": json.loads(row.trial_ids),
+        "services": services if is_up else [],
+        "reason": row.stop_reason or row.exit_status or "",
+        "pausable": bool(row.is_pausable),
+    }
+
+
+async def get_tasks(request: ApiRequest) -> Json:
+    def read(connection: Connection) -> list[Json]:
+        """Build the response in the reader thread, not in the event loop."""
+        return [_task(row) for row in commands.newest(connection, MAX_TASKS)]
+
+    return {"tasks": await request.services.read(read)}
+
+
 routes = [
+    route("GET", "//page/tasks", get_tasks, access=USER),
     route("GET", "//page/cluster", get_cluster, access=USER),
     route("GET", "//page/cluster/usage", get_usage, access=USER),
     route("GET", "//page/webhooks", get_webhooks, access=USER),

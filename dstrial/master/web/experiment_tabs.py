@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.config.documents import Document, read_yaml_text
@@ -19,9 +18,7 @@ from dstrial.config.experiment_config.origins import (
 )
 from dstrial.config.secrets import masked, masked_json, masked_yaml
 from dstrial.errors import ConfigError, DstrialError, RequestError
-from dstrial.master.advice import text_of
 from dstrial.master.backends.model_definition import list_files, read_start, unpack
-from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
 from dstrial.master.lifecycle.checkpoint_gc import remaining
@@ -30,6 +27,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
 from dstrial.master.store.views import overviews
+from dstrial.master.store.views.overviews import Json
 from dstrial.master.web import rungs
 
 MAX_TEXT_BYTES = 2**20  # per file
@@ -46,8 +44,6 @@ _LAYOUT_FIELDS = (
     "optimizer",
     "train_batch_size",
 )
-
-Json: TypeAlias = dict[str, Any]
 
 
 def _read_rungs(connection: Connection, experiment_id: int) -> Json:
@@ -83,34 +79,18 @@ def _layouts(engines: str | None) -> list[Json]:
     ]
 
 
-def _checkpoint(row: overviews.CheckpointOverview) -> Json:
-    return {
-        "id": row.uuid,
-        "trial": row.trial_id,
-        "batch": row.steps,
-        "state": "DELETING" if row.is_being_deleted else row.state,
-        "bytes": row.size,
-        "files": row.num_files,
-        "time": format_us(row.report_us),
-        "manifest": row.manifest_sha256,
-        "format": row.format,
-        "layouts": _layouts(row.engines),
-        "metric": row.metric,
-        "models": [{"name": name, "version": version} for name, version in json.loads(row.models)],
-    }
-
-
 async def get_checkpoints(request: ApiRequest) -> Json:
     """Return an experiment's newest checkpoints; ``more`` if there are others."""
 
-    def read(connection: Connection) -> list[overviews.CheckpointOverview]:
+    def read(connection: Connection) -> list[Json]:
         experiment_id = request.path_params["experiment_id"]
         experiments.require(connection, experiment_id)
         return overviews.checkpoints(connection, experiment_id)
 
     found = await request.services.read(read)
     limit = overviews.MAX_CHECKPOINTS
-    return {"checkpoints": [_checkpoint(row) for row in found[:limit]], "more": len(found) > limit}
+    shown = [{**row, "layouts": _layouts(row.pop("engines"))} for row in found[:limit]]
+    return {"checkpoints": shown, "more": len(found) > limit}
 
 
 def _verify(services: Services, uuid: str) -> Json:
@@ -186,7 +166,7 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
             unpack(tgz, Path(name))
             checked = checked_again(original, template, Path(name), has_files=bool(tgz), limits=limits)
         except DstrialError as error:
-            problems = error.problems if isinstance(error, ConfigError) else [text_of(error)]
+            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
             return {**found, "problem": "\n".join(str(one).replace(f"{name}/", "") for one in problems)}
         found["deepspeed"] = [
             {

@@ -14,8 +14,9 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import log_pages, logs
-from dstrial.master.store.reports.log_pages import LogKey, PageFilter
-from dstrial.master.store.views import overviews
+from dstrial.master.store.reports.log_pages import PageFilter
+from dstrial.master.store.reports.logs import LogKey
+from dstrial.master.web.views import require_trial
 from dstrial.visible_text import visible_line
 
 _LINES = 200
@@ -27,8 +28,7 @@ _MAX_TEXT = 1000
 def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogKey:
     """Return the requested log; a trial's task shares the log of its trial."""
     if trial_id is not None:
-        if overviews.experiment_of_trial(connection, trial_id) is None:
-            raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
+        require_trial(connection, trial_id)
         return LogKey(trial_id=trial_id)
     row = tasks.get(connection, task_id or "")
     if row is None:
@@ -41,8 +41,7 @@ async def _asked_log(request: ApiRequest) -> LogKey:
     trial_id, task_id = request.query_int("trial"), request.query("task")
     if (trial_id is None) == (task_id is None):
         raise RequestError(400, "the query names no log; expected either trial or task. Send one of them.")
-    found: LogKey = await request.services.read(_log_of, trial_id, task_id)
-    return found
+    return await request.services.read(_log_of, trial_id, task_id)
 
 
 def _asked_id(request: ApiRequest, name: str) -> int | None:
@@ -119,9 +118,7 @@ async def get_extent(request: ApiRequest) -> dict[str, Any]:
     ``lines`` is counted only with ``count=true``.
     """
     log = await _asked_log(request)
-    is_counted = bool(request.query_flag("count"))
-    found: dict[str, Any] = await request.services.read(_extent, log, is_counted)
-    return found
+    return await request.services.read(_extent, log, bool(request.query_flag("count")))
 
 
 def _file(content: AsyncIterator[bytes], name: str) -> StreamingResponse:

@@ -1,21 +1,39 @@
-"""HTML documents: the web page, the login form, and pages of pending tasks."""
+"""The web page with its static files and events, the login form, and pages of pending tasks."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import hashlib
 import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
 from starlette.responses import Response
 
+from dstrial.errors import RequestError
 from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
+from dstrial.master.http.streams import EventStream
 from dstrial.master.services import Services
 from dstrial.master.store import commands
 from dstrial.master.store.database import Connection
-from dstrial.master.web import assets
 
+STATIC = Path(__file__).with_name("static")
+VENDOR = Path(__file__).with_name("vendor")
+LIBRARIES = ("preact.js", "uplot.js", "uplot.css")  # installed into ``vendor/`` by `tools/page_libraries.sh`
+MISSING = (
+    "This installation of dstrial was made without the libraries of its page. In a checkout, `make venv` fetches them "
+    "(tools/page_libraries.sh); a wheel that was built afterwards has them. The `det` command works without."
+)
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _WAITING_REFRESH_S = 1
+_GAP_S = 0.5  # minimum time between events; changes within it are batched
+_PING_S = 15.0
+_MAX_TOPICS = 500
+_TOPIC_PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
+_TOPICS = ("scheduler", "webhooks", "webhook_events", "webhook_results", "models")
 
 
 @functools.cache
@@ -41,11 +59,51 @@ def render(name: str, status: int = 200, **values: Any) -> Response:
     return Response(text, status_code=status, media_type="text/html", headers=headers)
 
 
+def has_libraries() -> bool:
+    return all((VENDOR / name).is_file() for name in LIBRARIES)
+
+
+def asset_names() -> list[str]:
+    """Return the URL paths of all static files."""
+    own = (path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix in _TYPES)
+    return sorted(str(path) for path in own) + [f"vendor/{name}" for name in LIBRARIES]
+
+
+def _read_asset(name: str) -> tuple[bytes, str] | None:
+    """Return a static file's content and media type; None if there is no such file."""
+    directory = VENDOR if name.startswith("vendor/") else STATIC
+    try:
+        path = (directory / name.removeprefix("vendor/")).resolve()
+        if path.is_relative_to(directory.resolve()) and path.suffix in _TYPES:
+            return path.read_bytes(), _TYPES[path.suffix]
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+async def get_asset(request: ApiRequest) -> Response:
+    """Serve a static file with an ETag; browsers revalidate it each time."""
+    name = "/".join(str(part) for part in request.path_params.values())
+    found = await request.services.run(functools.partial(_read_asset, name))
+    if found is None:
+        raise RequestError(404, f"{name!r} is no file of the page; expected one that it names.")
+    content, media_type = found
+    headers = {
+        "ETag": f'"{hashlib.sha256(content).hexdigest()[:16]}"',
+        "Cache-Control": "no-cache",
+        "X-Content-Type-Options": "nosniff",
+        "Cross-Origin-Resource-Policy": "same-origin",
+    }
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=media_type, headers=headers)
+
+
 async def show_page(_request: ApiRequest) -> Response:
-    if not assets.are_there():
-        return render("message.html", 503, text=assets.MISSING)
+    if not has_libraries():
+        return render("message.html", 503, text=MISSING)
     return render(
-        "page.html", modules=[name for name in assets.names() if name.endswith(".js")], start="app.js"
+        "page.html", modules=[name for name in asset_names() if name.endswith(".js")], start="app.js"
     )
 
 
@@ -80,19 +138,41 @@ async def show_link(request: ApiRequest) -> Response:
     return login_page(request.services)
 
 
+def is_shown(topic: str) -> bool:
+    return topic.startswith(_TOPIC_PREFIXES) or topic in _TOPICS
+
+
+async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
+    with services.pubsub.follow(is_shown) as follower:
+        yield {"master": services.master_id}
+        while True:
+            topics = await follower.next(_PING_S)
+            if not topics:
+                yield None
+                continue
+            yield {"topics": sorted(topics)} if len(topics) <= _MAX_TOPICS else {"all": True}
+            await asyncio.sleep(_GAP_S)
+
+
+async def get_events(request: ApiRequest) -> EventStream:
+    """Stream server-sent events.
+
+    The first is ``{"master": id}``, with a new id after a restart. Changes follow as ``{"topics": […]}``, or ``{"all": true}`` if
+    there are too many.
+    """
+    return EventStream(_events(request.services))
+
+
+def _below(path: str, depths: range) -> list[str]:
+    """Return the patterns of all paths of these depths below a path."""
+    return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
+
+
 # Same URL paths as Determined's web interface, because Determined's client prints links to them.
-_DEPTH = 6
+_PAGES = ["//", *_below("//det", range(7))]
 routes = [
     route("GET", "//login", show_link, access=PUBLIC),
-    route("GET", "//", show_page, access=USER, unauthenticated=show_login),
-    *(
-        route(
-            "GET",
-            "//det" + "".join(f"/{{part_{idx}}}" for idx in range(depth)),
-            show_page,
-            access=USER,
-            unauthenticated=show_login,
-        )
-        for depth in range(_DEPTH + 1)
-    ),
+    route("GET", "//page/events", get_events, access=USER),
+    *(route("GET", path, show_page, access=USER, unauthenticated=show_login) for path in _PAGES),
+    *(route("GET", path, get_asset, access=PUBLIC) for path in _below("//page/assets", range(1, 4))),
 ]

@@ -1,7 +1,7 @@
 """JSON for the page's view of dsat searches.
 
-Searches are found by labels of their experiments. The master stores each configuration's metrics; dsat writes its report into
-the notes of an experiment: a short one during the search, the full one at its end.
+Searches are found by labels of their experiments. dsat writes its report into the notes of an experiment: a short one during
+the search, the full one at its end.
 """
 
 from __future__ import annotations
@@ -10,56 +10,35 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
 from dstrial.master.store.database import Connection
-from dstrial.master.store.views import searches
-from dstrial.master.store.views.searches import LabelledExperiment, Measurement
+from dstrial.master.store.views import overviews
+from dstrial.master.store.views.overviews import Json, LabelledExperiment
 
 _LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d{1,9})|(search)|(results)|(full))$", re.ASCII)
 _NAME = re.compile(r" \(dsat (?:trial \d+|search|results)\)$", re.ASCII)
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
-_MAX_ROWS = 20_000
-_MEMORY = ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes")
+_MEASURED = ("state", "value", "throughput", "step_s", "memory_bytes")
 _ROW = (
-    *(
-        "trial_id",
-        "description",
-        "is_own",
-        "state",
-        "why",
-        "seconds",
-        "value",
-        "throughput",
-        "step_s",
-        "memory_bytes",
-    ),
-    *("predicted", "failure", "experiment"),
+    "trial_id",
+    "description",
+    "is_own",
+    "why",
+    "seconds",
+    "predicted",
+    "failure",
+    "experiment",
+    *_MEASURED,
 )
-_FACTS = (
-    *(
-        "name",
-        "method",
-        "metric",
-        "unit",
-        "smaller_is_better",
-        "reason",
-        "is_finished",
-        "is_failure",
-        "num_slots",
-        "notes",
-        "best",
-        "own",
-    ),
-    *("gain", "is_gain_certain", "pareto"),
-)
+_IDENTITY = ("name", "method", "metric", "unit", "smaller_is_better", "num_slots", "notes")
+_OUTCOME = ("reason", "is_finished", "is_failure", "best", "own", "gain", "is_gain_certain", "pareto")
+_FACTS = (*_IDENTITY, *_OUTCOME)
 _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
-
-Json: TypeAlias = dict[str, Any]
 
 
 def search_of(label: str) -> str | None:
@@ -113,109 +92,22 @@ def _finite(value: object) -> float | None:
         return None
 
 
-def measured_row(metrics: Mapping[str, Any], metric: str) -> Json:
-    """Convert a measurement to a report row; ``latency`` is in microseconds."""
-    latency = _finite(metrics.get("latency"))
-    memory = (_finite(metrics.get(name)) for name in _MEMORY)
-    return {
-        "state": "measured",
-        "value": _finite(metrics.get(metric)),
-        "throughput": _finite(metrics.get("throughput")),
-        "step_s": None if latency is None else latency * 1e-6,
-        "memory_bytes": next((one for one in memory if one is not None), None),
-    }
+def shown_rows(reported: Iterable[Json], experiments: Iterable[int], *, is_over: bool) -> list[Json]:
+    """Return a report's rows, of an ended search without running ones.
 
-
-def _state(row: LabelledExperiment) -> str:
-    return {"ACTIVE": "running", "PAUSED": "paused", "ERROR": "failed", "COMPLETED": "not measured"}.get(
-        row.state, row.state.lower()
-    )
-
-
-def pareto(rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the Pareto-optimal rows in throughput and memory, by ascending memory."""
-    front, most = [], 0.0
-    known = [row for row in rows if row.get("memory_bytes") and row.get("throughput")]
-    for row in sorted(known, key=lambda each: (each["memory_bytes"], -each["throughput"])):
-        if row["throughput"] > most:
-            most = row["throughput"]
-            front.append(row["trial_id"])
-    return front
-
-
-def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measurement]) -> list[Json]:
-    """Return a row per configuration from the metrics reported so far."""
-    rows: dict[int, Json] = {}
-    by_experiment: dict[int, list[Measurement]] = {}
-    for one in found:
-        by_experiment.setdefault(one.experiment_id, []).append(one)
-    for experiment in experiments:
-        matched = _LABEL.match(experiment.label)
-        if matched is None or matched[4] or matched[5]:
-            continue
-        own = [(one, json.loads(one.metrics)) for one in by_experiment.get(experiment.id, [])]
-        if matched[2]:
-            number = int(matched[2])
-            measured = [
-                metrics for one, metrics in own if one.group_name == "validation" and "latency" in metrics
-            ]
-            rows[number] = {
-                **dict.fromkeys(_ROW),
-                "trial_id": number,
-                "description": experiment.description.partition(": ")[2] or experiment.description,
-                "state": _state(experiment),
-                "experiment": experiment.id,
-                "why": experiment.end_reason if experiment.state == "ERROR" else None,
-                **(measured_row(measured[-1], experiment.searcher_metric) if measured else {}),
-            }
-            continue
-        for one, metrics in own:
-            if one.group_name != "dsat" or "event" not in metrics:
-                continue
-            try:
-                event = json.loads(metrics["event"])
-            except (TypeError, ValueError, RecursionError):
-                continue
-            if not isinstance(event, dict) or not _is_number(event.get("trial_id")):
-                continue
-            number = int(event["trial_id"])
-            failure = event.get("failure")
-            ended: Json = {"state": "running"}
-            if isinstance(failure, dict):
-                ended = {"state": "failed", "why": failure.get("message"), "failure": failure}
-            elif event.get("event") == "result":
-                ended = measured_row(metrics, experiment.searcher_metric)
-            rows[number] = {
-                **dict.fromkeys(_ROW),
-                "trial_id": number,
-                "description": f"trial {number}",
-                "seconds": event.get("seconds"),
-                "experiment": experiment.id,
-                **ended,
-            }
-    return list(rows.values())
-
-
-def merged_rows(
-    reported: Sequence[Json], live: Sequence[Json], experiments: Iterable[int], *, is_over: bool
-) -> list[Json]:
-    """Return a report's rows, updated with metrics reported since."""
-    updates = {row["trial_id"]: row for row in live}
+    Users can edit notes, so rows link only to experiments of the search.
+    """
     own = set(experiments)
-    rows = []
-    for row in reported:
-        new = updates.pop(row["trial_id"], None)
-        place = new["experiment"] if new is not None else row["experiment"]
-        # Users can edit notes: link only to experiments of this search.
-        row = {**row, "experiment": place if isinstance(place, int) and place in own else None}
-        if row["state"] == "running":
-            row["state"] = "not measured" if is_over else "running"
-            if new is not None:
-                row |= {
-                    name: value for name, value in new.items() if value is not None and name != "description"
-                }
-        rows.append(row)
-    return rows + list(updates.values())
+    return [
+        {
+            **row,
+            "experiment": row["experiment"]
+            if _is_number(row["experiment"]) and row["experiment"] in own
+            else None,
+            "state": "not measured" if is_over and row["state"] == "running" else row["state"],
+        }
+        for row in reported
+    ]
 
 
 def is_over(rows: Iterable[LabelledExperiment]) -> bool:
@@ -271,7 +163,7 @@ async def get_searches(request: ApiRequest) -> Json:
                 **_facts(search_id, own, newest_document(own) if is_over(own) else None),
                 "hasReport": any("report.json" in row.notes for row in own),
             }
-            for search_id, own in _groups(searches.labelled(connection)).items()
+            for search_id, own in _groups(overviews.labelled(connection)).items()
         ]
 
     found = await request.services.read(read)
@@ -293,27 +185,22 @@ def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
 
 
 def _read(connection: Connection, search_id: str) -> Json:
-    own = _groups(searches.labelled(connection, search_id)).get(search_id)
+    own = _groups(overviews.labelled(connection, search_id)).get(search_id)
     if not own:
         raise RequestError(
             404, f"search {search_id[:80]!r} is not found; expected one that has experiments on this master."
         )
-    rows = live_rows(own, searches.measurements(connection, search_id, _MAX_ROWS))
     document = newest_document(own)
     facts = _facts(search_id, own, document)
-    front = None
+    rows: list[Json] = []
     if document is not None:
-        reported = document.pop("trials")
         del document["num_trials"], document["told_s"]
-        front = document["pareto"] if document["is_finished"] else None
-        rows = merged_rows(reported, rows, facts["experiments"], is_over=facts["state"] != "RUNNING")
-    return {"search": facts, "report": document, "trials": rows, "pareto": front or pareto(rows)}
+        rows = shown_rows(document.pop("trials"), facts["experiments"], is_over=facts["state"] != "RUNNING")
+    return {"search": facts, "report": document, "trials": rows}
 
 
 async def get_search(request: ApiRequest) -> Json:
-    search_id = request.path_params["search_id"]
-    found: Json = await request.services.read(_read, search_id)
-    return found
+    return await request.services.read(_read, request.path_params["search_id"])
 
 
 routes = [

@@ -15,22 +15,17 @@ from dstrial.master.services import Services
 from dstrial.master.store import experiments
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import instruments
-from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
-from dstrial.master.web.views import Json, finite, metrics_json, trial_json
+from dstrial.master.store.views.overviews import Json, finite
+from dstrial.master.web.views import curve_json, metrics_json, read_trials, require_trial
 
 MAX_COMPARED = 100  # compared trials per response
 MAX_RANKS = 64  # curves per response
 _RANK_POINTS = 500
 
 
-def _require_trial(connection: Connection, trial_id: int) -> None:
-    if overviews.experiment_of_trial(connection, trial_id) is None:
-        raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
-
-
 def _newest(connection: Connection, trial_id: int) -> Json:
-    _require_trial(connection, trial_id)
+    require_trial(connection, trial_id)
     found = instruments.newest(connection, trial_id)
     if found is None:
         return {"report": None}
@@ -46,12 +41,11 @@ def _newest(connection: Connection, trial_id: int) -> Json:
 
 
 async def get_instruments(request: ApiRequest) -> Json:
-    found: Json = await request.services.read(_newest, request.path_params["trial_id"])
-    return found
+    return await request.services.read(_newest, request.path_params["trial_id"])
 
 
 def _rank_curves(connection: Connection, trial_id: int, name: str) -> Json:
-    _require_trial(connection, trial_id)
+    require_trial(connection, trial_id)
     steps, times, values = instruments.by_rank(connection, trial_id, name)
     num_ranks = max(map(len, values), default=0)
     shown = list(range(num_ranks))
@@ -73,15 +67,8 @@ def _curves(
             if rank < len(row) and row[rank] is not None  # the number of ranks may differ between runs
         ]
         ys = [float(value) for _, value in own if value is not None]
-        kept = downsample([steps[at] for at, _ in own], ys, _RANK_POINTS)
-        curves.append(
-            {
-                "rank": rank,
-                "batches": [steps[own[idx][0]] for idx in kept],
-                "times": [times[own[idx][0]] // 1000 for idx in kept],
-                "values": [finite(ys[idx]) for idx in kept],
-            }
-        )
+        curve = curve_json([steps[at] for at, _ in own], [times[at] for at, _ in own], ys, _RANK_POINTS)
+        curves.append({"rank": rank, **curve})
     return {"curves": curves, "ranks": num_ranks}
 
 
@@ -93,8 +80,7 @@ async def get_rank_curves(request: ApiRequest) -> Json:
     name = request.query("name")
     if not name:
         raise RequestError(400, "name is missing; expected an instrument's. Send one of the newest report's.")
-    found: Json = await request.services.read(_rank_curves, request.path_params["trial_id"], name)
-    return found
+    return await request.services.read(_rank_curves, request.path_params["trial_id"], name)
 
 
 def _compared_experiment(services: Services, connection: Connection, experiment_id: int) -> Json:
@@ -102,11 +88,7 @@ def _compared_experiment(services: Services, connection: Connection, experiment_
     (line,) = overviews.experiments(connection, [experiment_id])
     config = json.loads(masked_json(row.config, services.secret_names))
     return {
-        "id": line.id,
-        "name": line.name,
-        "metric": line.searcher_metric,
-        "smallerIsBetter": bool(line.smaller_is_better),
-        "bestTrial": line.best_trial_id,
+        **{name: line[name] for name in ("id", "name", "metric", "smallerIsBetter", "bestTrial")},
         "recordsPerEpoch": overviews.records_per_epoch(connection, experiment_id),
         "config": as_data(yaml_text(config)),
         "originalConfig": as_data(masked_yaml(row.original_config, services.secret_names)),
@@ -117,21 +99,21 @@ def _compared(
     services: Services, connection: Connection, trial_ids: list[int], experiment_ids: list[int]
 ) -> Json:
     named = overviews.experiments(connection, experiment_ids) if experiment_ids else []
-    best = {row.id: row.best_trial_id for row in named}
+    best = {row["id"]: row["bestTrial"] for row in named}
     missing = [f"experiment {one} is not found" for one in experiment_ids if one not in best]
     missing += [f"experiment {one} has no best trial yet" for one, trial in best.items() if trial is None]
     stand_ins = [trial for trial in map(best.get, experiment_ids) if trial is not None]
     wanted = list(dict.fromkeys([*trial_ids, *stand_ins]))
-    rows = {row.id: row for row in overviews.some_trials(connection, wanted)}
+    rows = {row["id"]: row for row in read_trials(connection, services, wanted)}
     missing += [f"trial {one} is not found" for one in wanted if one not in rows]
     shown = [rows[one] for one in wanted if one in rows]
     return {
-        "trials": [trial_json(row, services.secret_names) for row in shown],
+        "trials": shown,
         "experiments": [
             _compared_experiment(services, connection, one)
-            for one in dict.fromkeys(row.experiment_id for row in shown)
+            for one in dict.fromkeys(row["experiment"] for row in shown)
         ],
-        "metrics": metrics_json(overviews.metric_names(connection, trial_ids=[row.id for row in shown])),
+        "metrics": metrics_json(overviews.metric_names(connection, trial_ids=[row["id"] for row in shown])),
         "missing": missing,
     }
 
@@ -145,8 +127,7 @@ async def get_compared(request: ApiRequest) -> Json:
             f"{len(trials) + len(found)} trials and experiments are named; expected 1 to {MAX_COMPARED}. Choose fewer.",
         )
     services = request.services
-    answer: Json = await services.read(lambda connection: _compared(services, connection, trials, found))
-    return answer
+    return await services.read(lambda connection: _compared(services, connection, trials, found))
 
 
 routes = [

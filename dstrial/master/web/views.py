@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import orjson
+from typing import Any
 
 from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
 from dstrial.errors import RequestError
@@ -18,84 +15,29 @@ from dstrial.master.services import Services
 from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import curves
-from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
+from dstrial.master.store.views.overviews import Json
 
 MAX_POINTS = 2000  # per curve
 _MAX_SERIES_POINTS = 400_000  # per response, over all curves
 _MAX_TRIALS = 1000  # curves per response
 _SPARK_POINTS = 40
-_ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
-
-Json: TypeAlias = dict[str, Any]
 
 
-def _state(row: overviews.ExperimentOverview | overviews.TrialOverview) -> str:
-    return _ADVANCE[row.advance] if row.state == "ACTIVE" else row.state
+def masked_rows(rows: list[Json], name: str, names: SecretNames) -> list[Json]:
+    """Mask the secrets of a JSON column."""
+    return [{**row, name: shown_config(row[name], names)} for row in rows]
 
 
-def finite(value: float | str | None) -> float | str | None:
-    if isinstance(value, float) and value - value != 0:
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
+def _experiments(connection: Connection, services: Services, ids: list[int]) -> list[Json]:
+    return masked_rows(overviews.experiments(connection, ids), "hyperparameters", services.secret_names)
 
 
-def _experiment(row: overviews.ExperimentOverview, names: SecretNames) -> Json:
-    return {
-        "id": row.id,
-        "name": row.name,
-        "description": row.description,
-        "state": _state(row),
-        "user": row.username,
-        "labels": orjson.loads(row.labels),
-        "projectId": row.project_id,
-        "project": row.project_name,
-        "workspace": row.workspace_name,
-        "searcher": row.searcher_type,
-        "metric": row.searcher_metric,
-        "smallerIsBetter": bool(row.smaller_is_better),
-        "bestTrial": row.best_trial_id,
-        "best": finite(row.best_metric),
-        "progress": row.progress,
-        "slots": row.slots_per_trial,
-        "start": format_us(row.start_us),
-        "end": time_or_none(row.end_us),
-        "reason": row.end_reason or "",
-        "archived": bool(row.archived),
-        "parent": row.parent_id,
-        "unmanaged": bool(row.unmanaged),
-        "priority": row.priority,
-        "trials": row.num_trials,
-        "checkpointBytes": row.checkpoint_size,
-        "hyperparameters": shown_config(row.hyperparameters, names) if row.hyperparameters else {},
-    }
-
-
-def trial_json(row: overviews.TrialOverview, names: SecretNames) -> Json:
-    return {
-        "id": row.id,
-        "experiment": row.experiment_id,
-        "state": _state(row),
-        "hparams": shown_config(row.hparams, names),
-        "progress": row.progress,
-        "batches": row.total_batches,
-        "restarts": row.restarts,
-        "runs": row.run_id,
-        "start": format_us(row.start_us),
-        "end": time_or_none(row.end_us),
-        "best": finite(row.best),
-        "bestBatch": row.best_steps,
-        "latest": finite(row.latest),
-        "latestBatch": row.latest_steps,
-        "checkpoints": row.checkpoint_count,
-        "checkpointBytes": row.checkpoint_size,
-        "bestCheckpoint": row.best_checkpoint_uuid,
-        "stoppedBySearcher": bool(row.is_stopped_by_searcher),
-        "earlyExit": row.early_exit,
-        "warmStart": row.warm_start_uuid,
-        "slots": len(orjson.loads(row.slots)) if row.slots else 0,
-    }
+def read_trials(
+    connection: Connection, services: Services, ids: list[int], experiment_id: int | None = None
+) -> list[Json]:
+    return masked_rows(overviews.trials(connection, ids, experiment_id), "hparams", services.secret_names)
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
@@ -122,21 +64,16 @@ async def get_session(request: ApiRequest) -> Json:
 
 async def get_experiments(request: ApiRequest) -> Json:
     services, ids = request.services, request.query_ints("ids")
-
-    def read(connection: Connection) -> list[Json]:
-        """Build the response in the reader thread, not in the event loop."""
-        return [_experiment(row, services.secret_names) for row in overviews.experiments(connection, ids)]
-
-    return {"experiments": await services.read(read), "now": format_us(now_us())}
+    return {"experiments": await services.read(_experiments, services, ids), "now": format_us(now_us())}
 
 
 def _sparklines(connection: Connection, ids: list[int]) -> Json:
     found: dict[str, Any] = {}
     for row in overviews.experiments(connection, ids):
-        if row.best_trial_id is not None:
-            steps, _, values = curves.curve(connection, row.best_trial_id, "validation", row.searcher_metric)
-            kept = [idx for idx in downsample(steps, values, _SPARK_POINTS) if values[idx] - values[idx] == 0]
-            found[str(row.id)] = [[steps[idx] for idx in kept], [values[idx] for idx in kept]]
+        if row["bestTrial"] is not None:
+            steps, _, values = curves.curve(connection, row["bestTrial"], "validation", row["metric"])
+            kept = [idx for idx in curves.downsample(values, _SPARK_POINTS) if values[idx] - values[idx] == 0]
+            found[str(row["id"])] = [[steps[idx] for idx in kept], [values[idx] for idx in kept]]
     return found
 
 
@@ -146,16 +83,16 @@ async def get_sparklines(request: ApiRequest) -> Json:
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 
 
-def _read_experiment(services: Services, connection: Connection, experiment_id: int) -> Json:
+def _read_experiment(connection: Connection, services: Services, experiment_id: int) -> Json:
     names = services.secret_names
-    found = overviews.experiments(connection, [experiment_id])
+    found = _experiments(connection, services, [experiment_id])
     if not found:
         raise RequestError(404, f"experiment {experiment_id} is not found; expected one of the list.")
     row = experiments.require(connection, experiment_id)
     config = json.loads(masked_json(row.config, names))
     return {
         "experiment": {
-            **_experiment(found[0], names),
+            **found[0],
             "config": as_data(config),
             "originalConfig": as_data(masked_yaml(row.original_config, names)),
             "notes": row.notes,
@@ -167,21 +104,12 @@ def _read_experiment(services: Services, connection: Connection, experiment_id: 
 
 async def get_experiment(request: ApiRequest) -> Json:
     services = request.services
-    found: Json = await services.read(
-        lambda connection: _read_experiment(services, connection, request.path_params["experiment_id"])
-    )
-    return found
+    return await services.read(_read_experiment, services, request.path_params["experiment_id"])
 
 
 async def get_trials(request: ApiRequest) -> Json:
     services, ids = request.services, request.query_ints("ids")
-    experiment_id = request.path_params["experiment_id"]
-
-    def read(connection: Connection) -> list[Json]:
-        found = overviews.trials(connection, experiment_id, ids)
-        return [trial_json(row, services.secret_names) for row in found]
-
-    return {"trials": await services.read(read)}
+    return {"trials": await services.read(read_trials, services, ids, request.path_params["experiment_id"])}
 
 
 def _stall(connection: Connection, trial_id: int) -> str:
@@ -191,19 +119,26 @@ def _stall(connection: Connection, trial_id: int) -> str:
     return "" if found is None else found[0]
 
 
-def _read_trial(services: Services, connection: Connection, trial_id: int) -> Json:
-    row = overviews.trial(connection, trial_id)
-    if row is None:
+def require_trial(connection: Connection, trial_id: int) -> int:
+    """Return the experiment id of a trial; raise 404 if there is no such trial."""
+    found = overviews.experiment_of_trial(connection, trial_id)
+    if found is None:
         raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
-    (experiment,) = overviews.experiments(connection, [row.experiment_id])
+    return found
+
+
+def _read_trial(connection: Connection, services: Services, trial_id: int) -> Json:
+    experiment_id = require_trial(connection, trial_id)
+    (trial,) = read_trials(connection, services, [trial_id])
+    (experiment,) = _experiments(connection, services, [experiment_id])
     return {
         "trial": {
-            **trial_json(row, services.secret_names),
+            **trial,
             "stall": _stall(connection, trial_id),
             "job": services.backend.job_text(trial_id),
-            "recordsPerEpoch": overviews.records_per_epoch(connection, row.experiment_id),
+            "recordsPerEpoch": overviews.records_per_epoch(connection, experiment_id),
         },
-        "experiment": _experiment(experiment, services.secret_names),
+        "experiment": experiment,
         "runs": [
             {
                 "run": run.run_id,
@@ -224,37 +159,26 @@ def _read_trial(services: Services, connection: Connection, trial_id: int) -> Js
 
 async def get_trial(request: ApiRequest) -> Json:
     services = request.services
-    found: Json = await services.read(
-        lambda connection: _read_trial(services, connection, request.path_params["trial_id"])
-    )
-    return found
+    return await services.read(_read_trial, services, request.path_params["trial_id"])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SeriesQuery:
-    trials: list[int]
-    group: str
-    name: str
-    points: int
-    after: int
+def curve_json(steps: list[int], times: list[int], values: list[float], num_points: int) -> Json:
+    """Return a downsampled curve; times are in milliseconds."""
+    kept = curves.downsample(values, num_points)
+    return {
+        "batches": [steps[idx] for idx in kept],
+        "times": [times[idx] // 1000 for idx in kept],
+        "values": [overviews.finite(values[idx]) for idx in kept],
+    }
 
 
-def _series(connection: Connection, wanted: _SeriesQuery) -> list[Json]:
+def _series(
+    connection: Connection, trial_ids: list[int], group: str, name: str, points: int, after: int
+) -> list[Json]:
     found: list[Json] = []
-    for trial_id in wanted.trials:
-        steps, times, values = curves.curve(
-            connection, trial_id, wanted.group, wanted.name, after=wanted.after
-        )
-        kept = downsample(steps, values, wanted.points)
-        found.append(
-            {
-                "trial": trial_id,
-                "batches": [steps[idx] for idx in kept],
-                "times": [times[idx] // 1000 for idx in kept],
-                "values": [finite(values[idx]) for idx in kept],
-                "points": len(steps),
-            }
-        )
+    for trial_id in trial_ids:
+        curve = curves.curve(connection, trial_id, group, name, after=after)
+        found.append({"trial": trial_id, **curve_json(*curve, points), "points": len(curve[0])})
     return found
 
 
@@ -277,8 +201,8 @@ async def get_series(request: ApiRequest) -> Json:
         )
     points = min(request.query_int("points") or MAX_POINTS, MAX_POINTS, _MAX_SERIES_POINTS // len(trials))
     after = request.query_int("after")
-    wanted = _SeriesQuery(trials, group, name, max(points, 2), -1 if after is None else after)
-    return {"series": await request.services.read(_series, wanted)}
+    after = -1 if after is None else after
+    return {"series": await request.services.read(_series, trials, group, name, max(points, 2), after)}
 
 
 async def get_names(request: ApiRequest) -> Json:

@@ -6,17 +6,14 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import pytest
 from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.backends.cluster import notes_of
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, outcome_to_json
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.document import live_document, report_document
-from dstrial.master.store.views.searches import LabelledExperiment, Measurement
+from dstrial.master.store.views.overviews import LabelledExperiment
 from dstrial.master.web import searches
 
 
@@ -73,7 +70,7 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
     assert [row["trial_id"] for row in shown["trials"]] == [row["trial_id"] for row in document["trials"]]
     assert shown["trials"][0]["predicted"]["step_s"] == 0.1
     assert "best_config" not in shown  # It may hold secrets.
-    assert searches.pareto(shown["trials"]) == document["pareto"]
+    assert shown["pareto"] == document["pareto"]
     for broken in (
         "",
         "mine",
@@ -104,7 +101,7 @@ def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> Non
     assert [row["experiment"] for row in shown["trials"]] == [4] * len(trials)
     assert shown["trials"][-1]["state"] == "running"
     assert shown["trials"][-1]["predicted"]["step_s"] == 0.1
-    assert searches.pareto(shown["trials"]) == document["pareto"]
+    assert shown["pareto"] == document["pareto"]
     for row in document["trials"]:
         assert "settings" not in row  # They may hold secrets, as configs do.
     assert "best_config" not in document
@@ -116,68 +113,22 @@ def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> Non
     assert numbers == [1, 2, 3, *range(801, 1001)]
 
 
-def test_what_the_master_has_heard_since_is_put_into_a_report() -> None:
+def test_rows_link_only_to_own_experiments_and_end_with_the_search() -> None:
     def row(number: int, **fields: object) -> dict[str, object]:
         return {**dict.fromkeys(searches._ROW), "trial_id": number, **fields}
 
     told = [
         row(1, state="measured", value=5.0, experiment=1),
-        row(2, state="running", description="told", predicted={"step_s": 0.1}),
-        row(3, state="running", experiment="../../elsewhere"),
-        row(4, state="running", experiment=99),
+        row(2, state="running", experiment="../../elsewhere"),
+        row(3, state="running", experiment=99),
     ]
-    heard = [
-        row(2, state="measured", value=7.0, experiment=2, description="heard"),
-        row(5, state="running", experiment=5),
-    ]
-    found = searches.merged_rows(told, heard, [1, 2, 5], is_over=False)
-    assert [(one["trial_id"], one["state"], one["value"], one["experiment"]) for one in found] == [
-        (1, "measured", 5.0, 1),
-        (2, "measured", 7.0, 2),
-        (3, "running", None, None),
-        (4, "running", None, None),
-        (5, "running", None, 5),
-    ]
-    assert (found[1]["description"], found[1]["predicted"]) == ("told", {"step_s": 0.1})
-    over = searches.merged_rows(told, heard, [1, 2, 5], is_over=True)
-    assert [one["state"] for one in over[2:4]] == ["not measured"] * 2
-
-
-def test_events_of_a_search_and_measurements_of_trials_become_lines() -> None:
-    numbers = {"latency": 2e5, "throughput": 40.0, "peak_memory_bytes": 3e9}
-    outcomes = [Measured(numbers), Failure(FailureKind.DEVICE_OOM, "no memory <b>", "forward")]
-    events: list[dict[str, Any]] = [{"event": "inputs"}]
-    for trial_id, outcome in enumerate(outcomes, 1):
-        events.append({"event": "submitted", "trial_id": trial_id})
-        events.append({"event": "result", "trial_id": trial_id, **outcome_to_json(outcome)})
-    events.append({"event": "submitted", "trial_id": 3})
-    rows = [
-        Measurement(1, 1, "dsat", number, json.dumps({**one.get("metrics", {}), "event": json.dumps(one)}))
-        for number, one in enumerate(events, 1)
-    ]
-    rows.append(Measurement(2, 2, "validation", 30, json.dumps(numbers)))
-    rows.append(Measurement(2, 2, "validation", 40, json.dumps({"loss": 1.0})))
-    found = searches.live_rows(
-        [
-            experiment(1, "dsat-0a1b2c3d-search"),
-            experiment(2, "dsat-0a1b2c3d-7"),
-            experiment(3, "dsat-0a1b2c3d-8", state="ACTIVE"),
-            experiment(4, "dsat-0a1b2c3d-results"),
-        ],
-        rows,
-    )
-    assert [(row["trial_id"], row["state"]) for row in found] == [
-        (1, "measured"),
-        (2, "failed"),
-        (3, "running"),
-        (7, "measured"),
-        (8, "running"),
-    ]
-    assert found[0]["step_s"] == pytest.approx(0.2)
-    assert found[0]["memory_bytes"] == 3e9
-    assert found[1]["why"] == "no memory <b>"
-    assert found[3]["description"] == "zero 1, 4 x 8"
-    assert found[3]["value"] == 40.0
+    for is_over, state in ((False, "running"), (True, "not measured")):
+        found = searches.shown_rows(told, [1, 2, 5], is_over=is_over)
+        assert [(one["state"], one["value"], one["experiment"]) for one in found] == [
+            ("measured", 5.0, 1),
+            (state, None, None),
+            (state, None, None),
+        ]
 
 
 def report(**changes: object) -> dict[str, object]:
@@ -185,7 +136,7 @@ def report(**changes: object) -> dict[str, object]:
     return {**facts, "is_finished": False, "notes": [], "pareto": [], "trials": [], **changes}
 
 
-def test_notes_and_events_that_anybody_may_have_written_are_read_or_left_out() -> None:
+def test_notes_that_anybody_may_have_written_are_read_or_left_out() -> None:
     """A label makes an experiment part of a search, and any user may give one."""
     for label in (f"dsat-0a1b2c3d-{'9' * 30}", f"dsat-0a1b2c3d-{'1' * 5000}"):
         assert searches.search_of(label) is None
@@ -197,11 +148,6 @@ def test_notes_and_events_that_anybody_may_have_written_are_read_or_left_out() -
     assert found is not None
     assert [row["trial_id"] for row in found["trials"]] == [1]
     assert (found["notes"], found["pareto"], found["num_trials"], found["told_s"]) == ([], [], 1, 0.0)
-    answers = [
-        Measurement(1, 1, "dsat", number, json.dumps({"event": text, "latency": 10**400}))
-        for number, text in enumerate(("[1]", "[" * 100_000, "3", '{"trial_id": [1]}', '{"trial_id": 1}'))
-    ]
-    assert len(searches.live_rows([experiment(1, "dsat-0a1b2c3d-search")], answers)) == 1
 
 
 def test_of_reports_that_were_left_behind_the_newest_counts() -> None:

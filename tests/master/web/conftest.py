@@ -10,7 +10,7 @@ import pytest
 from browsing import Browser
 from serving import Master, serving
 
-from dstrial.master.web import assets
+from dstrial.master.web import page
 
 # The first has no window, whose own pages cost as much as ours.
 CHROMIUM = next(
@@ -33,8 +33,8 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("Requires: [chromium]. Install chromium-headless-shell or chromium")
     api = pytest.importorskip("playwright.sync_api", reason="Requires: [playwright]")
-    if not assets.are_there():
-        pytest.fail(assets.MISSING)
+    if not page.has_libraries():
+        pytest.fail(page.MISSING)
     with api.sync_playwright() as playwright:
         # As root Chromium has no sandbox; what it opens is ours.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

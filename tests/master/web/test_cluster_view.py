@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment
-from seeded_cluster import add_past_use, add_task, add_webhook
+from seeded import add_experiment, add_past_use, add_task, add_webhook
 from serving import Master
 
 from dstrial.master.store.nodes import agent_key

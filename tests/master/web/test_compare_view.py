@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment
-from seeded_tabs import give_files
-from seeded_trials import trials_of
+from seeded import add_experiment, give_files, trials_of
 from serving import Master
 
 pytestmark = pytest.mark.process

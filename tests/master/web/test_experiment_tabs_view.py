@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment
-from seeded_tabs import (
+from seeded import (
     CONFIG_TEXT,
     DEEPSPEED,
     TRAIN,
     add_checkpoint,
+    add_experiment,
     give_config,
     give_files,
     make_halving,
@@ -60,7 +60,7 @@ def seeded(seeded_master: Master, tmp_path_factory: pytest.TempPathFactory) -> S
                 f"models/{NAME.replace('/', '_')}.py": NAME,
             },
         )
-        trial = trials_of(tx, search)[0][0]
+        trial = trials_of(tx, search)[0]
         whole, broken = (add_checkpoint(tx, search, trial, steps, storage=storage) for steps in (200, 100))
         add_checkpoint(tx, search, trial, 50, state="DELETED")
         fork = add_experiment(tx, name=NAME, num_trials=8, seed=3)
@@ -252,7 +252,7 @@ def test_pairs_are_a_heat_map_of_the_best_and_a_picture(browser: Browser, seeded
 def test_few_trials_or_equal_ones_say_so(browser: Browser, seeded: Seeded, seeded_master: Master) -> None:
     def fill(tx: Transaction) -> int:
         experiment = add_experiment(tx, name="odd", num_trials=3)
-        (one, _), (two, _), (three, _) = trials_of(tx, experiment)
+        one, two, three = trials_of(tx, experiment)
         odd = json.dumps({"lr": 0.1, NAME: NAME, "nested": {"a": [1, {"b": 2}]}})
         tx.execute("UPDATE trials SET hparams = ?, searcher_metric_value = NULL WHERE id = ?", (odd, one))
         tx.execute("UPDATE trials SET hparams = '{}' WHERE id = ?", (two,))
@@ -327,7 +327,7 @@ def test_a_checkpoint_is_deleted_only_after_a_question(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     def fill(tx: Transaction) -> str:
-        return add_checkpoint(tx, seeded.search, trials_of(tx, seeded.search)[1][0], 10)
+        return add_checkpoint(tx, seeded.search, trials_of(tx, seeded.search)[1], 10)
 
     name = seeded_master.services.database.write(fill)
 
@@ -448,14 +448,6 @@ def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
     assert browser.page.input_value("textarea") == "mine"
     browser.page.click("text=Discard changes")
     assert browser.page.input_value("textarea") == "theirs"
-
-
-def test_no_tab_is_wider_than_a_phone(open_browser: Callable[..., Browser], seeded: Seeded) -> None:
-    browser = open_browser(viewport={"width": 390, "height": 800})
-    for name in ("hyperparameters", "rungs", "checkpoints", "config", "code", "notes"):
-        browser.show(tab(seeded.fork, name), "main .tabs")
-        browser.until("!document.querySelector('.loading')")
-        assert browser.page.evaluate("document.documentElement.scrollWidth") <= 390, name
 
 
 def test_an_experiment_deleted_while_it_is_looked_at_says_so(

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import urllib.parse
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment
-from seeded_trials import add_metric
+from seeded import add_experiment, add_metric, add_trial
 from serving import Master
-
-from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
 
 pytestmark = pytest.mark.process
 
@@ -109,18 +104,6 @@ def test_curves_of_the_list_come_also_where_its_rows_change_before_the_answer(
     browser.until("document.querySelectorAll('tbody tr[data-idx] svg.spark').length === 4")
 
 
-def new_trial(tx: Transaction, experiment: int) -> None:
-    """Add a trial that has not reported anything yet."""
-    task = str(uuid.uuid4())
-    trial = tx.execute(
-        "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, run_id, start_us) "
-        "VALUES (?, ?, 'ACTIVE', '{}', 1, ?, 1, ?)",
-        (experiment, str(uuid.uuid4()), task, now_us()),
-    ).lastrowid
-    tx.execute("INSERT INTO tasks VALUES (?, 'TRIAL', ?, ?, ?, NULL)", (task, experiment, trial, now_us()))
-    tx.publish(f"experiment:{experiment}")
-
-
 def test_curves_go_on_while_a_search_makes_trials(browser: Browser, seeded_master: Master) -> None:
     database = seeded_master.services.database
     experiment = database.write(lambda tx: add_experiment(tx, name="grows", state="ACTIVE", num_trials=2))
@@ -129,7 +112,7 @@ def test_curves_go_on_while_a_search_makes_trials(browser: Browser, seeded_maste
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('2 curves')")
     database.write(lambda tx: add_metric(tx, row["id"], "validation", [(500, {"loss": 0.015625})]))
     for _ in range(20):  # As often as a change is shown.
-        database.write(lambda tx: new_trial(tx, experiment))
+        database.write(lambda tx: add_trial(tx, experiment))
         browser.page.wait_for_timeout(700)
         with browser.page.expect_download() as download:
             browser.page.click(".chart button:has-text('CSV')")
@@ -194,8 +177,3 @@ def test_ten_thousand_trials_are_listed_filtered_and_drawn_in_part(
     best = [float(text) for text in browser.texts("tbody tr[data-idx] td:nth-child(4)")]
     assert best
     assert max(best) < 0.05
-
-
-def test_a_link_of_the_release_before_leads_to_its_experiment(browser: Browser, search: int) -> None:
-    browser.open(f"/?experiment={search}", "tbody tr.best")
-    assert browser.page.url.endswith(f"/det/experiments/{search}")

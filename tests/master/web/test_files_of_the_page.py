@@ -7,7 +7,7 @@ import io
 import tarfile
 
 import pytest
-from seeded_tabs import packed
+from seeded import packed
 
 from dstrial.context_directory import MAX_BYTES
 from dstrial.errors import RequestError

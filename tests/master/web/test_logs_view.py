@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment
-from seeded_trials import add_lines, add_task, task_of, trials_of
+from seeded import add_bare_task, add_experiment, add_lines, task_of, trials_of
 from serving import Master, serving
 
 from dstrial.master.store.reports import log_pages
@@ -272,7 +271,7 @@ def test_a_whole_log_is_a_file(browser: Browser, steps: Log) -> None:
 
 
 def test_a_command_has_a_log_of_its_own(open_browser: Open, seeded_master: Master) -> None:
-    task = seeded_master.services.database.write(add_task)
+    task = seeded_master.services.database.write(add_bare_task)
     browser = open_browser()
     browser.open(f"/det/tasks/{task}/logs", ".lines .edge")
     browser.until(has("Nothing has been printed yet"))
@@ -317,20 +316,4 @@ def test_an_open_log_goes_on_after_a_restart_of_the_master(open_browser: Open, t
         browser.until(has("and live"))
         assert browser.page.evaluate("window.isSame")
         browser.forgive("ERR_")
-        browser.page.close()
-
-
-def test_an_expired_login_is_told_and_leads_to_the_form(open_browser: Open, tmp_path: Path) -> None:
-    with serving(tmp_path / "state", has_passwords=False) as master:
-        log = new_log(master, (0, None, "before"))
-        browser = open_browser(master=master)
-        browser.open(f"/det/trials/{log.trial}/logs", ".line")
-        master.change("DELETE FROM tokens")
-        log.add((0, None, "secret by now"))
-        browser.until("document.body.innerText.includes('Your login has expired')")
-        assert "secret by now" not in browser.text("body")
-        browser.page.click("button:has-text('Log in')")
-        browser.page.wait_for_selector("#password")
-        browser.forgive("401")
-        browser.forgive("404")  # The form names no icon.
         browser.page.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from browsing import Browser
-from seeded_cluster import add_model
+from seeded import add_model
 from serving import Master
 
 pytestmark = pytest.mark.process

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment
-from seeded_cluster import add_search, add_task
-from seeded_trials import add_lines, add_runs, task_of, trials_of
+from seeded import add_experiment, add_lines, add_runs, add_search, add_task, task_of, trials_of
 from serving import Master
 
 from dstrial.master.clock import now_us

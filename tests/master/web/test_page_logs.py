@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from seeded import add_experiment
-from seeded_trials import add_instruments, add_lines, add_metric, add_task, task_of, trials_of
+from seeded import add_bare_task, add_experiment, add_instruments, add_lines, add_metric, task_of, trials_of
 from serving import Master, serving
 
 from dstrial.master.store.reports import log_pages
@@ -48,7 +47,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
             for start in range(0, 1000, 10):
                 add_lines(tx, task_of(tx, trial), trial, lines[start : start + 10])
                 add_lines(tx, task_of(tx, other), other, [(0, None, "of another trial")])
-            task = add_task(tx)
+            task = add_bare_task(tx)
             add_lines(tx, task, None, [(None, None, "of a command")])
             return Seeded(master, trial, other, task)
 
@@ -124,7 +123,7 @@ def test_a_task_has_its_own_log_or_that_of_its_trial(seeded: Seeded) -> None:
 @pytest.mark.parametrize("text", ["", "x", "é" * 999, "\x00a\x00", "é" * 4000, "a\n\n"])
 def test_a_line_is_whole_or_cut_with_its_length(seeded: Seeded, text: str) -> None:
     def fill(tx):
-        task = add_task(tx)
+        task = add_bare_task(tx)
         add_lines(tx, task, None, [(None, None, text)])
         return task
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.master.web.assets import STATIC
+from dstrial.master.web.page import STATIC
 
 NODE = shutil.which("node")
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NODE is None, reason="Requires: [node]")]
@@ -229,4 +229,4 @@ def test_a_master_tells_the_time_and_a_late_answer_does_not_set_it_back() -> Non
         "no time",
         None,
     ]
-    assert run("clock.js", script, dates) == [True, 10, 10, 11, 0, 0, 0]
+    assert run("format.js", script, dates) == [True, 10, 10, 11, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Searches of dsat on the page: live from what trials report, and with the report of one that has ended."""
+"""Searches of dsat on the page: live by the report that dsat writes while it runs and at its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from browsing import Browser
-from seeded_cluster import NOTES_BEGIN, add_search
+from seeded import NOTES_BEGIN, add_search, search_row
 from serving import Master
 
 pytestmark = pytest.mark.process
@@ -23,39 +23,12 @@ def _filled(seeded_master: Master) -> None:
     )
 
 
-def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_search_that_has_told_nothing_yet_is_listed_and_says_so(browser: Browser) -> None:
     browser.show("/det/searches", "tbody tr[data-idx='1']")
     browser.page.click(f"a[href='/det/searches/{LIVE}']:has-text('gpt')")
-    browser.page.wait_for_selector("[aria-label=Configurations] tbody tr[data-idx='4']")
-    assert "3 of 5 configurations measured" in browser.text(".facts")
-    assert "zero 2, <b>4 x 8</b>" in browser.text("tbody tr.best")
-    assert "trial 5" in browser.text("tbody")
-    assert "nothing yet of the search itself" in browser.text("main")  # What is not here is said.
-    # Three measured ones and the line of those beaten by none; nothing was predicted.
-    assert browser.page.evaluate(CURVES) == [
-        "Records per second against memory over GiB of a device: 4 curves"
-    ]
-    # The next measurement is shown without loading the page again.
-    (running,) = seeded_master.rows(
-        "SELECT t.id, t.experiment_id FROM trials t JOIN experiments e ON e.id = t.experiment_id "
-        "WHERE e.name = ? AND e.state = 'ACTIVE'",
-        "gpt (dsat trial 3)",
-    )
-    browser.page.evaluate("window.isSame = true")
-
-    def measure(tx):
-        tx.execute(
-            "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (?, 1, 'validation', 30, 1, ?)",
-            (running["id"], '{"latency": 100000.0, "throughput": 99.0, "peak_memory_bytes": 1e9}'),
-        )
-        tx.publish(f"metrics:{running['id']}:{running['experiment_id']}")
-
-    seeded_master.services.database.write(measure)
-    browser.until("document.querySelector('.facts').textContent.includes('4 of 5 configurations measured')")
-    assert "zero 3" in browser.text("tbody tr.best")
-    assert browser.page.evaluate("window.isSame")
+    browser.page.wait_for_selector(".facts")
+    assert "Nothing has been told of this search yet" in browser.text("main")
+    assert "0 of 0 configurations measured" in browser.text(".facts")
 
 
 def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_grow(
@@ -70,38 +43,17 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     worker = seeded_master.services.database.write(fill)
 
     def tell(num_measured: int) -> None:
+        running = {"state": "running", **dict.fromkeys(("value", "throughput", "step_s", "memory_bytes"))}
         rows = [
-            {
-                "trial_id": number,
-                "description": f"zero {number}, <b>4 x 8</b>",
-                "experiment": worker,
-                "predicted": {"step_s": 0.19 * number},
-                "state": "running",
-                **(
-                    {
-                        "state": "measured",
-                        "value": 10.0 * number,
-                        "throughput": 10.0 * number,
-                        "step_s": 0.2 * number,
-                        "memory_bytes": 1e9 * number,
-                    }
-                    if number <= num_measured
-                    else {}
-                ),
-            }
+            search_row(number, 10.0 * number, experiment=worker, memory_bytes=1e9 * number)
+            | ({} if number <= num_measured else running)
             for number in range(11, 14)
         ]
         report = {
-            **{"name": "gpt", "method": "predict", "metric": "throughput", "unit": "records/s"},
-            **{
-                "smaller_is_better": False,
-                "reason": "",
-                "is_finished": False,
-                "notes": ["so far"],
-                "best": 11,
-            },
-            **{"own": 11, "gain": None, "is_gain_certain": False, "pareto": [11], "trials": rows},
-        }
+            "name": "gpt", "method": "predict", "metric": "throughput", "unit": "records/s", "smaller_is_better": False,
+            "reason": "", "is_finished": False, "notes": ["so far"], "best": 11, "own": 11, "gain": None,
+            "is_gain_certain": False, "pareto": [11], "trials": rows,
+        }  # fmt: skip
         notes = NOTES_BEGIN + json.dumps({"report": report})
 
         def write(tx):
@@ -114,17 +66,16 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     browser.show(f"/det/searches/{TOLD}", "tbody tr.best")
     assert "so far" in browser.text("main ul")
     assert "running" in browser.text(".facts")
-    # What launched trials have reported is beside what the search tells of.
-    assert "4 of 8 configurations measured" in browser.text(".facts")
+    assert "1 of 3 configurations measured" in browser.text(".facts")
     curves = [
-        "Records per second against memory over GiB of a device: 5 curves",
+        "Records per second against memory over GiB of a device: 2 curves",
         "Measured ms of a step against predicted over predicted ms: 2 curves",
     ]
     assert browser.page.evaluate(CURVES) == curves
     browser.page.evaluate("window.isSame = true")
     tell(13)
-    browser.until("document.querySelector('.facts').textContent.includes('6 of 8 configurations measured')")
-    grown = [one.replace("5 curves", "7 curves").replace("2 curves", "4 curves") for one in curves]
+    browser.until("document.querySelector('.facts').textContent.includes('3 of 3 configurations measured')")
+    grown = [one.replace("2 curves", "4 curves") for one in curves]
     assert browser.page.evaluate(CURVES) == grown
     assert "zero 13" in browser.text("tbody tr.best")
     assert browser.page.get_attribute("tbody tr.best a", "href") == f"/det/experiments/{worker}"
@@ -141,7 +92,7 @@ def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
     assert "the budget is spent" in browser.text("main")
     assert "<script>alert(1)</script>" in browser.text("main ul")
     assert browser.page.evaluate(CURVES) == [
-        "Records per second against memory over GiB of a device: 4 curves",
+        "Records per second against memory over GiB of a device: 3 curves",
         "Measured ms of a step against predicted over predicted ms: 3 curves",
     ]
     href = browser.page.get_attribute("tbody tr.best a", "href")

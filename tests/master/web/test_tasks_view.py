@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from browsing import Browser
-from seeded_cluster import add_task
+from seeded import add_task
 from serving import Master
 from waiting import wait_for
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment
-from seeded_trials import add_instruments, add_metric, add_runs, task_of, trials_of
+from rows import add
+from seeded import add_experiment, add_instruments, add_metric, add_runs, trials_of
 from serving import Master
 
 from dstrial.master.clock import now_us
@@ -45,12 +45,9 @@ def seeded(seeded_master: Master) -> Seeded:
             "broken",
             [(10, {"x": "NaN"}), (20, {"x": 1.0}), (30, {"x": "Infinity"}), (40, {"x": 2})],
         )
-        tx.execute(
-            "INSERT INTO checkpoints (uuid, experiment_id, trial_id, task_id, run_id, state, steps, resources, metadata, size, "
-            "report_us) VALUES (?, ?, ?, ?, 1, 'COMPLETED', 100, '{\"model/a\": 1048576}', '{\"steps_completed\": 100}', "
-            "1048576, ?)",
-            (CHECKPOINT, experiment, trial, task_of(tx, trial), now_us()),
-        )
+        own = {"uuid": CHECKPOINT, "experiment_id": experiment, "trial_id": trial, "steps": 100}
+        files = {"resources": {"model/a": 2**20}, "size": 2**20, "metadata": {"steps_completed": 100}}
+        add(tx, "checkpoints", **own, **files, report_us=now_us())
         return Seeded(experiment, trial)
 
     return seeded_master.services.database.write(fill)

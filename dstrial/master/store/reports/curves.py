@@ -1,4 +1,4 @@
-"""Reads all values of one metric of a trial, for plotting.
+"""Reads all values of one metric of a trial for plots, and downsamples them.
 
 SQLite concatenates the values of many reports: creating objects for a million rows would hold the GIL for seconds.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import bisect
 import re
 import sqlite3
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
 import orjson
 
-from dstrial.master.store.reports.metric_values import as_number
+from dstrial.master.store.reports.metric_summaries import as_number
 
 # Names that SQLite 3.40 finds by JSON path: it compares a path's label with the raw JSON text, without unescaping.
 _PLAIN_NAME = re.compile(r"[ !#-\[\]-~]+")
@@ -100,3 +101,30 @@ def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
         "(SELECT j.value FROM json_each(m.metrics) j WHERE j.key = ? AND j.type IN ('integer', 'real', 'text'))",
         (name,),
     )
+
+
+def downsample(ys: Sequence[float], max_points: int) -> list[int]:
+    """Return the sorted indices of at most ``max_points`` points to keep.
+
+    These are the first and last point, and the smallest and largest value of each of equal parts, so that spikes stay visible.
+    The first NaN, inf and -inf are kept, so that a diverged training is visible; a part without finite values keeps a point,
+    which appears as a gap in the line.
+    """
+    if max_points < 1:
+        raise ValueError(f"max_points is {max_points}; expected at least 1. Ask for more.")
+    if len(ys) <= max_points:
+        return list(range(len(ys)))
+    always = dict.fromkeys([len(ys) - 1, 0])
+    if sum(ys) - sum(ys) != 0:  # also if only the sum overflows
+        kinds: dict[str, int] = {}
+        for idx, y in enumerate(ys):
+            if y - y != 0:
+                kinds.setdefault(str(y), idx)
+        always |= dict.fromkeys(kinds.values())
+    kept = set(list(always)[:max_points])
+    num_parts = (max_points - len(kept)) // 2
+    for part in range(num_parts):
+        places: Sequence[int] = range(part * len(ys) // num_parts, (part + 1) * len(ys) // num_parts)
+        finite = [idx for idx in places if ys[idx] - ys[idx] == 0] or places[:1]
+        kept |= {min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)}
+    return sorted(kept)

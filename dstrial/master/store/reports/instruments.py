@@ -7,7 +7,7 @@ import json
 import sqlite3
 from typing import Any
 
-from dstrial.master.store.reports.metric_values import as_number
+from dstrial.master.store.reports.metric_summaries import as_number
 
 # Names as in dstrial.telemetry.samples, which writes them; the master must not import training code.
 GROUP = "telemetry"

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-from collections.abc import Sequence
 
-from dstrial.master.store.database import fetch_all
-from dstrial.master.store.reports.logs import LEVELS, StoredLine
+from dstrial.master.store.database import Conditions, fetch_all, fetch_column, fetch_value
+from dstrial.master.store.reports.logs import LEVELS, LogKey, StoredLine, need_levels_and_ranks
 
 MAX_LINES = 1000  # per page
 MAX_BYTES = 2000  # per line in a page; ``whole_line`` returns the rest
 MAX_SEARCHED = 200_000  # lines scanned per request; see LogPage.searched_to
 _SAMPLE = 5000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogKey:
-    """Key of a log: a trial (shared by its tasks), or a task without a trial."""
-
-    trial_id: int | None = None
-    task_id: str | None = None
-
-    @property
-    def condition(self) -> str:
-        return "trial_id = ?" if self.trial_id is not None else "task_id = ? AND trial_id IS NULL"
-
-    @property
-    def value(self) -> int | str | None:
-        return self.trial_id if self.trial_id is not None else self.task_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,32 +65,35 @@ class LogExtent:
 def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> LogPage:
     """Return a page of lines, scanning at most ``MAX_SEARCHED`` lines."""
     is_back = wanted.after is None
-    conditions, values = [log.condition], list[object]([log.value])
-    if is_back and wanted.before is not None:
-        conditions.append("id < ?")
-        values.append(wanted.before)
+    where = Conditions()
+    where.need(log.condition, log.value)
     if not is_back:
-        conditions.append("id > ?")
-        values.append(wanted.after)
+        where.need("id > ?", wanted.after)
+    elif wanted.before is not None:
+        where.need("id < ?", wanted.before)
     order = "DESC" if is_back else "ASC"
-    where = " AND ".join(conditions)
-    wants, given = _wants(wanted)
-    # Find the end of the scan with an index-only query, before reading any text.
-    edge = _id_at(connection, where, values, order, MAX_SEARCHED - 1) if given else None
-    if edge is not None:
-        where += " AND id >= ?" if is_back else " AND id <= ?"
-        values.append(edge)
+    edge = None
+    levels = LEVELS[LEVELS.index(wanted.level) :] if wanted.level in LEVELS else ()
+    if levels or wanted.ranks or wanted.text:
+        # Find the end of the scan with an index-only query, before reading any text.
+        sql = f"SELECT id FROM logs {where.sql} ORDER BY id {order} LIMIT 1 OFFSET {MAX_SEARCHED - 1}"  # noqa: S608 - constants
+        edge = fetch_value(int, connection, sql, where.values)
+        if edge is not None:
+            where.need("id >= ?" if is_back else "id <= ?", edge)
+        need_levels_and_ranks(where, levels, wanted.ranks)
+        where.need_part("log", wanted.text)  # lower() ignores the case of ASCII letters only
     # As BLOB: SQLite's string functions stop at a NUL character.
     rows = connection.execute(
         "SELECT id, time_us, level, rank, source, stdtype, substr(CAST(log AS BLOB), 1, ?) AS start, "  # noqa: S608 - constants
-        f"length(CAST(log AS BLOB)) AS num_bytes FROM logs WHERE {where} AND {wants} ORDER BY id {order} LIMIT ?",
-        (MAX_BYTES + 1, *values, *given, wanted.limit),
+        f"length(CAST(log AS BLOB)) AS num_bytes FROM logs {where.sql} ORDER BY id {order} LIMIT ?",
+        (MAX_BYTES + 1, *where.values, wanted.limit),
     ).fetchall()
     lines = [_shown(row) for row in rows]
     searched_to = lines[-1].id if len(lines) == wanted.limit else edge
     if is_back:
         lines.reverse()
-    return LogPage(lines, searched_to, _id_at(connection, log.condition, [log.value], "DESC", 0) or 0)
+    newest = f"SELECT MAX(id) FROM logs WHERE {log.condition}"  # noqa: S608 - a constant
+    return LogPage(lines, searched_to, fetch_value(int, connection, newest, (log.value,)) or 0)
 
 
 def _shown(row: sqlite3.Row) -> ShownLine:
@@ -120,63 +106,31 @@ def _shown(row: sqlite3.Row) -> ShownLine:
     )
 
 
-def _wants(wanted: PageFilter) -> tuple[str, list[object]]:
-    conditions, values = ["1"], list[object]()
-    if wanted.level in LEVELS:
-        levels = LEVELS[LEVELS.index(wanted.level) :]
-        none = " OR level IS NULL" if "INFO" in levels else ""
-        conditions.append(f"(level IN ({', '.join('?' * len(levels))}){none})")
-        values.extend(levels)
-    if wanted.ranks:
-        none = " OR rank IS NULL" if -1 in wanted.ranks else ""
-        conditions.append(f"(rank IN ({', '.join('?' * len(wanted.ranks))}){none})")
-        values.extend(wanted.ranks)
-    if wanted.text:
-        # Both LIKE and lower() ignore the case of ASCII letters only.
-        conditions.append("instr(lower(log), lower(?)) > 0")
-        values.append(wanted.text)
-    return " AND ".join(conditions), values
-
-
-def _id_at(
-    connection: sqlite3.Connection, where: str, values: Sequence[object], order: str, offset: int
-) -> int | None:
-    row = connection.execute(
-        f"SELECT id FROM logs WHERE {where} ORDER BY id {order} LIMIT 1 OFFSET ?",  # noqa: S608 - constants
-        (*values, offset),
-    ).fetchone()
-    return None if row is None else int(row["id"])
-
-
 def extent(connection: sqlite3.Connection, log: LogKey, *, is_counted: bool) -> LogExtent:
     """Return the size of a log; counting lines is slow, as it scans an index."""
     where = f"FROM logs WHERE {log.condition}"
-    ends = [
-        connection.execute(f"SELECT {end}(id) {where}", (log.value,)).fetchone()[0] for end in ("MIN", "MAX")
-    ]
-    counted = connection.execute(f"SELECT COUNT(*) {where}", (log.value,)).fetchone() if is_counted else None
-    return LogExtent(ends[0], ends[1], None if counted is None else int(counted[0]))
+    first, last, num_lines = (
+        fetch_value(int, connection, f"SELECT {one} {where}", (log.value,))
+        for one in ("MIN(id)", "MAX(id)", "COUNT(*)" if is_counted else "NULL")
+    )
+    return LogExtent(first, last, num_lines)
 
 
 def some_ranks(connection: sqlite3.Connection, log: LogKey) -> list[int]:
     """Return the ranks in a sample of first and last lines; -1: lines without a rank."""
     part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
-    rows = connection.execute(
+    sql = (
         f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants
-        f"UNION ALL SELECT * FROM ({part.format('DESC')})) ORDER BY 1",
-        (log.value, log.value),
+        f"UNION ALL SELECT * FROM ({part.format('DESC')})) ORDER BY 1"
     )
-    return [int(row["rank"]) for row in rows]
+    return fetch_column(int, connection, sql, (log.value, log.value))
 
 
 def whole_line(connection: sqlite3.Connection, log: LogKey, line_id: int) -> bytes | None:
     """Return an untruncated line as UTF-8; None if the log has no such line."""
     # In one query: reading a long text in parts would take quadratic time.
-    row = connection.execute(
-        f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?",  # noqa: S608 - constants
-        (log.value, line_id),
-    ).fetchone()
-    return None if row is None else bytes(row["log"])
+    sql = f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?"  # noqa: S608 - constants
+    return fetch_value(bytes, connection, sql, (log.value, line_id))
 
 
 def printed(

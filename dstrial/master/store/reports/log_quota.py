@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from dstrial.master.store.database import Transaction, fetch_one
-from dstrial.master.store.reports.logs import LogLine, add_master_line, add_task_logs
+from dstrial.master.store.reports.logs import LogKey, LogLine, add_master_line, add_task_logs
 
 # Overhead of a row besides its text (ids, time, index); measured: 140 to 170 bytes.
 _ROW_BYTES = 160
@@ -31,20 +31,11 @@ class LogSize:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LogOwner:
-    """Owner of a log: a trial (shared by its tasks), or a task without a trial."""
+class LogOwner(LogKey):
+    """A log with the task and allocation whose lines are added."""
 
     task_id: str
-    trial_id: int | None
-    allocation_id: str | None  # None on other nodes
-
-    @property
-    def condition(self) -> str:
-        return "trial_id = ?" if self.trial_id is not None else "trial_id IS NULL AND task_id = ?"
-
-    @property
-    def key(self) -> int | str:
-        return self.task_id if self.trial_id is None else self.trial_id
+    allocation_id: str | None = None  # None on other nodes
 
 
 def add_lines(
@@ -73,33 +64,26 @@ def add_lines(
     )
     if size.num_bytes > quota_bytes:
         size = _shrink(tx, owner, size, quota_bytes)
-    columns = {field.name: getattr(size, field.name) for field in dataclasses.fields(size)}
-    del columns["id"]
-    tx.update("log_sizes", size.id, columns)
+    tx.update("log_sizes", size.id, dataclasses.asdict(size))
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
     """Append a summary line to a finished log if lines were deleted from it."""
-    size = fetch_one(
-        LogSize,
-        tx.connection,
-        f"SELECT * FROM log_sizes WHERE {owner.condition}",  # noqa: S608 - one of two
-        (owner.key,),
-    )
+    size = _find_size(tx, owner)
     if size is not None and size.num_left_out:
         _log_line(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
 
 
-def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
+def _find_size(tx: Transaction, owner: LogOwner) -> LogSize | None:
     sql = f"SELECT * FROM log_sizes WHERE {owner.condition}"  # noqa: S608 - one of two
-    found = fetch_one(LogSize, tx.connection, sql, (owner.key,))
-    if found is not None:
-        return found
-    tx.execute(
-        "INSERT INTO log_sizes (task_id, trial_id, num_bytes, is_head_full, tail_id) VALUES (?, ?, 0, 0, 0)",
-        (owner.task_id, owner.trial_id),
-    )
-    found = fetch_one(LogSize, tx.connection, sql, (owner.key,))
+    return fetch_one(LogSize, tx.connection, sql, (owner.value,))
+
+
+def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
+    if _find_size(tx, owner) is None:
+        new = {"num_bytes": 0, "is_head_full": False, "tail_id": 0}
+        tx.insert("log_sizes", {"task_id": owner.task_id, "trial_id": owner.trial_id, **new})
+    found = _find_size(tx, owner)
     assert found is not None
     return found
 
@@ -108,7 +92,7 @@ def _lines_behind(tx: Transaction, owner: LogOwner, log_id: int) -> sqlite3.Curs
     return tx.execute(
         "SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs "  # noqa: S608 - one of two
         f"WHERE {owner.condition} AND id > ? AND source = 'task' ORDER BY id",
-        (_ROW_BYTES, owner.key, log_id),
+        (_ROW_BYTES, owner.value, log_id),
     )
 
 
@@ -135,7 +119,7 @@ def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -
     marker_id = size.marker_id if size.marker_id is not None else first_id
     tx.execute(
         f"DELETE FROM logs WHERE {owner.condition} AND id > ? AND id <= ? AND source = 'task' AND id != ?",  # noqa: S608 - one of two
-        (owner.key, size.tail_id, last_id, marker_id),
+        (owner.value, size.tail_id, last_id, marker_id),
     )
     before, after = size.bytes_left_out, size.bytes_left_out + num_bytes
     size = dataclasses.replace(
@@ -148,10 +132,8 @@ def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -
     )
     quota = f"limits.trial_log_bytes of the master's settings, {_in_units(quota_bytes)}"
     text = f"{_lines(size.num_left_out)} left out here: the log is larger than {quota}\n"
-    tx.execute(
-        "UPDATE logs SET source = 'master', level = 'WARNING', rank = NULL, stdtype = NULL, log = ? WHERE id = ?",
-        (text, marker_id),
-    )
+    marker = {"source": "master", "level": "WARNING", "rank": None, "stdtype": None, "log": text}
+    tx.update("logs", marker_id, marker)
     # Clients that follow the log are already past the marker, so append a line as well.
     if not before or before // quota_bytes != after // quota_bytes:
         _log_line(

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.store.database import Transaction, fetch_all
+from dstrial.master.store.database import Conditions, Transaction, fetch_all
 from dstrial.visible_text import visible
 
 _DAY_US = 24 * 3600 * 1_000_000
@@ -38,6 +38,22 @@ class LogLine:
     level: str | None  # parsed from the text, if any
     rank: int | None  # parsed from the tag, if any
     text: str  # without tag and level, with newline
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogKey:
+    """Key of a log: a trial (shared by its tasks), or a task without a trial."""
+
+    task_id: str | None = None
+    trial_id: int | None = None
+
+    @property
+    def condition(self) -> str:
+        return "trial_id = ?" if self.trial_id is not None else "trial_id IS NULL AND task_id = ?"
+
+    @property
+    def value(self) -> int | str | None:
+        return self.task_id if self.trial_id is None else self.trial_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,11 +104,8 @@ def add_master_line(
     allocation_id: str | None = None,
 ) -> None:
     """Append a message of the master (without newline) to a task's log."""
-    tx.execute(
-        "INSERT INTO logs (task_id, trial_id, allocation_id, time_us, level, source, log) "
-        "VALUES (?, ?, ?, ?, ?, 'master', ?)",
-        (task_id, trial_id, allocation_id, now_us(), level, f"{text}\n"),
-    )
+    columns = {"task_id": task_id, "trial_id": trial_id, "allocation_id": allocation_id, "level": level}
+    tx.insert("logs", {**columns, "time_us": now_us(), "source": "master", "log": f"{text}\n"})
     _publish(tx, task_id, trial_id)
 
 
@@ -109,59 +122,38 @@ _SELECT = (
 
 
 def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[StoredLine]:
-    conditions, values = _conditions(wanted)
-    if conditions is None:
-        return []
-    order = "DESC" if wanted.is_descending else "ASC"
-    limit = "" if wanted.limit is None else f" LIMIT {int(wanted.limit)}"
-    sql = f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY logs.id {order}{limit}"
-    return fetch_all(StoredLine, connection, sql, values)
-
-
-def _conditions(wanted: LogFilter) -> tuple[list[str] | None, list[object]]:
-    """Return SQL conditions and their parameters; None if no line can match."""
-    conditions: list[str] = []
-    values: list[object] = []
-
-    def need(sql: str, *given: object) -> None:
-        conditions.append(sql)
-        values.extend(given)
-
-    if wanted.trial_id is not None:
-        need("logs.trial_id = ?", wanted.trial_id)
-    else:
-        need("logs.task_id = ?", wanted.task_id)
     if wanted.agent_ids and wanted.agent_id not in wanted.agent_ids:
-        return None, []
+        return []
+    where = Conditions()
+    if wanted.trial_id is not None:
+        where.need("logs.trial_id = ?", wanted.trial_id)
+    else:
+        where.need("logs.task_id = ?", wanted.task_id)
     if wanted.agent_ids:
-        need("logs.allocation_id IS NOT NULL")
-    for column, chosen in (
-        ("logs.allocation_id", wanted.allocation_ids),
-        ("allocations.resources_id", wanted.container_ids),
-        ("logs.source", wanted.sources),
-        ("logs.stdtype", wanted.stdtypes),
+        where.need("logs.allocation_id IS NOT NULL")
+    where.need_one_of("logs.allocation_id", wanted.allocation_ids)
+    where.need_one_of("allocations.resources_id", wanted.container_ids)
+    where.need_one_of("logs.source", wanted.sources)
+    where.need_one_of("logs.stdtype", wanted.stdtypes)
+    need_levels_and_ranks(where, wanted.levels, wanted.rank_ids)
+    for condition, value in (
+        ("logs.time_us < ?", wanted.before_us),
+        ("logs.time_us > ?", wanted.after_us),
+        ("logs.id > ?", wanted.after_id),
+        ("instr(logs.log, ?) > 0", wanted.search_text or None),
     ):
-        if chosen:
-            need(f"{column} IN ({_marks(len(chosen))})", *chosen)
-    if wanted.levels:
-        none = " OR logs.level IS NULL" if "INFO" in wanted.levels else ""
-        need(f"(logs.level IN ({_marks(len(wanted.levels))}){none})", *wanted.levels)
-    if wanted.rank_ids:
-        none = " OR logs.rank IS NULL" if -1 in wanted.rank_ids else ""
-        need(f"(logs.rank IN ({_marks(len(wanted.rank_ids))}){none})", *wanted.rank_ids)
-    if wanted.before_us is not None:
-        need("logs.time_us < ?", wanted.before_us)
-    if wanted.after_us is not None:
-        need("logs.time_us > ?", wanted.after_us)
-    if wanted.after_id is not None:
-        need("logs.id > ?", wanted.after_id)
-    if wanted.search_text:
-        need("instr(logs.log, ?) > 0", wanted.search_text)
-    return conditions, values
+        if value is not None:
+            where.need(condition, value)
+    order = "DESC" if wanted.is_descending else "ASC"
+    limit = -1 if wanted.limit is None else wanted.limit
+    sql = f"{_SELECT} {where.sql} ORDER BY logs.id {order} LIMIT ?"
+    return fetch_all(StoredLine, connection, sql, (*where.values, limit))
 
 
-def _marks(count: int) -> str:
-    return ", ".join("?" * count)
+def need_levels_and_ranks(where: Conditions, levels: Sequence[str], ranks: Sequence[int]) -> None:
+    """Lines without a level count as INFO; rank -1 stands for lines without a rank."""
+    where.need_one_of("logs.level", levels, or_null="INFO" in levels)
+    where.need_one_of("logs.rank", ranks, or_null=-1 in ranks)
 
 
 def format_message(row: StoredLine) -> str:

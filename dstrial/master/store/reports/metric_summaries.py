@@ -1,4 +1,4 @@
-"""Summaries of metrics, one row per name, with a limit of names per trial.
+"""Metric values and summaries: one row per name, with a limit of names per trial.
 
 The cost of a report depends on its number of names, not on earlier reports.
 """
@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sqlite3
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_value, marks
 from dstrial.master.store.reports.logs import add_master_line
-from dstrial.master.store.reports.metric_values import summarised
+from dstrial.master.store.trials import Trial
 
 MAX_NAMES = 10_000
 """Limit of metric names per trial over all groups, because lists of trials contain all names; further ones are dropped."""
 
 MAX_NAME_CHARS = 256  # of a metric or group (MLflow allows 250); bounds names and last texts to a few MiB
-
-MAX_GROUPS = 100  # per trial; further groups are dropped
 
 SUMMARY_METRICS = """
 (SELECT json_group_object(key, json(names)) FROM (
@@ -29,11 +28,11 @@ SUMMARY_METRICS = """
     FROM metric_summaries WHERE trial_id = t.id GROUP BY 1))"""
 """SQL expression for the summaries of trial ``t``: ``{group key: {name: summary}}``, ``{}`` for none."""
 
-# Placeholder for all groups beyond the limit; a real group name is never empty.
-_FURTHER_GROUPS = ""
 # SQLite accepts at least 999 parameters per statement.
 _AT_ONCE = 500
 _NAMED_CHARS = 80
+MAX_LAST_CHARS = 256  # lists of trials contain the last value of each metric, and a text may have megabytes
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,73 +43,31 @@ class Admitted:
     before: dict[str, dict[str, Any]]  # name -> summary of earlier reports
 
 
-def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
-    """Return the part of a report within the limits; log a warning once for the rest.
+def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
+    """Return the part of a report within the limit; log a warning when the limit is reached.
 
     The searcher metric is always admitted.
     """
-    before = _summaries(tx.connection, trial["id"], group, values)
+    before = _summaries(tx.connection, trial.id, group, values)
     new = [name for name in values if name not in before]
     if not new:
         return Admitted(dict(values), before)
-    rows = tx.execute("SELECT * FROM metric_groups WHERE trial_id = ?", (trial["id"],)).fetchall()
-    warned = {row["group_name"]: bool(row["is_told"]) for row in rows}
-    if group not in warned and not _admit_group(tx, trial, group, warned.keys()):
-        return None
-    was_warned = warned.get(group, False)
-    left_out = _beyond_limit(tx, trial, new, MAX_NAMES - sum(row["num_names"] for row in rows))
-    if left_out and not was_warned:
-        example = next(name for name in new if name in left_out)
-        _warn(
-            tx,
-            trial,
-            f"the trial has {MAX_NAMES:,} metric names, and further ones are dropped, {_short(example)} of group "
-            f"{group!r} for example; expected at most so many. Report under names that stay the same.",
+    room = MAX_NAMES - tx.count("metric_summaries", "trial_id = ?", (trial.id,))
+    left_out: set[str] = set()
+    if len(new) > room:
+        sql = "SELECT searcher_metric FROM experiments WHERE id = ?"
+        # The searcher cannot work without its metric.
+        left_out = set(new[max(room, 0) :]) - {fetch_value(str, tx.connection, sql, (trial.experiment_id,))}
+    if 0 < room <= len(new):
+        example = next(
+            (f", {_short(name)} of group {group!r} for example" for name in new if name in left_out), ""
         )
-    tx.execute(
-        "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (:trial, :group, :new, :told) "
-        "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = num_names + :new, is_told = :told",
-        {
-            "trial": trial["id"],
-            "group": group,
-            "new": len(new) - len(left_out),
-            "told": was_warned or bool(left_out),
-        },
-    )
+        text = (
+            f"the trial has {MAX_NAMES:,} metric names, and further ones are dropped{example}; expected at most so many. "
+            "Report under names that stay the same."
+        )
+        add_master_line(tx, trial.task_id, trial.id, text, level="WARNING")
     return Admitted({name: value for name, value in values.items() if name not in left_out}, before)
-
-
-def _beyond_limit(tx: Transaction, trial: sqlite3.Row, new: list[str], room: int) -> set[str]:
-    """Return the new names that exceed the limit."""
-    if len(new) <= room:
-        return set()
-    (searcher_metric,) = tx.execute(
-        "SELECT searcher_metric FROM experiments WHERE id = ?", (trial["experiment_id"],)
-    ).fetchone()
-    # The searcher cannot work without its metric.
-    return set(new[max(room, 0) :]) - {searcher_metric}
-
-
-def _admit_group(tx: Transaction, trial: sqlite3.Row, group: str, names: Collection[str]) -> bool:
-    # The searcher needs validations.
-    if len(names) < MAX_GROUPS or group == "validation":
-        return True
-    if _FURTHER_GROUPS not in names:
-        tx.execute(
-            "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (?, ?, 0, 1)",
-            (trial["id"], _FURTHER_GROUPS),
-        )
-        _warn(
-            tx,
-            trial,
-            f"the trial has {MAX_GROUPS} groups of metrics, and reports of further ones are dropped, of "
-            f"{_short(group)} for example; expected at most so many. Report to groups that stay the same.",
-        )
-    return False
-
-
-def _warn(tx: Transaction, trial: sqlite3.Row, text: str) -> None:
-    add_master_line(tx, trial["task_id"], trial["id"], text, level="WARNING")
 
 
 def _short(name: str) -> str:
@@ -126,7 +83,7 @@ def _summaries(
         some = wanted[start : start + _AT_ONCE]
         rows = connection.execute(
             "SELECT name, summary FROM metric_summaries WHERE trial_id = ? AND group_name = ? "  # noqa: S608 - marks only
-            f"AND name IN ({', '.join('?' * len(some))})",
+            f"AND name IN ({marks(some)})",
             (trial_id, group, *some),
         )
         found.update((str(row["name"]), json.loads(row["summary"])) for row in rows)
@@ -150,21 +107,70 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Recompute a trial's summaries from an ordered iterable of (group, values).
-
-    Warnings about dropped names are not logged again.
-    """
+    """Recompute a trial's summaries from an ordered iterable of (group, values)."""
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for group, values in reports:
         of_group = groups.setdefault(group, {})
         for name, value in values.items():
             of_group[name] = summarised(of_group.get(name), value)
-    tx.execute("UPDATE metric_groups SET num_names = 0 WHERE trial_id = ?", (trial_id,))
     for group, summaries in groups.items():
         _store(tx, trial_id, group, summaries)
-        tx.execute(
-            "INSERT INTO metric_groups (trial_id, group_name, num_names) VALUES (?, ?, ?) "
-            "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = excluded.num_names",
-            (trial_id, group, len(summaries)),
-        )
+
+
+def as_number(value: Any) -> float | None:
+    """Return a metric value as a float, also "NaN" and "Infinity"; else None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return _WORDS.get(value) if isinstance(value, str) else None
+
+
+def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics for JSON, with non-finite numbers as strings."""
+    return {str(name): _plain_value(value) for name, value in metrics.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return plain(value)
+    return [_plain_value(item) for item in value] if isinstance(value, list) else value
+
+
+def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
+    """Return a metric's summary updated by a value; ``before`` is None for the first.
+
+    Numbers have ``{count, sum, mean, min, max, last, type}``, other values ``{count, last, type}`` with the text of ``last``
+    truncated to ``MAX_LAST_CHARS``.
+    """
+    number = as_number(value)
+    if number is None:
+        kind = {str: "string", bool: "boolean", dict: "object", list: "array"}.get(type(value), "null")
+        count = (before or {}).get("count", 0) + 1
+        text = value if isinstance(value, str) else json.dumps(value)
+        last = value if len(text) <= MAX_LAST_CHARS else f"{text[:MAX_LAST_CHARS]}…"
+        return {"count": count, "last": last, "type": kind}
+    last = _plain_value(value)
+    if before is None or before.get("type") != "number" or "sum" not in before:
+        same = dict.fromkeys(("sum", "mean", "min", "max", "last"), last)
+        return {"count": 1, **same, "type": "number"}
+    count = before["count"] + 1
+    total = _number(before["sum"]) + number
+    low, high = _number(before["min"]), _number(before["max"])
+    return {
+        "count": count,
+        "sum": _plain_value(total),
+        "mean": _plain_value(total / count),
+        "min": _plain_value(number if number < low else low),
+        "max": _plain_value(number if number > high else high),
+        "last": last,
+        "type": "number",
+    }
+
+
+def _number(value: Any) -> float:
+    number = as_number(value)
+    return math.nan if number is None else number

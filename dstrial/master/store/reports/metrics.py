@@ -14,11 +14,12 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.master.store import checkpoints
-from dstrial.master.store.database import Transaction, fetch_each, fetch_one
-from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError
+from dstrial.master.store import checkpoints, trials
+from dstrial.master.store.database import Transaction, exists, fetch_each, fetch_one, fetch_value
+from dstrial.master.store.errors import ConflictError, InvalidError
 from dstrial.master.store.reports import metric_summaries
-from dstrial.master.store.reports.metric_values import as_number, plain
+from dstrial.master.store.reports.metric_summaries import as_number, plain
+from dstrial.master.store.trials import Trial
 
 _NO_STEPS = -1
 # Approximate maximum size of a stream message.
@@ -64,15 +65,13 @@ def add_report(
     reports beyond the checkpoint that the run started from. Names beyond ``metric_summaries.MAX_NAMES`` are dropped. A report of
     an older run, or another value for a stored metric, raises StoreError.
     """
-    trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
-    if trial is None:
-        raise NotFoundError(f"trial {trial_id} is not found; expected one that exists.")
-    if run_id != trial["run_id"]:
+    trial = trials.require(tx.connection, trial_id)
+    if run_id != trial.run_id:
         raise InvalidError(
-            f"trialRunId is {run_id}; expected {trial['run_id']}, the current run of trial {trial_id}. "
+            f"trialRunId is {run_id}; expected {trial.run_id}, the current run of trial {trial_id}. "
             "Reports of an earlier run are refused."
         )
-    tx.publish(f"metrics:{trial_id}:{trial['experiment_id']}")
+    tx.publish(f"metrics:{trial_id}:{trial.experiment_id}")
     values, of_batches = plain(metrics), [plain(of_batch) for of_batch in per_batch]
     if steps is None:
         return AddedReport(_insert(tx, trial, group, _NO_STEPS, end_us, values, of_batches), True)
@@ -83,10 +82,8 @@ def add_report(
     if known is not None:
         return _merge(tx, trial, group, steps, known, values)
     if _begin_run(tx, trial, steps):
-        trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
+        trial = trials.require(tx.connection, trial_id)
     admitted = metric_summaries.admit(tx, trial, group, values)
-    if admitted is None:
-        return AddedReport(0, False)
     left_out = values.keys() - admitted.values.keys()
     if left_out:
         of_batches = [
@@ -99,32 +96,29 @@ def add_report(
 
 def _insert(
     tx: Transaction,
-    trial: sqlite3.Row,
+    trial: Trial,
     group: str,
     steps: int,
     end_us: int,
     values: Mapping[str, Any],
-    of_batches: Sequence[Mapping[str, Any]],
+    of_batches: list[dict[str, Any]],
 ) -> int:
-    cursor = tx.execute(
-        "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics, per_batch) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            trial["id"],
-            trial["run_id"],
-            group,
-            steps,
-            end_us,
-            json.dumps(values),
-            json.dumps(of_batches) if of_batches else None,
-        ),
-    )
-    return int(cursor.lastrowid or 0)
+    columns = {
+        "trial_id": trial.id,
+        "run_id": trial.run_id,
+        "group_name": group,
+        "steps": steps,
+        "end_us": end_us,
+        "metrics": values,
+        "per_batch": of_batches or None,
+    }
+    return tx.insert("metrics", columns)
 
 
-def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
+def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
     """Archive reports that a new run will repeat; return whether there were any."""
-    trial_id, run_id = trial["id"], trial["run_id"]
-    if trial["heartbeat_us"] is not None:
+    trial_id, run_id = trial.id, trial.run_id
+    if trial.heartbeat_us is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
     row = tx.execute(
         "SELECT num_reports, steps_at_start FROM allocations WHERE trial_id = ? AND run_id = ?",
@@ -138,19 +132,13 @@ def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
     """Archive the reports of older runs at or beyond the first batch of this run."""
     # The start is unknown: a detached run need not resume from its checkpoint.
-    known = tx.execute(
-        "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1", (trial_id, run_id)
-    ).fetchone()
-    return known is None and run_id > 1 and archive_beyond(tx, trial_id, run_id, steps - 1)
+    known = "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1"
+    is_first = not exists(tx.connection, known, (trial_id, run_id))
+    return is_first and run_id > 1 and archive_beyond(tx, trial_id, run_id, steps - 1)
 
 
 def _merge(
-    tx: Transaction,
-    trial: sqlite3.Row,
-    group: str,
-    steps: int,
-    known: sqlite3.Row,
-    given: Mapping[str, Any],
+    tx: Transaction, trial: Trial, group: str, steps: int, known: sqlite3.Row, given: Mapping[str, Any]
 ) -> AddedReport:
     stored: dict[str, Any] = json.loads(known["metrics"])
     for name in stored.keys() & given.keys():
@@ -163,10 +151,7 @@ def _merge(
     admitted = metric_summaries.admit(tx, trial, group, new) if new else None
     if admitted is None or not admitted.values:
         return AddedReport(known["id"], False)
-    tx.execute(
-        "UPDATE metrics SET metrics = ? WHERE id = ?",
-        (json.dumps({**stored, **admitted.values}), known["id"]),
-    )
+    tx.update("metrics", known["id"], {"metrics": {**stored, **admitted.values}})
     _note(tx, trial, group, steps, known["id"], admitted)
     return AddedReport(known["id"], True)
 
@@ -179,15 +164,12 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
     )
     if not cursor.rowcount:
         return False
-    tx.execute(
-        "UPDATE trials SET total_batches = ?, best_validation_id = NULL, latest_validation_id = NULL, "
-        "searcher_metric_value = NULL WHERE id = ?",
-        (max(steps, 0), trial_id),
-    )
+    nothing = dict.fromkeys(("best_validation_id", "latest_validation_id", "searcher_metric_value"))
+    tx.update("trials", trial_id, {"total_batches": max(steps, 0), **nothing})
     left = every_report(tx.connection, trial_id)
     metric_summaries.replace(tx, trial_id, ((row.group_name, json.loads(row.metrics)) for row in left))
     for row in every_report(tx.connection, trial_id, "validation"):
-        trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
+        trial = trials.require(tx.connection, trial_id)
         _note_validation(tx, trial, row.steps, row.id, json.loads(row.metrics))
     update_best_of_experiment(tx, trial_id)
     return True
@@ -195,42 +177,36 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
 
 def _note(
     tx: Transaction,
-    trial: sqlite3.Row,
+    trial: Trial,
     group: str,
     steps: int,
     report_id: int,
     admitted: metric_summaries.Admitted,
 ) -> None:
     """Update a trial's summaries, batches, and best and latest validation."""
-    metric_summaries.add(tx, trial["id"], group, admitted)
-    tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial["id"]))
+    metric_summaries.add(tx, trial.id, group, admitted)
+    tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial.id))
     if group == "validation":
         _note_validation(tx, trial, steps, report_id, admitted.values)
 
 
 def _note_validation(
-    tx: Transaction, trial: sqlite3.Row, steps: int, report_id: int, metrics: Mapping[str, Any]
+    tx: Transaction, trial: Trial, steps: int, report_id: int, metrics: Mapping[str, Any]
 ) -> None:
-    experiment = tx.execute(
-        "SELECT searcher_metric, smaller_is_better FROM experiments WHERE id = ?", (trial["experiment_id"],)
+    metric, is_smaller_better = tx.execute(
+        "SELECT searcher_metric, smaller_is_better FROM experiments WHERE id = ?", (trial.experiment_id,)
     ).fetchone()
-    latest = trial["latest_validation_id"]
-    latest_row = (
-        None if latest is None else tx.execute("SELECT steps FROM metrics WHERE id = ?", (latest,)).fetchone()
-    )
-    if latest_row is None or steps >= latest_row["steps"]:
-        tx.execute("UPDATE trials SET latest_validation_id = ? WHERE id = ?", (report_id, trial["id"]))
-    value = as_number(metrics.get(experiment["searcher_metric"]))
+    latest = get_report(tx.connection, trial.latest_validation_id)
+    if latest is None or steps >= latest.steps:
+        tx.update("trials", trial.id, {"latest_validation_id": report_id})
+    value = as_number(metrics.get(metric))
     if value is None or math.isnan(value):
         return
-    best = trial["searcher_metric_value"]
-    if best is None or (value < best if experiment["smaller_is_better"] else value > best):
-        tx.execute(
-            "UPDATE trials SET searcher_metric_value = ?, best_validation_id = ? WHERE id = ?",
-            (value, report_id, trial["id"]),
-        )
-        checkpoints.update_best(tx, trial["id"])
-        update_best_of_experiment(tx, trial["id"])
+    best = trial.searcher_metric_value
+    if best is None or (value < best if is_smaller_better else value > best):
+        tx.update("trials", trial.id, {"searcher_metric_value": value, "best_validation_id": report_id})
+        checkpoints.update_best(tx, trial.id)
+        update_best_of_experiment(tx, trial.id)
 
 
 def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
@@ -244,10 +220,8 @@ def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
         f"AND searcher_metric_value IS NOT NULL ORDER BY searcher_metric_value {order}, id LIMIT 1",
         (experiment["id"],),
     ).fetchone()
-    tx.execute(
-        "UPDATE experiments SET best_trial_id = ?, best_metric = ? WHERE id = ?",
-        (None, None, experiment["id"]) if best is None else (best["id"], best["value"], experiment["id"]),
-    )
+    best_id, value = (None, None) if best is None else best
+    tx.update("experiments", experiment["id"], {"best_trial_id": best_id, "best_metric": value})
 
 
 def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report | None:
@@ -258,19 +232,14 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
 
 def last_batch(connection: sqlite3.Connection, trial_id: int) -> int:
     """Return the batch of a trial's latest report; 0 without reports."""
-    row = connection.execute(
-        "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND archived = 0", (trial_id,)
-    ).fetchone()
-    return int(row[0] or 0)
+    sql = "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND archived = 0"
+    return fetch_value(int, connection, sql, (trial_id,)) or 0
 
 
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
     """Return the highest batch that any run of a trial validated; 0 for none."""
-    row = connection.execute(
-        "SELECT COALESCE(MAX(steps), 0) AS steps FROM metrics WHERE trial_id = ? AND group_name = 'validation' AND steps >= 0",
-        (trial_id,),
-    ).fetchone()
-    return max(int(row["steps"]), 0)
+    sql = "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND group_name = 'validation' AND steps >= 0"
+    return fetch_value(int, connection, sql, (trial_id,)) or 0
 
 
 def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int, int, str]]:
@@ -279,7 +248,7 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
         "SELECT id, steps, group_name FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
         (trial_id,),
     )
-    return [(int(row["id"]), int(row["steps"]), str(row["group_name"])) for row in rows]
+    return [(report_id, steps, group) for report_id, steps, group in rows]
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:

@@ -9,7 +9,7 @@ import dataclasses
 import sqlite3
 from collections.abc import Sequence
 
-from dstrial.master.store.database import fetch_all
+from dstrial.master.store.database import Conditions, fetch_all, fetch_value, marks
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.reports.metric_summaries import SUMMARY_METRICS
 from dstrial.master.store.trials import Trial
@@ -44,33 +44,36 @@ _TRIAL_ORDER = {
     "SORT_BY_CHECKPOINT_SIZE": "t.checkpoint_size",
     "SORT_BY_LOG_RETENTION_DAYS": _OWN_LOG_DAYS,
 }
-_EXPERIMENT_SELECT = """
+# How far an active experiment or trial is: NULL if queued, 1 if it starts, 2 if it runs.
+EXPERIMENT_ADVANCE = """
+CASE WHEN e.unmanaged
+    THEN (SELECT MAX(2) FROM trials t WHERE t.experiment_id = e.id AND t.state = 'ACTIVE' AND t.run_id > 0)
+    ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
+        WHERE a.state IN ('ASSIGNED', 'RUNNING') AND a.experiment_id = e.id) END"""
+TRIAL_ADVANCE = """
+CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END
+    ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
+        WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END"""
+_EXPERIMENT_SELECT = f"""
 SELECT e.*, u.username, u.display_name, p.name AS project_name, p.workspace_id, w.name AS workspace_name,
     p.owner_id AS project_owner_id, p.is_archived OR w.is_archived AS is_parent_archived,
-    CASE WHEN e.unmanaged
-        THEN (SELECT MAX(2) FROM trials t WHERE t.experiment_id = e.id AND t.state = 'ACTIVE' AND t.run_id > 0)
-        ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
-            WHERE a.state IN ('ASSIGNED', 'RUNNING') AND a.experiment_id = e.id) END AS advance
+    {EXPERIMENT_ADVANCE} AS advance
 FROM experiments e JOIN users u ON u.id = e.owner_id
 JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
-"""
+"""  # noqa: S608 - a constant
 _IS_PARENT_ARCHIVED = (
     "e.project_id IN (SELECT p.id FROM projects p JOIN workspaces w ON w.id = p.workspace_id "
     "WHERE p.is_archived OR w.is_archived)"
 )
-_TRIAL_ADVANCE = """
-CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END
-    ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
-        WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END AS advance"""
 _TRIAL_SELECT = f"""
 SELECT t.*, {_OWN_LOG_DAYS} AS own_log_days, e.searcher_metric,
     b.steps AS best_steps, b.end_us AS best_us, b.metrics AS best_metrics,
     l.steps AS latest_steps, l.end_us AS latest_us, l.metrics AS latest_metrics,
     c.steps AS checkpoint_steps, c.report_us AS checkpoint_us, c.state AS checkpoint_state,
     c.resources AS checkpoint_resources, c.metadata AS checkpoint_metadata,
-    {_TRIAL_ADVANCE},
-    CASE WHEN e.unmanaged THEN COALESCE(t.end_us, :now) - t.start_us
-        ELSE (SELECT COALESCE(SUM(COALESCE(a.end_us, :now) - a.start_us), 0) FROM allocations a
+    {TRIAL_ADVANCE} AS advance,
+    CASE WHEN e.unmanaged THEN COALESCE(t.end_us, ?) - t.start_us
+        ELSE (SELECT COALESCE(SUM(COALESCE(a.end_us, ?) - a.start_us), 0) FROM allocations a
             WHERE a.trial_id = t.id) END AS run_us,
     (SELECT json_group_array(k.id) FROM tasks k WHERE k.trial_id = t.id) AS task_ids,
     {SUMMARY_METRICS} AS summary_metrics
@@ -135,49 +138,33 @@ class ExperimentFilter:
     project_id: int | None = None
 
 
-def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
-    conditions: list[str] = []
-    values: list[object] = []
-
-    def need(sql: str, *given: object) -> None:
-        conditions.append(sql)
-        values.extend(given)
-
-    if wanted.archived is not None:
-        own = "e.archived"
-        need(
-            f"({own} OR {_IS_PARENT_ARCHIVED}) = ?" if wanted.with_parents else f"{own} = ?", wanted.archived
-        )
-    for column, part in (("e.name", wanted.name), ("e.description", wanted.description)):
-        if part:
-            need(f"instr(lower({column}), lower(?)) > 0", part)
+def _where(wanted: ExperimentFilter) -> Conditions:
+    where = Conditions()
+    archived = f"(e.archived OR {_IS_PARENT_ARCHIVED})" if wanted.with_parents else "e.archived"
+    where.need_equal(archived, wanted.archived)
+    where.need_part("e.name", wanted.name)
+    where.need_part("e.description", wanted.description)
     if wanted.users:
-        marks = ", ".join("?" * len(wanted.users))
-        need(f"e.owner_id IN (SELECT id FROM users WHERE username IN ({marks}))", *wanted.users)  # noqa: S608 - only marks
-    for column, chosen in (
-        ("e.owner_id", wanted.user_ids),
-        ("e.id", wanted.ids),
-        ("e.state", wanted.states),
-    ):
-        if chosen:
-            need(f"{column} IN ({', '.join('?' * len(chosen))})", *chosen)
+        named = f"SELECT id FROM users WHERE username IN ({marks(wanted.users)})"  # noqa: S608 - only marks
+        where.need(f"e.owner_id IN ({named})", *wanted.users)
+    where.need_one_of("e.owner_id", wanted.user_ids)
+    where.need_one_of("e.id", wanted.ids)
+    where.need_one_of("e.state", wanted.states)
     if wanted.not_ids:
-        need(f"e.id NOT IN ({', '.join('?' * len(wanted.not_ids))})", *wanted.not_ids)
-    if wanted.project_id is not None:
-        need("e.project_id = ?", wanted.project_id)
+        where.need(f"e.id NOT IN ({marks(wanted.not_ids)})", *wanted.not_ids)
+    where.need_equal("e.project_id", wanted.project_id)
     if wanted.above is not None:
-        need("e.id > ?", wanted.above)
+        where.need("e.id > ?", wanted.above)
     if wanted.below is not None:
-        need("e.id < ?", wanted.below)
-    for label in wanted.labels:
-        need("EXISTS (SELECT 1 FROM json_each(e.labels) WHERE value = ?)", label)
-    return f"WHERE {' AND '.join(conditions)}" if conditions else "", values
+        where.need("e.id < ?", wanted.below)
+    where.need_labels("e.labels", wanted.labels)
+    return where
 
 
 def count_experiments(connection: sqlite3.Connection, wanted: ExperimentFilter) -> int:
-    where, values = _where(wanted)
-    sql = f"SELECT COUNT(*) FROM experiments e {where}"  # noqa: S608 - constants
-    return int(connection.execute(sql, values).fetchone()[0])
+    where = _where(wanted)
+    sql = f"SELECT COUNT(*) FROM experiments e {where.sql}"  # noqa: S608 - constants
+    return fetch_value(int, connection, sql, where.values) or 0
 
 
 def list_experiments(
@@ -190,11 +177,11 @@ def list_experiments(
     limit: int = -1,
 ) -> list[ListedExperiment]:
     """Return experiments; ``sort_by`` is a SORT_BY_… of the API, by default the id."""
-    where, values = _where(wanted)
+    where = _where(wanted)
     order = _order_by(_EXPERIMENT_ORDER.get(sort_by or "", "e.id"), "e.id", is_descending=is_descending)
-    page = f"SELECT e.id FROM experiments e {where} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
+    page = f"SELECT e.id FROM experiments e {where.sql} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
     sql = _of_page(_EXPERIMENT_SELECT, "e.id", page, order)
-    return fetch_all(ListedExperiment, connection, sql, (*values, limit, offset))
+    return fetch_all(ListedExperiment, connection, sql, (*where.values, limit, offset))
 
 
 def _of_page(select: str, id_column: str, page: str, order: str) -> str:
@@ -218,9 +205,8 @@ def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> Listed
 def count_trials(connection: sqlite3.Connection, experiment_id: int, states: Sequence[str]) -> int:
     sql = "SELECT num_trials FROM experiments WHERE id = ?"
     if states:
-        marks = ", ".join("?" * len(states))
-        sql = f"SELECT COUNT(*) FROM trials WHERE experiment_id = ? AND state IN ({marks})"  # noqa: S608 - only marks
-    return int(connection.execute(sql, (experiment_id, *states)).fetchone()[0])
+        sql = f"SELECT COUNT(*) FROM trials WHERE experiment_id = ? AND state IN ({marks(states)})"  # noqa: S608 - only marks
+    return fetch_value(int, connection, sql, (experiment_id, *states)) or 0
 
 
 def list_trials(
@@ -236,19 +222,11 @@ def list_trials(
     limit: int = -1,
 ) -> list[ListedTrial]:
     """Return trials; run times of active allocations count up to ``now_us``."""
-    names = {f"s{i}": state for i, state in enumerate(states)}
-    condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"
-    if names:
-        condition += f" AND t.state IN ({', '.join(f':{name}' for name in names)})"
+    where = Conditions()
+    where.need_equal("t.id", trial_id)
+    where.need_equal("t.experiment_id", experiment_id)
+    where.need_one_of("t.state", states)
     order = _order_by(_TRIAL_ORDER.get(sort_by or "", "t.id"), "t.id", is_descending=is_descending)
-    page = f"SELECT t.id FROM trials t WHERE {condition} {order} LIMIT :limit OFFSET :offset"  # noqa: S608 - constants
+    page = f"SELECT t.id FROM trials t {where.sql} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
     sql = _of_page(_TRIAL_SELECT, "t.id", page, order)
-    values = {
-        "now": now_us,
-        "trial_id": trial_id,
-        "experiment_id": experiment_id,
-        "limit": limit,
-        "offset": offset,
-        **names,
-    }
-    return fetch_all(ListedTrial, connection, sql, values)
+    return fetch_all(ListedTrial, connection, sql, (now_us, now_us, *where.values, limit, offset))

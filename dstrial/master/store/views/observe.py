@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.master.state_directory import StateDirectory
+from dstrial.master.store.database import fetch_all, fetch_value
 from dstrial.master.store.sqlite_file import reading, unusable
 from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
@@ -109,7 +110,7 @@ def _connection(state: StateDirectory) -> Iterator[sqlite3.Connection]:
 
 
 _TRIALS = """
-SELECT trials.id, trials.state, hparams, total_batches, restarts, searcher_metric_value,
+SELECT trials.id, trials.state, hparams, total_batches, restarts, searcher_metric_value AS best_metric,
     EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND allocations.state != 'TERMINATED') AS is_running,
     (SELECT COUNT(*) FROM allocations WHERE trial_id = trials.id) AS num_allocations,
     (SELECT MAX(steps) FROM checkpoints WHERE trial_id = trials.id AND state = 'COMPLETED') AS batches_saved,
@@ -127,25 +128,8 @@ def experiment_view(state: StateDirectory, experiment_id: int) -> ExperimentView
         ).fetchone()
         if experiment is None:
             return None
-        trials = tuple(
-            TrialView(
-                id=row["id"],
-                state=row["state"],
-                hparams=row["hparams"],
-                total_batches=row["total_batches"],
-                restarts=row["restarts"],
-                best_metric=row["searcher_metric_value"],
-                is_running=bool(row["is_running"]),
-                exit_code=row["exit_code"],
-                exit_reason=row["exit_reason"],
-                num_allocations=row["num_allocations"],
-                batches_saved=row["batches_saved"],
-            )
-            for row in connection.execute(_TRIALS, (experiment_id,))
-        )
-    return ExperimentView(
-        experiment_id, experiment["state"], experiment["progress"], experiment["end_reason"], trials
-    )
+        trials = fetch_all(TrialView, connection, _TRIALS, (experiment_id,))
+    return ExperimentView(experiment_id, *experiment, tuple(trials))
 
 
 _LIVE = "SELECT trial_id, experiment_id, directory FROM allocations WHERE state != 'TERMINATED' AND trial_id > 0 ORDER BY id"
@@ -165,8 +149,8 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
         waiting = connection.execute(_WAITING).fetchall()
         live = connection.execute(_LIVE).fetchall()
     found = [
-        Start(row["id"], row["experiment_id"], row["log"].rstrip("\n"), row["time_us"] / 1e6)
-        for row in waiting
+        Start(trial_id, of_experiment, log.rstrip("\n"), time_us / 1e6)
+        for trial_id, of_experiment, log, time_us in waiting
     ]
     for row in live:
         # Written by dstrial.launch.start_watch.
@@ -211,24 +195,18 @@ def _report(path: Path, key: str) -> tuple[str, float] | None:
 
 def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:
     """Return at most ``limit`` lines of a trial's log after a line id, in order."""
+    sql = (
+        "SELECT id, rank, source, stdtype, level, rtrim(log, char(10)) AS text FROM logs "
+        "WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?"
+    )
     with _connection(state) as connection:
-        rows = connection.execute(
-            "SELECT id, rank, source, stdtype, level, log FROM logs WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?",
-            (trial_id, after_id, limit),
-        ).fetchall()
-    return [
-        LogRow(row["id"], row["rank"], row["source"], row["stdtype"], row["level"], row["log"].rstrip("\n"))
-        for row in rows
-    ]
+        return fetch_all(LogRow, connection, sql, (trial_id, after_id, limit))
 
 
 def last_log_id(state: StateDirectory, trial_id: int) -> int:
     """Return the id of the last line of a trial's log; 0 if the log is empty."""
     with _connection(state) as connection:
-        row = connection.execute(
-            "SELECT COALESCE(MAX(id), 0) FROM logs WHERE trial_id = ?", (trial_id,)
-        ).fetchone()
-    return int(row[0])
+        return fetch_value(int, connection, "SELECT MAX(id) FROM logs WHERE trial_id = ?", (trial_id,)) or 0
 
 
 def num_live_allocations(state: StateDirectory) -> int:
@@ -268,12 +246,7 @@ def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
     """Run a query; return no rows if the database does not exist yet."""
     if not state.database_path.is_file():
         return []
-    with reading(state.database_path) as connection:
-        try:
-            return [tuple(row) for row in connection.execute(sql)]
-        except sqlite3.OperationalError as error:
-            if "no such table" in str(error):
-                return []
-            raise unusable(state.database_path, error) from error
-        except sqlite3.DatabaseError as error:
-            raise unusable(state.database_path, error) from error
+    with _connection(state) as connection:
+        if not connection.execute("PRAGMA user_version").fetchone()[0]:
+            return []
+        return [tuple(row) for row in connection.execute(sql)]

@@ -1,7 +1,8 @@
 // What a person can do with experiments and trials; the master's own requests.
 
 import { send } from "./api.js";
-import { attempt, confirmed, notice } from "./parts/basics.js";
+import { attempt, notice } from "./parts/basics.js";
+import { confirmed } from "./parts/dialog.js";
 
 /** @typedef {{ name: string, verb: string, isEnd?: boolean, can: (row: any) => boolean, question?: string }} Action */
 

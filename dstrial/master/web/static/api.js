@@ -1,6 +1,6 @@
 // Asks the master, and says what keeps it from answering.
 
-import { hear } from "./clock.js";
+import { hear } from "./format.js";
 
 /** What the page knows of its login and of the master: "ok", "expired" or "unreachable". @typedef {"ok" | "expired" | "unreachable"} Reach */
 

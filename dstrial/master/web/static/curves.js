@@ -1,9 +1,10 @@
 // Curves of a metric of many trials: asked for in parts, so that the first are there at once, and only their ends again.
 
-import { useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { get } from "./api.js";
-import { elapsed, toNumber } from "./format.js";
+import { duration, elapsed, toNumber } from "./format.js";
 import { subscribe } from "./live.js";
+import { useParam } from "./router.js";
 
 /** @typedef {{ trial: number, batches: number[], times: number[], values: number[], points: number }} Series */
 
@@ -138,7 +139,7 @@ export function useCurves(trials, metric) {
 }
 
 /** What the x axis can be. @type {[string, string][]} */
-export const AXES = [["batches", "batches"], ["epochs", "epochs"], ["records", "records"], ["time", "time since the start"]];
+const AXES = [["batches", "batches"], ["epochs", "epochs"], ["records", "records"], ["time", "time since the start"]];
 
 /**
  * How many records a batch has and an epoch, as far as the config says.
@@ -168,4 +169,26 @@ export function useMetricNames(metrics) {
     groups.sort((a, b) => (order.indexOf(a) + 1 || 9) - (order.indexOf(b) + 1 || 9) || a.localeCompare(b));
     return groups.flatMap((group) => metrics.groups[group].map((/** @type {string} */ name) => `${group}.${name}`));
   }, [metrics]);
+}
+
+/**
+ * How curves are drawn, kept in the address, and the controls for that.
+ *
+ * @param {{ perBatch: number, perEpoch: number }} [records] without it all axes can be chosen
+ */
+export function useLook(records) {
+  const [axis, setAxis] = useParam("x", "batches");
+  const [log, setLog] = useParam("log");
+  const [smoothing, setSmoothing] = useParam("smooth", "0");
+  /** @param {string} one @returns {string} why an axis cannot be had; empty if it can */
+  const missing = (one) =>
+    !records ? "" : one === "records" && !records.perBatch ? "hyperparameters.global_batch_size is not set" : one === "epochs" && !(records.perBatch && records.perEpoch) ? "records_per_epoch or hyperparameters.global_batch_size is not set" : "";
+  const tools = html`
+    <label>Over <select value=${axis} onChange=${(/** @type {any} */ event) => setAxis(event.target.value)}>
+      ${AXES.map(([one, title]) => html`<option value=${one} disabled=${Boolean(missing(one))} title=${missing(one)}>${title}</option>`)}
+    </select></label>
+    <label><input type="checkbox" checked=${Boolean(log)} onChange=${(/** @type {any} */ event) => setLog(event.target.checked ? "1" : "")} /> log scale</label>
+    <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setSmoothing(event.target.value)} /> ${smoothing}</label>`;
+  const look = { axis, isLog: Boolean(log), smoothing: Number(smoothing), label: AXES.find(([one]) => one === axis)?.[1] ?? "batches", showX: axis === "time" ? duration : undefined };
+  return { look, tools };
 }

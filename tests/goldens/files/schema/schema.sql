@@ -1,4 +1,4 @@
--- schema version 11
+-- schema version 12
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -172,13 +172,6 @@ CREATE TABLE logs (
     stdtype       TEXT,                           -- stdout, stderr, NULL for the master's
     log           TEXT    NOT NULL                -- raw text with its newline
 );
-CREATE TABLE metric_groups (
-    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
-    group_name TEXT    NOT NULL,                  -- empty: all groups that are one too many
-    num_names  INTEGER NOT NULL,
-    is_told    INTEGER NOT NULL DEFAULT 0,        -- the trial's log says that others are left out
-    PRIMARY KEY (trial_id, group_name)
-) WITHOUT ROWID;
 CREATE TABLE metric_summaries (
     trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
     group_name TEXT    NOT NULL,

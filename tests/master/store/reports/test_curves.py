@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.reports import curves
-from dstrial.master.store.reports.metric_values import as_number, plain
+from dstrial.master.store.reports.metric_summaries import as_number, plain
 
 NAMES = ("loss", "a.b, c", 'größe "x"')
 VALUES = st.one_of(
@@ -90,3 +90,61 @@ def test_what_is_read_in_parts_has_every_report_once(database: Database, num_at_
 def test_reports_that_are_all_at_one_batch_end(database: Database) -> None:
     store(database, [(run, 7, run, 0, '{"loss": 1.0}') for run in range(curves._AT_ONCE + 5)])
     assert len(read(database, "loss")) >= curves._AT_ONCE
+
+
+SERIES = st.lists(st.floats(), max_size=300)
+
+
+@given(SERIES, st.integers(1, 60))
+def test_downsample_keeps_at_most_the_asked_points_in_order(ys: list[float], max_points: int) -> None:
+    kept = curves.downsample(ys, max_points)
+    assert kept == sorted(set(kept))
+    assert len(kept) <= max_points
+    assert set(kept) <= set(range(len(ys)))
+    assert len(ys) > max_points or len(kept) == len(ys)
+
+
+@given(SERIES, st.integers(7, 60))
+def test_downsample_keeps_ends_extremes_and_each_non_finite_kind(ys: list[float], max_points: int) -> None:
+    kept = curves.downsample(ys, max_points)
+    there = [ys[idx] for idx in kept]
+    if ys:
+        assert (kept[0], kept[-1]) == (0, len(ys) - 1)
+    finite = [y for y in ys if math.isfinite(y)]
+    if finite:
+        assert {min(finite), max(finite)} <= set(there)
+    for kind in ("nan", "inf", "-inf"):
+        first = next((idx for idx, y in enumerate(ys) if str(y) == kind), None)
+        assert first is None or first in kept
+
+
+def test_downsample_keeps_spikes_and_the_shape() -> None:
+    ys = [math.sin(idx / 500) for idx in range(10_000)]
+    ys[1234], ys[7000] = 3.0, -0.99
+    kept = curves.downsample(ys, 400)
+    assert {1234, 7000} <= set(kept)
+    assert 380 <= len(kept) <= 400
+    # Lines between what is kept are nowhere far from the series.
+    for left, right in zip(kept, kept[1:], strict=False):
+        for idx in set(range(left, right)) - {1234, 7000, left}:
+            line = ys[left] + (ys[right] - ys[left]) * (idx - left) / (right - left)
+            near_spike = any(abs(idx - spike) < 300 for spike in (1234, 7000))
+            assert near_spike or abs(line - ys[idx]) < 0.1
+
+
+def test_downsample_shows_a_part_without_finite_values_as_gap() -> None:
+    ys = [float(idx) for idx in range(1000)]
+    ys[400:600] = [math.nan] * 200
+    kept = curves.downsample(ys, 50)
+    assert sum(math.isnan(ys[idx]) for idx in kept) > 3
+    assert max(idx for idx in kept if idx < 400) >= 390
+
+
+@pytest.mark.parametrize(("most", "kept"), [(1, [4]), (2, [0, 4]), (4, [0, 1, 2, 4])])
+def test_downsample_to_few_points_keeps_last_and_first(most: int, kept: list[int]) -> None:
+    assert curves.downsample([1.0, 9.0, -9.0, 2.0, 3.0], most) == kept
+
+
+def test_downsample_to_no_point_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected at least 1"):
+        curves.downsample([1.0, 2.0], 0)

@@ -143,7 +143,7 @@ def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
 def test_metric_names_beyond_the_limit_are_left_out(
     store: Store,
 ) -> None:
-    """The limit holds for all groups of a trial together; the log says once for each group that names are left out."""
+    """The limit holds for all groups of a trial together; the log says once that names are left out."""
     names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES + 5)]
 
     store.report(1, dict.fromkeys(names[:9000], 1.0))
@@ -158,12 +158,9 @@ def test_metric_names_beyond_the_limit_are_left_out(
     assert (summaries["name0"]["count"], summaries["name1"]["count"]) == (2, 2)
     assert json.loads(store.row("metrics", 3)["metrics"]) == {"name0": 3.0, "name1": 3.0}
     assert store.summaries("other") == {}
-    first, second = [line for line in store.lines() if line.startswith("WARNING")]
-    assert (
-        "the trial has 10,000 metric names, and further ones are dropped, 'name10000' of group 'training'"
-        in first
-    )
-    assert "'loss' of group 'other' for example" in second
+    (line,) = [line for line in store.lines() if line.startswith("WARNING")]
+    text = "the trial has 10,000 metric names, and further ones are dropped, 'name10000' of group 'training'"
+    assert text in line
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 10**6], {"key": "x" * 10**6}])
@@ -183,21 +180,6 @@ def test_the_searchers_metric_is_never_left_out(store: Store) -> None:
     assert json.loads(store.row("metrics", 2)["metrics"]) == {"score": 0.5}
     assert store.row("trials")["searcher_metric_value"] == 0.5
     assert store.summaries("validation_metrics")["score"]["count"] == 1
-
-
-def test_groups_without_number_are_left_out_too_but_validations(store: Store) -> None:
-    for number in range(metric_summaries.MAX_GROUPS + 3):
-        store.report(1, {"loss": 1.0}, f"group{number}")
-    store.report(1, {"score": 1.0}, "validation")
-
-    with store.database.read() as connection:
-        (row,) = listings.list_trials(connection, now_us=0, trial_id=1)
-    assert len(json.loads(row.summary_metrics)) == metric_summaries.MAX_GROUPS + 1
-    assert store.steps("group100") == []
-    assert store.row("trials")["searcher_metric_value"] == 1.0
-    warnings = [line for line in store.lines() if line.startswith("WARNING")]
-    assert len(warnings) == 1
-    assert "reports of further ones are dropped, of 'group100' for example" in warnings[0]
 
 
 def test_what_a_report_reads_and_makes_does_not_depend_on_the_names_before(tmp_path: Path) -> None:

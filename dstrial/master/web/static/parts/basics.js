@@ -1,6 +1,6 @@
-// Small things that many views have: states, times, questions before what destroys, notices.
+// Small things that many views have: states, times, notices.
 
-import { html, render, useEffect, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
+import { html, useEffect, useState } from "htm/preact/standalone";
 import { localTime, utcTime } from "../format.js";
 
 /** @param {{ state: string }} props */
@@ -46,38 +46,6 @@ export function Copy({ text, label }) {
   }, [isDone]);
   return html`<span class="copy"><code>${label ?? text}</code>
     <button title=${text} onClick=${() => navigator.clipboard.writeText(text).then(() => setDone(true))}>${isDone ? "copied" : "copy"}</button></span>`;
-}
-
-/**
- * Ask before something is done that cannot be undone.
- *
- * @param {string} question @param {string} action on the button @returns {Promise<boolean>}
- */
-export function confirmed(question, action) {
-  const place = document.createElement("div");
-  document.body.append(place);
-  return new Promise((resolve) => {
-    /** @param {boolean} isYes */
-    const end = (isYes) => {
-      render(/** @type {any} */ (null), place);
-      place.remove();
-      resolve(isYes);
-    };
-    render(html`<${Question} text=${question} action=${action} onEnd=${end} />`, place);
-  });
-}
-
-/** @param {{ text: string, action: string, onEnd: (isYes: boolean) => void }} props */
-function Question({ text, action, onEnd }) {
-  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
-  useLayoutEffect(() => dialog.current?.showModal(), []); // Not after the next paint: a key may come before.
-  return html`<dialog ref=${dialog} onClose=${() => onEnd(false)} aria-labelledby="question">
-    <p id="question">${text}</p>
-    <div class="tools">
-      <button onClick=${() => onEnd(false)} autofocus>Cancel</button>
-      <button class="danger" onClick=${() => onEnd(true)}>${action}</button>
-    </div>
-  </dialog>`;
 }
 
 /** @type {Set<(text: string, isProblem: boolean) => void>} */

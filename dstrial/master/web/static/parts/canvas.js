@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef } from "htm/preact/standalone";
 import { csv, download } from "../format.js";
-import { isDark, styled } from "./chart.js";
+import { isDark, savePicture, styled } from "./chart.js";
 
 /** @typedef {{ ctx: CanvasRenderingContext2D, width: number, height: number }} Area in CSS pixels */
 /** @typedef {{ width: number, left: number, seen: number }} Spot of the pointer: width of the drawing, how far it is scrolled, how much is seen */
@@ -77,26 +77,10 @@ export function Drawing(props) {
     tell?.(event.clientX - box.left, event.clientY - box.top, { width: box.width, left: around.scrollLeft, seen: around.clientWidth });
   }
   const leave = () => props.onMove?.(NaN, NaN, { width: 0, left: 0, seen: 0 });
-  function picture() {
-    const element = canvas.current;
-    if (!element) return;
-    const copy = document.createElement("canvas");
-    const head = Math.round(30 * (devicePixelRatio || 1));
-    copy.width = element.width;
-    copy.height = element.height + head;
-    const ctx = /** @type {CanvasRenderingContext2D} */ (copy.getContext("2d"));
-    ctx.fillStyle = styled("--back");
-    ctx.fillRect(0, 0, copy.width, copy.height);
-    ctx.fillStyle = styled("--text");
-    ctx.font = `${14 * (devicePixelRatio || 1)}px system-ui, sans-serif`;
-    ctx.fillText(title, head / 3, head * 0.65);
-    ctx.drawImage(element, 0, head);
-    copy.toBlob((blob) => blob && download(`${title}.png`, blob));
-  }
   return html`<figure class="chart drawing">
     <figcaption>
       <span class="name" title=${title}>${props.heading ?? title}</span>
-      <span class="tools"><button onClick=${picture} aria-label=${`PNG of ${title}`}>PNG</button>
+      <span class="tools"><button onClick=${() => savePicture(canvas.current, title)} aria-label=${`PNG of ${title}`}>PNG</button>
         ${props.rows && html`<button aria-label=${`CSV of ${title}`} onClick=${() => download(`${title}.csv`, csv(/** @type {any} */ (props.rows)()))}>CSV</button>`}</span>
     </figcaption>
     <div class="place">

@@ -44,6 +44,23 @@ export function styled(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
+/** Save a canvas with its title above it as PNG. @param {HTMLCanvasElement | null | undefined} canvas @param {string} title */
+export function savePicture(canvas, title) {
+  if (!canvas) return;
+  const copy = document.createElement("canvas");
+  const head = Math.round(28 * devicePixelRatio);
+  copy.width = canvas.width;
+  copy.height = canvas.height + head;
+  const ctx = /** @type {CanvasRenderingContext2D} */ (copy.getContext("2d"));
+  ctx.fillStyle = styled("--back");
+  ctx.fillRect(0, 0, copy.width, copy.height);
+  ctx.fillStyle = styled("--text");
+  ctx.font = `${14 * devicePixelRatio}px system-ui, sans-serif`;
+  ctx.fillText(title, 10 * devicePixelRatio, 19 * devicePixelRatio);
+  ctx.drawImage(canvas, 0, head);
+  copy.toBlob((blob) => blob && download(`${title}.png`, blob));
+}
+
 /**
  * @param {number[]} ys @param {number} weight of what was before, from 0 to 1
  * @returns {number[]} exponential moving average, without the bias of its start
@@ -141,9 +158,6 @@ export function Chart(props) {
   const zoom = useRef(/** @type {[number, number] | null} */ (null));
   const layer = useRef(/** @type {CurvePicture} */ (/** @type {unknown} */ (null)));
   layer.current ??= new CurvePicture();
-  const frame = useRef(0);
-  /** Whether all that is left of the curves is drawn at once. */
-  const isWhole = useRef(false);
   const [isZoomed, setZoomed] = useState(false);
   const [hover, setHover] = useState(/** @type {{ curve: Curve, idx: number, left: number, top: number } | null} */ (null));
   const smoothed = useMemo(() => /** @type {WeakMap<Curve, Curve>} */ (new WeakMap()), [smoothing]);
@@ -199,12 +213,9 @@ export function Chart(props) {
     };
     // All curves are drawn once, and as a picture after that: which of them is marked changes with every move of the mouse.
     const at = all.findIndex((curve) => curve.id === marked);
-    const isDone = layer.current.show(ctx, all, look, at < 0 ? 1 : 0.35, isWhole.current);
+    layer.current.show(ctx, all, look, at < 0 ? 1 : 0.35);
     if (at >= 0) stroke(ctx, look, all[at], at, true);
     ctx.restore();
-    place.current?.setAttribute("aria-busy", String(!isDone));
-    window.cancelAnimationFrame(frame.current);
-    if (!isDone) frame.current = window.requestAnimationFrame(() => plot.current === u && u.redraw(false, false));
   }
 
   /** @param {uPlot} u */
@@ -281,7 +292,6 @@ export function Chart(props) {
     rescale();
     return () => {
       observer.disconnect();
-      window.cancelAnimationFrame(frame.current);
       u.destroy();
       plot.current = null;
     };
@@ -313,28 +323,6 @@ export function Chart(props) {
     setZoomed(false);
     rescale();
   }
-  function picture() {
-    isWhole.current = true;
-    plot.current?.redraw(false, false);
-    queueMicrotask(() => queueMicrotask(copied)); // The plot draws in a task of this kind.
-  }
-  function copied() {
-    isWhole.current = false;
-    const canvas = plot.current?.ctx.canvas;
-    if (!canvas) return;
-    const copy = document.createElement("canvas");
-    const head = 28 * devicePixelRatio;
-    copy.width = canvas.width;
-    copy.height = canvas.height + head;
-    const ctx = /** @type {CanvasRenderingContext2D} */ (copy.getContext("2d"));
-    ctx.fillStyle = styled("--back");
-    ctx.fillRect(0, 0, copy.width, copy.height);
-    ctx.fillStyle = styled("--text");
-    ctx.font = `${14 * devicePixelRatio}px system-ui, sans-serif`;
-    ctx.fillText(title, 10 * devicePixelRatio, 19 * devicePixelRatio);
-    ctx.drawImage(canvas, 0, head);
-    copy.toBlob((blob) => blob && download(`${title}.png`, blob));
-  }
   const write = () =>
     download(`${title}.csv`, csv([["curve", xLabel, title], ...props.curves.flatMap((curve) => curve.xs.map((x, idx) => [curve.label, x, curve.ys[idx]]))]));
 
@@ -343,7 +331,7 @@ export function Chart(props) {
       <span>${title}</span>
       <span class="tools">
         ${isZoomed && html`<button onClick=${unzoom}>Whole</button>`}
-        <button onClick=${picture}>PNG</button><button onClick=${write}>CSV</button>
+        <button onClick=${() => savePicture(plot.current?.ctx.canvas, title)}>PNG</button><button onClick=${write}>CSV</button>
       </span>
     </figcaption>
     <div class="plot" style=${{ minHeight: `${height}px` }} ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}

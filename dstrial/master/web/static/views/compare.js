@@ -2,19 +2,20 @@
 
 import { html, useMemo, useState } from "htm/preact/standalone";
 import { get } from "../api.js";
-import { AXES, recordsOf, useCurves, useMetricNames, xsOf } from "../curves.js";
+import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../curves.js";
 import { duration, flat, number, plain, secondsBetween } from "../format.js";
 import { useLive } from "../live.js";
 import { Problem, State } from "../parts/basics.js";
 import { Chart, colour } from "../parts/chart.js";
+import { Difference } from "../parts/lines.js";
 import { navigate, setParams, useLocation, useParam } from "../router.js";
-import { ConfigDiff } from "./compare/config_diff.js";
+import { FilesCompared } from "./experiment/code.js";
 
 /** @param {string | null} text @returns {number[]} */
 const numbersIn = (text) => [...new Set((text ?? "").split(",").filter((word) => /^\d{1,9}$/.test(word)).map(Number))];
 
-/** @param {{ metric: string, trials: any[], experiments: Map<number, any>, axis: string, isLog: boolean, smoothing: number, onRemove?: () => void }} props */
-function Overlay({ metric, trials, experiments, axis, isLog, smoothing, onRemove }) {
+/** @param {{ metric: string, trials: any[], experiments: Map<number, any>, look: ReturnType<typeof useLook>["look"], onRemove?: () => void }} props */
+function Overlay({ metric, trials, experiments, look, onRemove }) {
   const ids = useMemo(() => trials.map((trial) => trial.id), [trials.map((trial) => trial.id).join(",")]);
   const { series, isLoading, error } = useCurves(ids, metric);
   const curves = useMemo(
@@ -25,14 +26,14 @@ function Overlay({ metric, trials, experiments, axis, isLog, smoothing, onRemove
           const found = /** @type {import("../curves.js").Series} */ (series.get(trial.id));
           const experiment = experiments.get(trial.experiment);
           const records = recordsOf({ records_per_epoch: experiment?.recordsPerEpoch }, trial.hparams);
-          return { id: trial.id, label: `trial ${trial.id} of ${experiment?.name ?? trial.experiment}`, xs: xsOf(found, axis, records, trial.start), ys: found.values, href: `/det/experiments/${trial.experiment}/trials/${trial.id}` };
+          return { id: trial.id, label: `trial ${trial.id} of ${experiment?.name ?? trial.experiment}`, xs: xsOf(found, look.axis, records, trial.start), ys: found.values, href: `/det/experiments/${trial.experiment}/trials/${trial.id}` };
         }),
-    [series, trials, axis],
+    [series, trials, look.axis],
   );
   return html`<div>
     <${Problem} error=${error} />
     ${isLoading && !curves.length && html`<p class="muted">Loading curves …</p>`}
-    <${Chart} title=${metric.replace(".", ": ")} xLabel=${AXES.find(([one]) => one === axis)?.[1] ?? "batches"} curves=${curves} isLog=${isLog} smoothing=${smoothing} showX=${axis === "time" ? duration : undefined} onOpen=${navigate} height=${280} />
+    <${Chart} title=${metric.replace(".", ": ")} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing} showX=${look.showX} onOpen=${navigate} height=${280} />
     ${onRemove && html`<button onClick=${onRemove} aria-label=${`Remove the chart of ${metric}`}>Remove this chart</button>`}
   </div>`;
 }
@@ -66,15 +67,34 @@ function Facts({ trials, experiments, onRemove }) {
     </table></div>`;
 }
 
+/** The configs and the code of two experiments, with what differs marked. @param {{ experiments: any[] }} props */
+function ConfigDiff({ experiments }) {
+  const [first, setFirst] = useParam("config_a", String(experiments[0]?.id ?? ""));
+  const [second, setSecond] = useParam("config_b", String(experiments[1]?.id ?? ""));
+  const [kind, setKind] = useParam("configs", "effective");
+  if (experiments.length < 2) return experiments.length ? html`<h2>Configs</h2><p class="muted">All trials are of one experiment, and have one config.</p>` : null;
+  const find = (/** @type {string} */ id) => experiments.find((one) => String(one.id) === id) ?? experiments[0];
+  const [a, b] = [find(first), find(second)];
+  const choices = experiments.map((one) => html`<option value=${String(one.id)}>${one.name} (${one.id})</option>`);
+  const text = (/** @type {any} */ one) => (kind === "effective" ? one.config : one.originalConfig);
+  return html`<h2>Configs</h2>
+    <div class="filters">
+      <label>First <select value=${String(a.id)} onChange=${(/** @type {any} */ event) => setFirst(event.target.value)}>${choices}</select></label>
+      <label>Second <select value=${String(b.id)} onChange=${(/** @type {any} */ event) => setSecond(event.target.value)}>${choices}</select></label>
+      <label>As <select value=${kind} onChange=${(/** @type {any} */ event) => setKind(event.target.value)}><option value="effective">in effect</option><option value="original">submitted</option></select></label>
+    </div>
+    <${Difference} before=${text(a)} after=${text(b)} label=${`Config of experiment ${a.id} and of ${b.id}`} />
+    <h2>Code</h2>
+    ${a.id === b.id ? html`<p class="muted">Choose two experiments.</p>` : html`<${FilesCompared} key=${`${a.id} ${b.id}`} id=${b.id} other=${a.id} />`}`;
+}
+
 export function Compare() {
   const { query } = useLocation();
   const trialIds = numbersIn(query.get("trials"));
   const experimentIds = numbersIn(query.get("experiments"));
   const key = `${trialIds.join(",")};${experimentIds.join(",")}`;
   const [chosen, setChosen] = useParam("metrics");
-  const [axis, setAxis] = useParam("x", "batches");
-  const [log, setLog] = useParam("log");
-  const [smoothing, setSmoothing] = useParam("smooth", "0");
+  const { look, tools } = useLook();
   const isNone = !trialIds.length && !experimentIds.length;
   const { data, error } = useLive(
     async (signal) => (isNone ? null : get("/page/compare", { trials: trialIds, experiments: experimentIds }, signal)),
@@ -103,11 +123,9 @@ export function Compare() {
       <div class="filters">
         <label>Add a metric <select value="" onChange=${(/** @type {any} */ event) => { if (event.target.value) choose([...metrics, event.target.value]); event.target.value = ""; }}>
           <option value="">choose …</option>${rest.map((name) => html`<option value=${name}>${name.replace(".", ": ")}</option>`)}</select></label>
-        <label>Over <select value=${axis} onChange=${(/** @type {any} */ event) => setAxis(event.target.value)}>${AXES.map(([one, title]) => html`<option value=${one}>${title}</option>`)}</select></label>
-        <label><input type="checkbox" checked=${Boolean(log)} onChange=${(/** @type {any} */ event) => setLog(event.target.checked ? "1" : "")} /> log scale</label>
-        <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setSmoothing(event.target.value)} /> ${smoothing}</label>
+        ${tools}
       </div>
-      <div class=${metrics.length > 1 ? "charts" : ""}>${metrics.map((metric) => html`<${Overlay} key=${metric} metric=${metric} trials=${trials} experiments=${experiments} axis=${axis} isLog=${Boolean(log)} smoothing=${Number(smoothing)}
+      <div class=${metrics.length > 1 ? "charts" : ""}>${metrics.map((metric) => html`<${Overlay} key=${metric} metric=${metric} trials=${trials} experiments=${experiments} look=${look}
         onRemove=${metrics.length > 1 ? () => choose(metrics.filter((one) => one !== metric)) : undefined} />`)}</div>
       <${Facts} trials=${trials} experiments=${experiments} onRemove=${remove} />
       <${ConfigDiff} experiments=${data.experiments} />`}

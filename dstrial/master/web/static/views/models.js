@@ -5,7 +5,7 @@ import { get, send } from "../api.js";
 import { useLive } from "../live.js";
 import { attempt, Problem, Time } from "../parts/basics.js";
 import { filterRows } from "../parts/filter.js";
-import { asked, labelsOf } from "../parts/form_dialog.js";
+import { askedTexts, labelsOf } from "../parts/dialog.js";
 import { Table } from "../parts/table.js";
 import { navigate, useParam } from "../router.js";
 import { Model } from "./models/model.js";
@@ -16,7 +16,7 @@ export function Models({ words }) {
 }
 
 async function create() {
-  const values = await asked("New model", [
+  const values = await askedTexts("New model", [
     { name: "name", label: "Name", isRequired: true, hint: "without slashes, not a number" },
     { name: "description", label: "Description" },
     { name: "labels", label: "Labels", hint: "with commas between" },

@@ -1,4 +1,4 @@
-// Searches of dsat: what each configuration has measured, and its report: a small one while it runs, the whole one once it has ended.
+// Searches of dsat by their reports: a small one while a search runs, the whole one once it has ended.
 
 import { html, useMemo } from "htm/preact/standalone";
 import { get } from "../api.js";
@@ -69,10 +69,10 @@ function Search({ id }) {
   }, [trials, report, isSmaller]);
   const pareto = useMemo(() => {
     const known = trials.filter((/** @type {any} */ row) => row.memory_bytes && row.throughput);
-    const front = (data?.pareto ?? []).map((/** @type {number} */ one) => known.find((/** @type {any} */ row) => row.trial_id === one)).filter(Boolean);
+    const front = (report?.pareto ?? []).map((/** @type {number} */ one) => known.find((/** @type {any} */ row) => row.trial_id === one)).filter(Boolean);
     const place = (/** @type {any} */ row) => /** @type {[number, number]} */ ([row.memory_bytes / 2 ** 30, row.throughput]);
     return [...points(known, place, best), { id: "front", label: "beaten by none", isGuide: true, xs: front.map((/** @type {any} */ row) => place(row)[0]), ys: front.map((/** @type {any} */ row) => place(row)[1]) }];
-  }, [trials, best, data]);
+  }, [trials, best, report]);
   const predicted = useMemo(() => {
     const known = trials.filter((/** @type {any} */ row) => row.predicted?.step_s && row.step_s);
     if (!known.length) return [];
@@ -80,7 +80,7 @@ function Search({ id }) {
     const ends = [Math.min(...all), Math.max(...all)];
     return [...points(known, (row) => [row.predicted.step_s * 1000, row.step_s * 1000], best), { id: "same", label: "as predicted", isGuide: true, xs: ends, ys: ends }];
   }, [trials, best]);
-  const front = useMemo(() => new Set(data?.pareto ?? []), [data]);
+  const front = useMemo(() => new Set(report?.pareto ?? []), [report]);
   const columns = useMemo(
     () => [
       { id: "trial", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => (row.trial_id > 0 ? row.trial_id : ""), show: (/** @type {any} */ row) => (row.trial_id > 0 ? `${row.trial_id}${row.trial_id === best ? " ★" : ""}` : "") },
@@ -114,7 +114,7 @@ function Search({ id }) {
     </div>
     ${report?.reason && html`<p>${report.reason}</p>`}
     ${report?.notes?.length > 0 && html`<ul>${report.notes.map((/** @type {string} */ note) => html`<li>${note}</li>`)}</ul>`}
-    ${!report && html`<p class="muted">The master has what was measured, and nothing yet of the search itself: predictions, notes, and what each configuration is.</p>`}
+    ${!report && html`<p class="muted">Nothing has been told of this search yet: dsat writes its report into the notes of one of its experiments, where a person has not written some.</p>`}
     ${report && !report.is_finished && !report.reason && search.state !== "RUNNING" && html`<p class="muted">Nothing of this search runs any more, and it has not said how it ended: this is what it had told last. The same command goes on with it.</p>`}
     <div class="charts">
       <${Chart} title="Records per second against memory" xLabel="GiB of a device" curves=${pareto} isScatter onOpen=${navigate} height=${300} />

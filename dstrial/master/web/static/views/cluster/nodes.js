@@ -2,7 +2,8 @@
 
 import { html, useMemo } from "htm/preact/standalone";
 import { send } from "../../api.js";
-import { attempt, confirmed, Time } from "../../parts/basics.js";
+import { attempt, Time } from "../../parts/basics.js";
+import { confirmed } from "../../parts/dialog.js";
 import { Table } from "../../parts/table.js";
 
 /** @typedef {{ path: string, name: string, isOff: boolean }} Switch */

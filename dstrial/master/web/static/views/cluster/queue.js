@@ -3,7 +3,7 @@
 import { html, useMemo } from "htm/preact/standalone";
 import { send } from "../../api.js";
 import { attempt, Time } from "../../parts/basics.js";
-import { asked } from "../../parts/form_dialog.js";
+import { askedTexts } from "../../parts/dialog.js";
 import { Table } from "../../parts/table.js";
 
 const KINDS = /** @type {Record<string, string>} */ ({ EXPERIMENT: "experiment", COMMAND: "command", TENSORBOARD: "TensorBoard", GENERIC: "task" });
@@ -16,7 +16,7 @@ async function reorder(update, reload) {
 
 /** @param {any} row @param {() => void} reload */
 async function setPriority(row, reload) {
-  const values = await asked(
+  const values = await askedTexts(
     `Priority of ${row.name}`,
     [{ name: "priority", label: "Priority", value: String(row.priority), range: [1, 99], hint: "1 is the most urgent, 99 the least" }],
     "Set",

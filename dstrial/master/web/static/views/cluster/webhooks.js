@@ -3,7 +3,8 @@
 import { html, useMemo } from "htm/preact/standalone";
 import { get, send } from "../../api.js";
 import { useLive } from "../../live.js";
-import { attempt, confirmed, Problem, Time } from "../../parts/basics.js";
+import { attempt, Problem, Time } from "../../parts/basics.js";
+import { confirmed } from "../../parts/dialog.js";
 import { Table } from "../../parts/table.js";
 
 /** @param {any} row @param {() => void} reload */

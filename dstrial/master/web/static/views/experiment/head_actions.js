@@ -6,7 +6,7 @@ import { get, send } from "../../api.js";
 import { useLive } from "../../live.js";
 import { attempt, notice, Problem } from "../../parts/basics.js";
 import { navigate } from "../../router.js";
-import { asked, Form } from "./dialog.js";
+import { asked, Form } from "../../parts/dialog.js";
 
 /** @param {{ id: number, experiment: any, reload: () => void }} props */
 export function HeadActions({ id, experiment, reload }) {
@@ -52,7 +52,7 @@ function Fork({ id, experiment, onEnd }) {
       setChecked(/** @type {Error} */ (error).message);
     }
   };
-  return html`<${Form} isWide title=${`Fork experiment ${id}`} action="Submit" onDo=${submit} onEnd=${() => onEnd(null)} tools=${html`<button type="button" onClick=${check}>Check only</button>`}>
+  return html`<${Form} kind="wide" title=${`Fork experiment ${id}`} action="Submit" onDo=${submit} onEnd=${() => onEnd(null)} tools=${html`<button type="button" onClick=${check}>Check only</button>`}>
     <p class="muted">A new experiment with the same code and this config. Masked secrets are taken from experiment ${id}.</p>
     <label class="field">Config (YAML) <textarea class="yaml" spellcheck=${false} rows="18" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)}></textarea></label>
     <label><input type="checkbox" checked=${isActive} onChange=${(/** @type {any} */ event) => setActive(event.target.checked)} /> start it at once</label>
@@ -67,7 +67,7 @@ function Continue({ id, experiment, onEnd }) {
     await send("POST", "/api/v1/experiments/continue", { id, overrideConfig: text.trim() ? text : "{}\n" });
     onEnd(true);
   };
-  return html`<${Form} isWide title=${`Continue experiment ${id}`} action="Continue" onDo=${go} onEnd=${() => onEnd(null)}>
+  return html`<${Form} kind="wide" title=${`Continue experiment ${id}`} action="Continue" onDo=${go} onEnd=${() => onEnd(null)}>
     <p>Trials that did not complete go on from their latest checkpoints${experiment.searcher === "single" ? "; a single trial goes on even if it had completed, with another length for example" : ""}.</p>
     <label class="field">Changes to the config (YAML, may be empty) <textarea class="yaml" spellcheck=${false} rows="6" placeholder="searcher:\n  max_length: {batches: 2000}" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)}></textarea></label>
   <//>`;

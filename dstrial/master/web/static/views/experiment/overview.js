@@ -1,7 +1,7 @@
 // All trials' curves of a metric in one chart, and the trials with their hyperparameters.
 
 import { html, useMemo, useState } from "htm/preact/standalone";
-import { AXES, recordsOf, useCurves, useMetricNames, xsOf } from "../../curves.js";
+import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../../curves.js";
 import { bytes, duration, flat, number, plain, secondsBetween } from "../../format.js";
 import { Problem, Progress, State, Time } from "../../parts/basics.js";
 import { Chart } from "../../parts/chart.js";
@@ -32,13 +32,11 @@ export function Overview({ id, experiment, metrics, trials }) {
   const names = useMetricNames(metrics);
   const wanted = `validation.${experiment.metric}`;
   const [metric, setMetric] = useParam("metric", names.includes(wanted) ? wanted : (names[0] ?? wanted));
-  const [axis, setAxis] = useParam("x", "batches");
-  const [log, setLog] = useParam("log");
-  const [smoothing, setSmoothing] = useParam("smooth", "0");
   const [text, setText] = useParam("trials");
   const [selected, setSelected] = useState(/** @type {Set<number>} */ (new Set()));
   const [hovered, setHovered] = useState(/** @type {number | null} */ (null));
   const all = useMemo(() => trials.map((row) => ({ ...row, hp: flat(row.hparams) })), [trials]);
+  const { look, tools } = useLook(recordsOf(experiment.config, all[0]?.hparams));
   const hpNames = useMemo(() => hyperparameterNames(all), [all]);
   const rows = useMemo(
     () =>
@@ -59,7 +57,7 @@ export function Overview({ id, experiment, metrics, trials }) {
   const { series, isLoading, error } = useCurves(order, metric);
   const byId = useMemo(() => new Map(all.map((row) => [row.id, row])), [all]);
   // What is a curve already stays the same object, and is not drawn again when others come.
-  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [axis, experiment.bestTrial, id]);
+  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [look.axis, experiment.bestTrial, id]);
   const curves = useMemo(
     () =>
       order
@@ -71,15 +69,12 @@ export function Overview({ id, experiment, metrics, trials }) {
           const before = made.get(found);
           if (before?.colour === colour) return [before];
           const trial = byId.get(one);
-          const curve = { id: one, colour, label: `trial ${one}${one === experiment.bestTrial ? " (best)" : ""}`, xs: xsOf(found, axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === experiment.bestTrial, href: `/det/experiments/${id}/trials/${one}` };
+          const curve = { id: one, colour, label: `trial ${one}${one === experiment.bestTrial ? " (best)" : ""}`, xs: xsOf(found, look.axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === experiment.bestTrial, href: `/det/experiments/${id}/trials/${one}` };
           made.set(found, curve);
           return [curve];
         }),
     [series, order, made, selected],
   );
-  const records = recordsOf(experiment.config, all[0]?.hparams);
-  /** @param {string} one @returns {string} why an axis cannot be had; empty if it can */
-  const missing = (one) => (one === "records" && !records.perBatch ? "hyperparameters.global_batch_size is not set" : one === "epochs" && !(records.perBatch && records.perEpoch) ? "records_per_epoch or hyperparameters.global_batch_size is not set" : "");
   const columns = useMemo(
     () => [
       { id: "id", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => `${row.id}${row.id === experiment.bestTrial ? " ★" : ""}` },
@@ -105,17 +100,13 @@ export function Overview({ id, experiment, metrics, trials }) {
         ${!names.includes(metric) && html`<option>${metric}</option>`}
         ${names.map((name) => html`<option value=${name}>${name.replace(".", ": ")}</option>`)}
       </select></label>
-      <label>Over <select value=${axis} onChange=${(/** @type {any} */ event) => setAxis(event.target.value)}>
-        ${AXES.map(([one, title]) => html`<option value=${one} disabled=${Boolean(missing(one))} title=${missing(one)}>${title}</option>`)}
-      </select></label>
-      <label><input type="checkbox" checked=${Boolean(log)} onChange=${(/** @type {any} */ event) => setLog(event.target.checked ? "1" : "")} /> log scale</label>
-      <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setSmoothing(event.target.value)} /> ${smoothing}</label>
+      ${tools}
       ${isLoading && html`<span class="muted">Loading curves …</span>`}
       ${metrics.more && html`<span class="muted">There are more metrics than are listed.</span>`}
     </div>
     <${Problem} error=${error} />
-    <${Chart} title=${metric.replace(".", ": ")} xLabel=${AXES.find(([one]) => one === axis)?.[1] ?? "batches"} curves=${curves} isLog=${Boolean(log)} smoothing=${Number(smoothing)}
-      showX=${axis === "time" ? duration : undefined} highlight=${hovered} onOpen=${navigate} />
+    <${Chart} title=${metric.replace(".", ": ")} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
+      showX=${look.showX} highlight=${hovered} onOpen=${navigate} />
     ${selected.size > 0 && html`<p class="muted">Only the ${selected.size} selected ${selected.size === 1 ? "trial is" : "trials are"} drawn.</p>`}
     <h2>Trials</h2>
     <div class="filters"><input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter trials" placeholder="Filter: state:running, lr<0.01, best<=0.5" /></div>

@@ -4,8 +4,8 @@ import { html, useMemo, useState } from "htm/preact/standalone";
 import { get, send } from "../../api.js";
 import { bytes } from "../../format.js";
 import { useLive } from "../../live.js";
-import { attempt, confirmed, Copy, Problem, Time } from "../../parts/basics.js";
-import { asked, labelsOf } from "../../parts/form_dialog.js";
+import { attempt, Copy, Problem, Time } from "../../parts/basics.js";
+import { askedTexts, confirmed, labelsOf } from "../../parts/dialog.js";
 import { Table } from "../../parts/table.js";
 import { navigate } from "../../router.js";
 
@@ -28,7 +28,7 @@ const loader = (base) => async (/** @type {AbortSignal} */ signal) => {
 
 /** @param {string} base @param {any} model @param {() => void} reload */
 async function edit(base, model, reload) {
-  const values = await asked(`Edit ${model.name}`, [
+  const values = await askedTexts(`Edit ${model.name}`, [
     { name: "name", label: "Name", value: model.name, isRequired: true },
     { name: "description", label: "Description", value: model.description },
     { name: "labels", label: "Labels", value: model.labels.join(", "), hint: "with commas between" },
@@ -43,7 +43,7 @@ async function edit(base, model, reload) {
 
 /** @param {string} base @param {any} row @param {() => void} reload */
 async function editVersion(base, row, reload) {
-  const values = await asked(`Edit version ${row.version}`, [
+  const values = await askedTexts(`Edit version ${row.version}`, [
     { name: "name", label: "Name", value: row.name ?? "" },
     { name: "comment", label: "Comment", value: row.comment ?? "" },
     { name: "labels", label: "Labels", value: (row.labels ?? []).join(", "), hint: "with commas between" },
@@ -56,7 +56,7 @@ async function editVersion(base, row, reload) {
 
 /** @param {string} base @param {any} model @param {() => void} reload */
 async function register(base, model, reload) {
-  const values = await asked(`New version of ${model.name}`, [
+  const values = await askedTexts(`New version of ${model.name}`, [
     { name: "uuid", label: "Checkpoint", isRequired: true, hint: "the UUID of a complete checkpoint" },
     { name: "name", label: "Name" },
     { name: "comment", label: "Comment" },

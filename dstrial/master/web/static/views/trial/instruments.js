@@ -2,15 +2,13 @@
 
 import { html, useMemo, useState } from "htm/preact/standalone";
 import { get } from "../../api.js";
-import { recordsOf, xsOf } from "../../curves.js";
+import { recordsOf, useLook, xsOf } from "../../curves.js";
 import { bytes, duration, number, toNumber } from "../../format.js";
 import { useLive } from "../../live.js";
 import { Problem, Time } from "../../parts/basics.js";
 import { Chart, isDark } from "../../parts/chart.js";
 import { useParam } from "../../router.js";
-import { marksOf } from "./marks.js";
-import { useLook } from "./metrics.js";
-import { TrialChart, WhenSeen } from "./series.js";
+import { marksOf, TrialChart, WhenSeen } from "./series.js";
 
 // Names are those of dstrial.telemetry.samples; docs/telemetry.md says what each is.
 /** @type {[string, string, string, string][]} instrument, words, colour when light and when dark */
@@ -117,7 +115,7 @@ export function Instruments({ trial, runs, metrics }) {
     [trial.id],
   );
   const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
-  const { look, tools } = useLook({ records });
+  const { look, tools } = useLook(records);
   const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [runs, look.axis, records, trial.start]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
   const { report } = data;

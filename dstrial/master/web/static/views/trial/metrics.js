@@ -2,33 +2,14 @@
 
 import { html, useEffect, useMemo, useState } from "htm/preact/standalone";
 import { get } from "../../api.js";
-import { AXES, recordsOf, useMetricNames } from "../../curves.js";
+import { recordsOf, useLook, useMetricNames } from "../../curves.js";
 import { Problem } from "../../parts/basics.js";
 import { useParam } from "../../router.js";
-import { marksOf } from "./marks.js";
-import { TrialChart, WhenSeen } from "./series.js";
+import { marksOf, TrialChart, WhenSeen } from "./series.js";
 
 const AT_ONCE = 24;
 const CHART_PX = 220;
 const TYPING_MS = 250;
-
-/** How curves are drawn, kept in the address. @param {{ records: { perBatch: number, perEpoch: number } }} props */
-export function useLook({ records }) {
-  const [axis, setAxis] = useParam("x", "batches");
-  const [log, setLog] = useParam("log");
-  const [smoothing, setSmoothing] = useParam("smooth", "0");
-  /** @param {string} one @returns {string} why an axis cannot be had; empty if it can */
-  const missing = (one) =>
-    one === "records" && !records.perBatch ? "hyperparameters.global_batch_size is not set" : one === "epochs" && !(records.perBatch && records.perEpoch) ? "records_per_epoch or hyperparameters.global_batch_size is not set" : "";
-  const tools = html`
-    <label>Over <select value=${axis} onChange=${(/** @type {any} */ event) => setAxis(event.target.value)}>
-      ${AXES.map(([one, title]) => html`<option value=${one} disabled=${Boolean(missing(one))} title=${missing(one)}>${title}</option>`)}
-    </select></label>
-    <label><input type="checkbox" checked=${Boolean(log)} onChange=${(/** @type {any} */ event) => setLog(event.target.checked ? "1" : "")} /> log scale</label>
-    <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setSmoothing(event.target.value)} /> ${smoothing}</label>`;
-  const look = { axis, isLog: Boolean(log), smoothing: Number(smoothing), label: AXES.find(([one]) => one === axis)?.[1] ?? "batches" };
-  return { look, tools };
-}
 
 /** Names that have a text; the master looks where it has told only some. @param {number} id @param {any} metrics @param {string} text */
 function useFound(id, metrics, text) {
@@ -63,7 +44,7 @@ export function Metrics({ trial, runs, metrics }) {
   const { told, error } = useFound(trial.id, metrics, text);
   const names = useMetricNames(told ?? { groups: {} });
   const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
-  const { look, tools } = useLook({ records });
+  const { look, tools } = useLook(records);
   const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [JSON.stringify(runs.map((run) => [run.fromBatch, run.slots, run.exitCode])), look.axis, records, trial.start]);
   const found = useMemo(() => (text ? names.filter((name) => name.toLowerCase().includes(text.toLowerCase())) : names), [names, text]);
   const shown = found.slice(0, limit);

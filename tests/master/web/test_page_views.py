@@ -1,4 +1,4 @@
-"""Pictures of every view and tab, light and dark, wide and as on a phone: each is painted, with its charts drawn.
+"""Every view and tab, light and dark, wide and as on a phone: painted, accessible by axe-core and by the keyboard.
 
 ``PAGE_PICTURES=DIRECTORY`` keeps them there, and those of README and docs below ``documents``; else they are thrown away.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 from collections.abc import Callable
@@ -14,14 +15,15 @@ from typing import Any
 
 import pytest
 from browsing import Browser
-from seeded_pictures import Shown, fill
+from seeded import Shown, fill_every_view
 from serving import Master
 
-from dstrial.master.web.assets import STATIC
+from dstrial.master.web.page import STATIC
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[3]
+AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 DOCUMENTS = {
     "page-experiments.png": ("experiments", "light"),
     "page-search.png": ("experiment-overview", "light"),
@@ -62,7 +64,7 @@ async (url) => {
 
 @pytest.fixture(scope="module")
 def shown(seeded_master: Master) -> Shown:
-    return seeded_master.services.database.write(fill)
+    return seeded_master.services.database.write(fill_every_view)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def views(shown: Shown) -> dict[str, str]:
     """Return name -> address of every view and tab; those of the main line are found in the page itself."""
     experiment = f"/det/experiments/{shown.search}"
     trial = f"{experiment}/trials/{shown.trial}"
-    main = re.findall(r'title: "([^"]+)", href: "([^"]+)"', (STATIC / "views.js").read_text())
+    main = re.findall(r'title: "([^"]+)", href: "([^"]+)"', (STATIC / "app.js").read_text())
     assert len(main) >= 5
     return {
         **{title.lower(): href for title, href in main},
@@ -94,6 +96,7 @@ def views(shown: Shown) -> dict[str, str]:
         "webhooks": "/det/webhooks",
         "search": f"/det/searches/{shown.dsat}",
         "task-log": f"/det/tasks/{shown.task}/logs",
+        "nothing found": "/det/experiments?filter=nothing-is-so",
         "missing": "/det/experiments/999999",
     }
 
@@ -120,6 +123,20 @@ def take(browser: Browser, judge: Any, target: Path, *, is_whole: bool) -> None:
     assert share < 0.995, f"{target.name} is blank"
 
 
+def violations(browser: Browser) -> list[str]:
+    """Return what axe-core finds against WCAG 2 A and AA, with where."""
+    if not AXE.exists():
+        pytest.skip("Requires: [axe-core]")
+    if not browser.page.evaluate("'axe' in window"):
+        browser.page.evaluate(AXE.read_text())
+    found = browser.page.evaluate(
+        "axe.run(document, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa'] }).then((all) => all.violations.map("
+        "(one) => ({ id: one.id, help: one.help, where: one.nodes.slice(0, 4).map((node) => node.html.slice(0, 160) + ' | ' + "
+        "node.any.map((any) => any.message).join('; ').slice(0, 160)) })))"
+    )
+    return [json.dumps(one) for one in found]
+
+
 @pytest.fixture
 def judge(chromium: Any) -> Any:
     """A window of nobody's page, in which pictures are looked at."""
@@ -128,13 +145,17 @@ def judge(chromium: Any) -> Any:
     context.close()
 
 
-@pytest.mark.exhaustive("[dark-390]")
+@pytest.mark.exhaustive("[light-1300]", "[dark-390]")
 @pytest.mark.parametrize("width", [1300, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_and_tab_is_painted(
+def test_every_view_and_tab_is_painted_and_accessible(
     open_browser: Callable[..., Browser], shown: Shown, directory: Path, judge: Any, scheme: str, width: int
 ) -> None:
-    browser = open_browser(color_scheme=scheme, viewport={"width": width, "height": 900}, token="admin")
+    # The page's policy lets nothing foreign run; in this window alone it does not hold.
+    browser = open_browser(
+        color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True, token="admin"
+    )
+    found = {}
     for name, address in views(shown).items():
         settle(browser, address)
         across = browser.page.evaluate(
@@ -142,7 +163,14 @@ def test_every_view_and_tab_is_painted(
         )
         assert across <= 0, f"{address} scrolls sideways by {across} px"
         take(browser, judge, directory / f"{name}-{scheme}-{width}.png", is_whole=True)
+        browser.page.evaluate(
+            "document.querySelectorAll('details.ranges').forEach((one) => { one.open = true; })"
+        )
+        problems = violations(browser)
+        if problems:
+            found[address] = problems
     browser.forgive("404")  # Of what is not there.
+    assert found == {}
 
 
 def test_the_pictures_of_documents_can_be_made_and_are_shown(
@@ -158,3 +186,80 @@ def test_the_pictures_of_documents_can_be_made_and_are_shown(
     text = "".join(one.read_text() for one in (ROOT / "README.md", ROOT / "docs" / "page.md"))
     assert {one.name for one in (ROOT / "docs" / "pictures").iterdir()} == set(DOCUMENTS)
     assert [name for name in DOCUMENTS if f"pictures/{name})" not in text] == []
+
+
+def test_an_audit_finds_what_is_wrong(open_browser: Callable[..., Browser], shown: Shown) -> None:
+    browser = open_browser(bypass_csp=True)
+    settle(browser, "/det/experiments")
+    browser.page.evaluate(
+        "document.querySelector('main').insertAdjacentHTML('beforeend', "
+        "'<button></button><p class=\"pale\">pale</p>'); document.querySelector('.pale').style.color = '#ccc'"
+    )
+    assert {json.loads(one)["id"] for one in violations(browser)} >= {"button-name", "color-contrast"}
+
+
+@pytest.mark.exhaustive("[dark]")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_dialogs_have_nothing_against_them_and_the_keyboard_ends_them(
+    open_browser: Callable[..., Browser], shown: Shown, scheme: str
+) -> None:
+    browser = open_browser(bypass_csp=True, color_scheme=scheme)
+    for path, button in (
+        ("/det/models", "button:has-text('New model')"),
+        ("/det/tasks", "button[aria-label='Kill nvidia-smi dmon']"),
+        ("/det/models/digits", ".tools button:has-text('Edit')"),
+        ("/det/clusters", "button[aria-label^='Set the priority of evaluate']"),
+    ):
+        settle(browser, path)
+        browser.page.focus(button)
+        browser.page.keyboard.press("Enter")
+        browser.page.wait_for_selector("dialog[open]")
+        assert violations(browser) == []
+        browser.page.keyboard.press("Escape")
+        browser.page.wait_for_selector("dialog", state="detached")
+
+
+@pytest.mark.exhaustive("[/det/experiments]")
+@pytest.mark.parametrize("path", ["/det/experiments", "/det/tasks", "/det/models"])
+def test_a_table_is_reached_and_used_by_the_keyboard(
+    open_browser: Callable[..., Browser], shown: Shown, path: str
+) -> None:
+    browser = open_browser()
+    browser.open(path, "tbody tr[data-idx]")
+    press = browser.page.keyboard.press
+    browser.page.evaluate("document.querySelector('input[type=search]').focus()")
+    for _ in range(12):
+        press("Tab")
+        if browser.page.evaluate("document.activeElement.classList.contains('scroller')"):
+            break
+    assert browser.page.evaluate("document.activeElement.classList.contains('scroller')")
+    press("ArrowDown")
+    browser.until("document.activeElement.dataset?.idx === '0'")
+    press("End")
+    last = browser.page.evaluate("document.querySelector('table').getAttribute('aria-rowcount')")
+    browser.until(f"document.activeElement.dataset?.idx === String({last} - 2)")
+    press("Home")
+    browser.until("document.activeElement.dataset?.idx === '0'")
+    shows = browser.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert shows != "none"
+    where = browser.page.evaluate("document.activeElement.querySelector('a[href]').getAttribute('href')")
+    press("Enter")
+    browser.until(f"location.pathname === {json.dumps(where)}")
+
+
+def test_the_first_tab_leads_past_the_main_line(open_browser: Callable[..., Browser], shown: Shown) -> None:
+    browser = open_browser(token="admin")
+    for path in views(shown).values():
+        browser.show(path)
+        browser.until("!document.querySelector('.loading')")
+        assert browser.page.evaluate("document.activeElement.tagName") == "BODY", path
+        # From where a new window begins, and not from where the view before had the focus.
+        browser.page.evaluate(
+            "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')"
+        )
+        browser.page.keyboard.press("Tab")
+        assert browser.page.evaluate("document.activeElement.className") == "skip", path
+        browser.page.keyboard.press("Enter")
+        assert browser.page.evaluate("document.activeElement.tagName") == "H1", path
+        browser.page.evaluate("document.activeElement.blur()")
+    browser.forgive("404")  # Of what is not there.
