@@ -25,6 +25,7 @@ class SrunTransport:
     """
 
     connect_s = _CONNECT_S
+    ends_with_parent = False
 
     def __init__(
         self,

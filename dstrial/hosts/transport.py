@@ -87,9 +87,11 @@ class Transport(Protocol):
 
     Attributes:
         connect_s: timeout of the start, seconds.
+        ends_with_parent: whether the end of the program's parent process means that the host was taken away.
     """
 
     connect_s: float
+    ends_with_parent: bool
 
     def words(self, host: str, python: str) -> list[str]:
         """Return the command that runs ``remote.main`` by an interpreter there."""
@@ -133,6 +135,7 @@ class SshTransport:
     """Starts programs by ``ssh HOST``, with the user's own configuration."""
 
     connect_s = float(CONNECT_S)
+    ends_with_parent = False
 
     def words(self, host: str, python: str) -> list[str]:
         options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]

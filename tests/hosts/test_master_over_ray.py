@@ -177,6 +177,32 @@ def test_a_killed_master_finds_its_trial_in_its_placement_group(
     assert "resumed from checkpoint" not in log
 
 
+def test_removed_placement_group_ends_its_trial_which_resumes(
+    cluster: RayCluster, master: MasterOnHosts
+) -> None:
+    """Ray kills the actor only: the agent ends the trial there, before another job gets the node."""
+    assert master.up().returncode == 0
+    experiment, trial = master.train(60, 0.1, resources={"slots_per_trial": 2})
+    supervisors = {
+        (machine, pid)
+        for machine in cluster.machines.all
+        for pid, words in machine.processes().items()
+        if "supervisor" in words
+    }
+    assert len(supervisors) == 2
+    cluster.ask(
+        "(name,) = [one['name'] for one in ray.util.placement_group_table().values() if one['state'] == 'CREATED']\n"
+        "ray.util.remove_placement_group(ray.util.get_placement_group(name))\nprint(name)"
+    )
+    wait_until(
+        lambda: not any(pid in machine.processes() for machine, pid in supervisors),
+        20,
+        lambda: str(cluster.machines.processes()),
+    )
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
+    assert "resumed from checkpoint" in master.log(trial)
+
+
 def test_a_search_of_eight_trials_ends_right_though_a_node_is_cut_in_its_middle(
     cluster: RayCluster, master: MasterOnHosts
 ) -> None:

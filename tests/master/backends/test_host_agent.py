@@ -39,7 +39,7 @@ class _Agent:
         self.said: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self.send({
-            "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False, "forks_with_accelerators": False,
+            "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False, "ends_with_parent": False, "forks_with_accelerators": False,
             "warm_idle_timeout_s": 1, "live": live, "umask": None,
         })  # fmt: skip
         self._reader = threading.Thread(target=self._answer)

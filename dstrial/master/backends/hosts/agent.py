@@ -102,6 +102,8 @@ class Agent:
             self._set_lease(0.0)
         self._beat: float | None = None
         self._lease_ends_s = _boottime() + LEASE_S  # as far as this agent is concerned
+        # Ray's actor, which ends with the job and leaves its children behind; None where the parent says nothing.
+        self._parent = os.getppid() if hello["ends_with_parent"] else None
         self._take_over()
         self._slots = _slots_of(hello["slots"])
         if self._place and len(self._slots) < len(hello["slots"]):
@@ -287,7 +289,7 @@ class Agent:
         os.utime(self._lease, (ends_s, ends_s))
 
     def _watch_lease(self) -> None:
-        while _boottime() < self._lease_ends_s:
+        while _boottime() < self._lease_ends_s and self._parent in (None, os.getppid()):
             time.sleep(BEAT_S)
         try:
             # Supervisors kill what runs, unless they are stopped.

@@ -397,6 +397,7 @@ class HostLink:
             {
                 "host": self.host.name,
                 "place": self._place,
+                "ends_with_parent": settings.transport.ends_with_parent,
                 "cluster_id": settings.cluster_id,
                 "slots": list(self.host.slots),
                 "umask": settings.umask,

@@ -153,6 +153,7 @@ class RayTransport:
     """Starts programs in a placement group; the bridge's ``socket`` may appear later."""
 
     connect_s = _CONNECT_S
+    ends_with_parent = True  # the job's actor
 
     def __init__(self, job_id: str, socket: Path) -> None:
         self._job_id = job_id
