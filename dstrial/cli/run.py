@@ -319,7 +319,7 @@ def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: Res
 
 
 def _has_engine() -> bool:
-    from dstrial.master.backends.engine import shown_engine
+    from dstrial.master.backends.status import shown_engine
     from dstrial.master.state_directory import StateDirectory
 
     return shown_engine(StateDirectory.choose().path) is not None

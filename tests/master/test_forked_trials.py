@@ -23,7 +23,7 @@ from warm_start import SWITCH
 
 from dstrial.fork_server.key import is_free
 from dstrial.harness_paths import WARM_VARIABLE
-from dstrial.master.backends.fork_servers import shown_servers
+from dstrial.master.backends.status import shown_servers
 from dstrial.master.backends.supervisor import descendants, members_of_session
 from dstrial.testing.master import MasterForTest, master_for_test
 

@@ -7,9 +7,7 @@ it is submitted when the trial waits, and cancelled when the allocation has ende
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dstrial.errors import MasterError
@@ -19,7 +17,6 @@ from dstrial.master.backends.backend import Refusal
 JobState = Literal["pending", "running", "leaving", "ended"]
 """Of an engine's job: it waits; it has its nodes; it loses them soon; it has none any more."""
 
-SHOWN_NAME = "engine.json"  # file of the state directory that `shown_engine` reads
 MAX_PENDING = 32  # jobs in an engine's queue; further requests wait with the master
 
 
@@ -141,25 +138,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Disconnect; jobs stay."""
         ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownEngine:
-    """An engine in ``dstrial status``.
-
-    Attributes:
-        why_away: why it does not answer; None while it does.
-        jobs: a line for people a job.
-    """
-
-    name: str
-    why_away: str | None
-    jobs: list[str]
-
-
-def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the engine of a state directory's master; None without one."""
-    try:
-        return ShownEngine(**json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -7,9 +7,7 @@ tells a trial and a rank who they are (``dstrial.fork_server.key``). A script is
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shlex
@@ -19,16 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import ForkRefusedError, ForkServer, start_program, trains_trial_class
 from dstrial.fork_server.fork import ORPHAN, Program
 from dstrial.master.backends import supervisor
-from dstrial.process_state import read_state
+from dstrial.master.backends.status import SERVERS_NAME, ShownServer, StatusFile
 
 logger = logging.getLogger(__name__)
 
 IMPORTS = ("dstrial.launch.imported_ahead",)  # what a rank that is a new process imports first, too
-SHOWN_NAME = "fork-servers.json"  # file beside the log that `shown_servers` reads
 MAX_SERVERS = 2
 _IMPORT_TIMEOUT_S = 120.0  # of a fork server; torch takes 4 s from a warm disk, a minute from a network one
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
@@ -40,21 +36,6 @@ class ForkSettings:
 
     is_on: bool = True
     idle_timeout_s: float = 300.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownServer:
-    """A fork server in ``dstrial status``.
-
-    Attributes:
-        state: ``importing`` or ``ready``.
-        num_forks: number of trials that it has started.
-    """
-
-    pid: int
-    python: str
-    state: str
-    num_forks: int
 
 
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
@@ -115,7 +96,7 @@ class ForkServers:
         self._settings = settings
         self._log = log
         self._running: list[_Running] = []
-        self._shown: list[ShownServer] = []
+        self._status = StatusFile(log.with_name(SERVERS_NAME))
 
     def start_supervisor(
         self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
@@ -166,22 +147,11 @@ class ForkServers:
         self._show()
 
     def _show(self) -> None:
-        """Write the servers to the file that ``dstrial status`` reads."""
-        shown = [
+        self._status.write(
             ShownServer(one.server.pid, one.python, "ready" if one.is_ready() else "importing", one.num_forks)
             for one in self._running
             if not one.is_broken
-        ]
-        if shown == self._shown:
-            return
-        self._shown = shown
-        path = self._log.with_name(SHOWN_NAME)
-        with contextlib.suppress(OSError):  # The next look shows it.
-            if shown:
-                content = json.dumps([dataclasses.asdict(one) for one in shown])
-                replace_file(path, content, sync=False, is_private=True)
-            else:
-                path.unlink(missing_ok=True)
+        )
 
     def _begin(self, python: str, environment: Mapping[str, str]) -> _Running | None:
         """Start a server; the least recently used one makes room."""
@@ -202,12 +172,3 @@ class ForkServers:
     def _end(self, found: _Running) -> None:
         self._running.remove(found)
         found.server.close()
-
-
-def shown_servers(state_dir: Path) -> list[ShownServer]:
-    """Return the living fork servers of a state directory's master."""
-    try:
-        found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [ShownServer(**one) for one in found if read_state(one["pid"]) is not None]

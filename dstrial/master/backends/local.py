@@ -269,11 +269,6 @@ def is_alive(handle: SupervisorHandle) -> bool:
     return supervisor.start_time(handle.pid) == handle.start_time
 
 
-def is_stopped(handle: SupervisorHandle) -> bool:
-    """Return whether SIGSTOP or a debugger holds this very process."""
-    return supervisor.is_stopped(handle.pid) and is_alive(handle)
-
-
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how the allocation ended, None while its supervisor lives.
 
@@ -349,10 +344,6 @@ def resident_bytes(handle: SupervisorHandle) -> int:
         with contextlib.suppress(OSError, IndexError, ValueError):
             total += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
     return total
-
-
-def umask_of_trials() -> int | None:
-    return trial_umask
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
@@ -436,53 +427,6 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
         json.dump(content, file)
 
 
-class _ExitWatch:
-    """Calls ``on_exit`` in a thread of its own whenever a watched process ends."""
-
-    def __init__(self, on_exit: Callable[[], None]) -> None:
-        self._on_exit = on_exit
-        self._epoll = select.epoll()
-        self._wake = os.eventfd(0)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._handles: dict[int, SupervisorHandle] = {}  # by descriptor
-        self.running: set[SupervisorHandle] = set()
-        self._thread = threading.Thread(target=self._run, name="dstrial-exits", daemon=True)
-        self._thread.start()
-
-    def add(self, handle: SupervisorHandle) -> None:
-        descriptor = os.pidfd_open(handle.pid)
-        if not is_alive(handle):  # else the descriptor refers to this very process
-            os.close(descriptor)
-            return
-        self._handles[descriptor] = handle
-        self.running.add(handle)
-        try:
-            self._epoll.register(descriptor, select.EPOLLIN)
-        except OSError:
-            self.running.discard(self._handles.pop(descriptor))
-            os.close(descriptor)
-            raise
-
-    def _run(self) -> None:
-        while True:
-            for descriptor, _ in self._epoll.poll():
-                if descriptor == self._wake:
-                    return
-                self._epoll.unregister(descriptor)
-                self.running.discard(self._handles.pop(descriptor))
-                os.close(descriptor)
-                try:
-                    self._on_exit()
-                except Exception:  # the end is found by the next poll
-                    logger.exception("nobody was notified of the end of a process")
-
-    def close(self) -> None:
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        self._epoll.close()
-        os.close(self._wake)
-
-
 class LocalBackend(OwnNodes):
     """Runs allocations on the master's own machine.
 
@@ -500,7 +444,7 @@ class LocalBackend(OwnNodes):
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_exit = on_exit
-        self._exit_watch: _ExitWatch | None = None  # made for the first process
+        self._watched: set[SupervisorHandle] = set()  # whose end a thread waits for
         self._node = Node(OWN_NODE, name, "127.0.0.1", slots, None, now_us())
         self._fork_servers = fork_servers
         self._is_warm = is_warm
@@ -528,10 +472,24 @@ class LocalBackend(OwnNodes):
         return self._handles[run.allocation_id]
 
     def _watch_exit(self, handle: SupervisorHandle) -> None:
-        with contextlib.suppress(OSError):  # without room for descriptors ends are only polled for
-            if self._exit_watch is None:
-                self._exit_watch = _ExitWatch(self._on_exit)
-            self._exit_watch.add(handle)
+        """Call ``on_exit`` when a process has ended; without a thread, ends are polled."""
+
+        def wait() -> None:
+            self._watched.add(handle)
+            ended.poll()
+            os.close(descriptor)
+            self._watched.discard(handle)
+            try:
+                self._on_exit()
+            except Exception:  # the end is found by the next poll
+                logger.exception("nobody was notified of the end of a process")
+
+        with contextlib.suppress(OSError, RuntimeError):
+            descriptor = os.pidfd_open(handle.pid)
+            if is_alive(handle):  # else the descriptor may be another process's
+                ended = select.poll()
+                ended.register(descriptor, select.POLLIN)
+                threading.Thread(target=wait, name="dstrial-exit", daemon=True).start()
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         handle = self.find(run)
@@ -539,15 +497,11 @@ class LocalBackend(OwnNodes):
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         name, handle = run.allocation_id, self.find(run)
-        if self._exit_watch is not None and handle in self._exit_watch.running:
+        if handle in self._watched:
             return None
         if name not in self._exits and (exit_ := poll_exit(run.directory, handle)) is not None:
             self._exits[name] = exit_
         return self._exits.get(name)
-
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        handle = self.find(run)
-        return handle.pid if handle is not None and is_stopped(handle) else None
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         return (Output(OWN_NODE, run.directory),)
@@ -585,6 +539,4 @@ class LocalBackend(OwnNodes):
         self._fork_servers.poll(is_busy=is_busy)
 
     def close(self) -> None:
-        if self._exit_watch is not None:
-            self._exit_watch.close()
         self._fork_servers.close()

@@ -39,8 +39,6 @@ _TABLE_READS = 5
 _TICK_S = 0.5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _NUM_PARTS = 8
-_STOPPED_AFTER_S = 10.0
-_STOPPED_AGAIN_S = 600.0
 _lease_ends_s: "dict[str, float]" = {}
 
 
@@ -211,7 +209,6 @@ class _Output:
                 self._selector.register(stream.fileno(), selectors.EVENT_READ)
                 self._streams[stream.fileno()] = tag
         self._status: int | None = None
-        self._stopped = _StoppedWatch(child.pid)
         self.is_given_up = False
 
     def follow(self, lease: "str | None", agent: "str | None") -> int:
@@ -229,7 +226,6 @@ class _Output:
                 was_terminated = True
                 _signal_group(self._child.pid, signal.SIGTERM)
             if self._status is None:
-                self.say(self._stopped.poll(time.monotonic()))
                 continue
             if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
                 continue
@@ -348,56 +344,6 @@ class _Output:
 def _open_part(name: str) -> int:
     # A trial may have put a pipe there, which nobody reads.
     return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
-
-
-class _StoppedWatch:
-    """Finds a stopped launcher: the entrypoint, or a process of its group.
-
-    Its ranks lead groups of their own and go on until their output pipe is full. Nothing else would report it.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._found: int | None = None
-        self._since_s = 0.0
-        self._told_s: float | None = None
-
-    def poll(self, now_s: float) -> str:
-        """Return the log line that is due now; empty if none is."""
-        found = next((pid for pid in _group_of(self._pid) if is_stopped(pid)), None)
-        if found != self._found:
-            was_told = self._told_s is not None
-            self._found, self._since_s, self._told_s = found, now_s, None
-            if was_told:
-                with contextlib.suppress(OSError):
-                    os.unlink("stalled.json")
-                if found is None:
-                    return "stalled: no longer, the launcher goes on"
-        if found is None or now_s - self._since_s < _STOPPED_AFTER_S:
-            return ""
-        if self._told_s is not None and now_s - self._told_s < _STOPPED_AGAIN_S:
-            return ""
-        self._told_s = now_s
-        text = f"the launcher, process {found}, is stopped (SIGSTOP)"
-        with contextlib.suppress(OSError):
-            write_json("stalled.json", {"text": text, "since_s": time.time() - (now_s - self._since_s)})
-        return (
-            f"stalled: {text}; its ranks go on until what they print has no more room, and nobody watches them. "
-            f"Let it go on with `kill -CONT {found}`."
-        )
-
-
-def _group_of(pid: int) -> list[int]:
-    """Return a process and its descendants in its process group."""
-    found = [pid]
-    for one in found:
-        try:
-            with open(f"/proc/{one}/task/{one}/children", encoding="utf-8") as file:
-                children = file.read().split()
-        except OSError:  # it has ended, or a kernel without CONFIG_PROC_CHILDREN
-            continue
-        found += [int(child) for child in children if _stat(child)[2:3] == [str(pid).encode()]]
-    return found
 
 
 def descendants(pid: int) -> "list[int]":

@@ -17,7 +17,8 @@ import pytest
 
 from dstrial.hosts.remote import PREFIX
 from dstrial.hosts.transport import GOODBYE, LEASE_S
-from dstrial.master.backends import AllocationRequest, local
+from dstrial.master.backends import local
+from dstrial.master.backends.request import AllocationRequest
 
 pytestmark = pytest.mark.process
 _NAME = "1.x.1"
@@ -39,7 +40,8 @@ class _Agent:
         self.said: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self.send({
-            "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False, "ends_with_parent": False, "forks_with_accelerators": False,
+            "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False,
+            "ends_with_parent": False, "forks_with_accelerators": False,
             "warm_idle_timeout_s": 1, "live": live, "umask": None,
         })  # fmt: skip
         self._reader = threading.Thread(target=self._answer)

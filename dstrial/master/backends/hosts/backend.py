@@ -5,13 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
-from dstrial.file_writes import remove_tree, replace_file
+from dstrial.file_writes import remove_tree
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
@@ -27,43 +26,19 @@ from dstrial.master.backends.backend import (
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
 from dstrial.master.backends.local import LocalBackend, begun_checkpoints
 from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile
 from dstrial.master.clock import now_us
 
-SHOWN_NAME = "hosts.json"  # file of the state directory that `shown_hosts` reads
 _BEGIN_S = 8.0
 _ENDS_BY_ITSELF_S = 5.0  # grace period of the other nodes after one has failed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownHost:
-    """A host in ``dstrial status``; ``why_down`` is None while it can be used."""
-
-    name: str
-    num_slots: int
-    why_down: str | None
-    since_us: int
-
-
-def shown_hosts(state_dir: Path) -> list[ShownHost]:
-    """Return the hosts of a state directory's master; empty without one."""
-    try:
-        found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [ShownHost(**one) for one in found]
-
-
 class LinkedBackend(abc.ABC):
-    """Runs what has slots on machines with links, and the rest on the master's own.
+    """Runs what has slots on machines with links, and the rest on the master's own."""
 
-    ``shown_in`` is the file that ``shown_hosts`` reads.
-    """
-
-    def __init__(self, local: LocalBackend, shown_in: Path) -> None:
+    def __init__(self, local: LocalBackend, state_dir: Path) -> None:
         self._local = local
-        self._shown_in = shown_in
-        self._shown: list[ShownHost] = []
-        shown_in.unlink(missing_ok=True)  # of a master before this one
+        self._status = StatusFile(state_dir / HOSTS_NAME)
         # Allocations that end because of a node's failure, and that failure where the node cannot tell itself.
         self._terminating: dict[str, NodeExit | None] = {}
 
@@ -172,9 +147,6 @@ class LinkedBackend(abc.ABC):
             self.kill(run)
         return None
 
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        return self._local.stopped_supervisor(run) if run.is_on_own_node else None
-
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         if run.is_on_own_node:
             return self._local.outputs(run)
@@ -224,12 +196,9 @@ class LinkedBackend(abc.ABC):
 
     def poll(self, *, is_busy: bool) -> None:
         self._local.poll(is_busy=is_busy)
-        shown = [ShownHost(node.name, len(node.slots), node.why_down, node.since_us) for node in self.nodes()]
-        if shown != self._shown:
-            self._shown = shown
-            text = json.dumps([dataclasses.asdict(one) for one in shown])
-            with contextlib.suppress(OSError):  # The next change shows it.
-                replace_file(self._shown_in, text, sync=False, is_private=True)
+        self._status.write(
+            ShownHost(node.name, len(node.slots), node.why_down, node.since_us) for node in self.nodes()
+        )
 
 
 class HostsBackend(OwnNodes, LinkedBackend):
@@ -244,9 +213,9 @@ class HostsBackend(OwnNodes, LinkedBackend):
         hosts: dict[int, Host],
         settings: AgentSettings,
         tell: Callable[[], None],
-        shown_in: Path,
+        state_dir: Path,
     ) -> None:
-        super().__init__(local, shown_in)
+        super().__init__(local, state_dir)
         self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
 
     def begin(self) -> None:

@@ -33,15 +33,7 @@ from dstrial.master.backends.backend import (
     SlotsGoneError,
     SupervisorHandle,
 )
-from dstrial.master.backends.engine import (
-    SHOWN_NAME,
-    Engine,
-    EngineJob,
-    EngineRefusedError,
-    JobRequest,
-    ShownEngine,
-)
-from dstrial.master.backends.hosts.backend import SHOWN_NAME as SHOWN_HOSTS_NAME
+from dstrial.master.backends.engine import Engine, EngineJob, EngineRefusedError, JobRequest
 from dstrial.master.backends.hosts.backend import LinkedBackend
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink
 from dstrial.master.backends.local import LocalBackend
@@ -57,6 +49,7 @@ from dstrial.master.backends.queued.jobs import (
 )
 from dstrial.master.backends.queued.nodes import NodeTable
 from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.status import ENGINE_NAME, ShownEngine, StatusFile
 from dstrial.master.store.nodes import index_of, slot_id_of
 from dstrial.visible_text import visible_line
 
@@ -95,12 +88,11 @@ class QueuedBackend(LinkedBackend):
         *,
         wants_devices: bool,
     ) -> None:
-        super().__init__(local, state_dir / SHOWN_HOSTS_NAME)
+        super().__init__(local, state_dir)
         self._engine = engine
         self._settings = settings
         self._tell_scheduler = tell
-        self._shown_engine_in = state_dir / SHOWN_NAME
-        self._shown_engine: ShownEngine | None = None
+        self._engine_status = StatusFile(state_dir / ENGINE_NAME)
         self._wants_devices = wants_devices
         self._lock = threading.RLock()
         self._waiting: dict[str, WaitingRequest] = {}
@@ -242,12 +234,8 @@ class QueuedBackend(LinkedBackend):
         with self._lock:
             there = [job.seen for job in self._jobs.values() if job.end is None and not job.is_cancelled]
             jobs = [f"{job.text} for {job.key}" for job in there]
-            shown = ShownEngine(self._engine.name, self._why_away, jobs)
-        if shown != self._shown_engine:
-            self._shown_engine = shown
-            with contextlib.suppress(OSError):  # The next change shows it.
-                text = json.dumps(dataclasses.asdict(shown))
-                replace_file(self._shown_engine_in, text, sync=False, is_private=True)
+            why_away = self._why_away
+        self._engine_status.write([ShownEngine(self._engine.name, why_away, jobs)])
 
     def close(self) -> None:
         self._is_closing.set()
@@ -255,7 +243,7 @@ class QueuedBackend(LinkedBackend):
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
         _close_links(self._jobs.values())
-        self._shown_engine_in.unlink(missing_ok=True)
+        self._engine_status.delete()
         self._local.close()
 
     # An allocation's job; under the lock
