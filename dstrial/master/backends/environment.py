@@ -1,4 +1,4 @@
-"""Environment variables, ports and cluster-info files, as in Determined's containers.
+"""Environment, ports and cluster-info files, as in Determined's containers.
 
 Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
 """

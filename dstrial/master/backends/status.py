@@ -1,4 +1,4 @@
-"""Files of the state directory by which ``dstrial status`` shows hosts, jobs and fork servers."""
+"""Files by which ``dstrial status`` shows hosts, jobs and fork servers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ShownServer:
 
 
 class StatusFile:
-    """A list of records in a file, which is deleted at first and rewritten when it changes."""
+    """Writes a list of records to a file whenever it changes; deletes an old file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -39,6 +39,7 @@ class Nodes:
 
     command: tuple[str, ...] = ("cat",)
     connect_s: float = 600.0
+    ends_with_parent: bool = False
 
     def words(self, host: str, python: str) -> list[str]:
         del host, python
