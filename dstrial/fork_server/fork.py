@@ -47,25 +47,16 @@ _exit_code = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A command line without the interpreter, and the process state that it starts in.
+    """A command line without the interpreter, and the process state that it starts in."""
 
-    Attributes:
-        words: ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``.
-        numbers: descriptors of the open files that are sent along.
-        leads: ``session`` or ``group``: what the process leads; empty for neither.
-        umask: None for that of its parent.
-        ends_with_parent: whether the kernel kills the process when its parent ends.
-        has_spare: whether its own children can be forks.
-    """
-
-    words: Sequence[str]
+    words: Sequence[str]  # ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``
     environment: Mapping[str, str]
     directory: str
-    numbers: Sequence[int] = (0, 1, 2)
-    leads: str = ""
-    umask: int | None = None
-    ends_with_parent: bool = False
-    has_spare: bool = False
+    numbers: Sequence[int] = (0, 1, 2)  # descriptors of the open files that are sent along
+    leads: str = ""  # ``session`` or ``group``: what the process leads; empty for neither
+    umask: int | None = None  # None for that of its parent
+    ends_with_parent: bool = False  # whether the kernel kills the process when its parent ends
+    has_spare: bool = False  # whether its own children can be forks
 
     def import_directories(self) -> list[str]:
         """Return the directories whose modules come before installed ones."""
@@ -78,21 +69,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The state of the server once it has imported everything.
+    """The state of the server once it has imported everything."""
 
-    Attributes:
-        added: environment variables that its imports have set.
-        path: ``sys.path`` without the program's directory and PYTHONPATH.
-        descriptors: open files that its imports keep.
-        versions: modification time (ns) of each imported file.
-        absent: modules that its imports asked for and did not find.
-    """
-
-    added: Mapping[str, str]
-    path: Sequence[str]
-    descriptors: frozenset[int]
-    versions: Mapping[str, int]
-    absent: frozenset[str]
+    added: Mapping[str, str]  # environment variables that its imports have set
+    path: Sequence[str]  # ``sys.path`` without the program's directory and PYTHONPATH
+    descriptors: frozenset[int]  # open files that its imports keep
+    versions: Mapping[str, int]  # modification time (ns) of each imported file
+    absent: frozenset[str]  # modules that its imports asked for and did not find
 
     def refusal(self, program: Program) -> str:
         """Return why a fork would differ from a new process; empty if it would not."""

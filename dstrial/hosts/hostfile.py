@@ -22,17 +22,11 @@ _MAX_SLOTS = 65_536
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A machine and those of its slots that may be used.
+    """A machine and those of its slots that may be used."""
 
-    Attributes:
-        name: as ssh takes it: a name, an address, or an alias of ``~/.ssh/config``.
-        slots: indices of devices, ascending, from 0, in rank order.
-        is_filtered: whether a filter chose them among more.
-    """
-
-    name: str
-    slots: tuple[int, ...]
-    is_filtered: bool = False
+    name: str  # as ssh takes it: a name, an address, or an alias of ``~/.ssh/config``
+    slots: tuple[int, ...]  # indices of devices, ascending, from 0, in rank order
+    is_filtered: bool = False  # whether a filter chose them among more
 
 
 def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:

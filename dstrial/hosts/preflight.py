@@ -32,52 +32,34 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """What a host reports.
-
-    Attributes:
-        versions: of torch, deepspeed and dstrial; None if not installed.
-        num_accelerators: by its drivers.
-        addresses: interfaces and IPv4 addresses, the one that ssh reached first.
-        skew_s: by how much its clock is ahead of ours, seconds.
-        environment: of a program that ssh starts.
-        machine: equal for two names of one machine.
-    """
+    """What a host reports."""
 
     python: str
-    versions: Mapping[str, str | None]
-    num_accelerators: int
-    addresses: tuple[tuple[str, str], ...]
-    skew_s: float
-    environment: Mapping[str, str]
-    machine: str
+    versions: Mapping[str, str | None]  # of torch, deepspeed and dstrial; None if not installed
+    num_accelerators: int  # by its drivers
+    addresses: tuple[tuple[str, str], ...]  # interfaces and IPv4 addresses, the one that ssh reached first
+    skew_s: float  # by how much its clock is ahead of ours, seconds
+    environment: Mapping[str, str]  # of a program that ssh starts
+    machine: str  # equal for two names of one machine
     greeting: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyHost:
-    """A host that passed.
-
-    Attributes:
-        address: at which the other hosts reach it, on ``interface``.
-    """
+    """A host that passed."""
 
     host: Host
     facts: Facts
-    address: str
+    address: str  # at which the other hosts reach it, on ``interface``
     interface: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preflight:
-    """Hosts that can train together.
+    """Hosts that can train together."""
 
-    Attributes:
-        hosts: in the order of the hostfile.
-        seconds: duration of the check.
-    """
-
-    hosts: tuple[ReadyHost, ...]
-    seconds: float
+    hosts: tuple[ReadyHost, ...]  # in the order of the hostfile
+    seconds: float  # duration of the check
 
 
 def check_hosts(

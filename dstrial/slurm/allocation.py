@@ -14,19 +14,14 @@ _FIRST_OWN_STEP = 0xFFFFFFF0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """Nodes that Slurm has given to a job.
-
-    Attributes:
-        nodes: names, in Slurm's order.
-        num_tasks: requested on each node; 1 by default.
-        num_devices: accelerators of the job on this node; 0 without any, and where Slurm does not manage them.
-        divides_devices: whether they were requested by task or for the whole job: then a step has to name its number.
-    """
+    """Nodes that Slurm has given to a job."""
 
     job_id: int
-    nodes: tuple[str, ...]
-    num_tasks: tuple[int, ...]
+    nodes: tuple[str, ...]  # names, in Slurm's order
+    num_tasks: tuple[int, ...]  # requested on each node; 1 by default
+    # accelerators of the job on this node; 0 without any, and where Slurm does not manage them
     num_devices: int = 0
+    # whether they were requested by task or for the whole job: then a step has to name its number
     divides_devices: bool = False
 
 

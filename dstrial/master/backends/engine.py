@@ -26,24 +26,15 @@ class EngineRefusedError(MasterError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A request for nodes.
+    """A request for nodes."""
 
-    Attributes:
-        key: ``trial-7`` or ``command-<task id>``; another master finds the job by it.
-        title: of the job in the engine's own lists.
-        num_slots: on all nodes together, at least 1.
-        is_on_one_node: whether the slots must be on one node.
-        excluded_nodes: names of nodes that must not be used.
-        wants_devices: whether a slot is an accelerator; else a processor core.
-        settings: the user's ``slurm`` section of the experiment's config.
-    """
-
-    key: str
-    title: str
-    num_slots: int
-    is_on_one_node: bool = False
-    excluded_nodes: frozenset[str] = frozenset()
-    wants_devices: bool = False
+    key: str  # ``trial-7`` or ``command-<task id>``; another master finds the job by it
+    title: str  # of the job in the engine's own lists
+    num_slots: int  # on all nodes together, at least 1
+    is_on_one_node: bool = False  # whether the slots must be on one node
+    excluded_nodes: frozenset[str] = frozenset()  # names of nodes that must not be used
+    wants_devices: bool = False  # whether a slot is an accelerator; else a processor core
+    # the user's ``slurm`` section of the experiment's config
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -65,20 +56,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineJob:
-    """A job as its engine sees it.
+    """A job as its engine sees it."""
 
-    Attributes:
-        id: the engine's; one word for a shell.
-        key: of its request.
-        text: state for people, with the engine's reason: ``job 12: pending (Resources: …)``.
-        parts: in rank order; empty unless it runs or leaves.
-    """
-
-    id: str
-    key: str
+    id: str  # the engine's; one word for a shell
+    key: str  # of its request
     state: JobState
-    text: str
-    parts: tuple[Part, ...] = ()
+    text: str  # state for people, with the engine's reason: ``job 12: pending (Resources: …)``
+    parts: tuple[Part, ...] = ()  # in rank order; empty unless it runs or leaves
 
 
 class Engine(Protocol):

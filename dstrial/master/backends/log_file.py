@@ -28,18 +28,12 @@ _STREAMS = {"o": "stdout", "e": "stderr"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRead:
-    """Lines read from a log.
-
-    Attributes:
-        end: byte offset behind the lines, for the next read.
-        num_lost: lines before them that the supervisor has deleted to make room.
-        has_more: whether there may be more to read at once.
-    """
+    """Lines read from a log."""
 
     lines: list[LogLine]
-    end: int
-    num_lost: int = 0
-    has_more: bool = False
+    end: int  # byte offset behind the lines, for the next read
+    num_lost: int = 0  # lines before them that the supervisor has deleted to make room
+    has_more: bool = False  # whether there may be more to read at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

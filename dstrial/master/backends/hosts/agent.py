@@ -53,19 +53,14 @@ _output = threading.Lock()
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """An allocation on this host.
-
-    Attributes:
-        sent: bytes of each log file that the master has; None before the master asks.
-        mirrored: what the master has of ``MIRRORED``.
-        is_reported: whether the master knows how it ended.
-    """
+    """An allocation on this host."""
 
     directory: Path
     handle: SupervisorHandle | None
+    # bytes of each log file that the master has; None before the master asks
     sent: dict[str, int] | None = None
-    mirrored: dict[str, str] = dataclasses.field(default_factory=dict)
-    is_reported: bool = False
+    mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # what the master has of ``MIRRORED``
+    is_reported: bool = False  # whether the master knows how it ended
 
 
 def _send(message: Mapping[str, Any]) -> None:

@@ -64,18 +64,12 @@ _MAY_RUN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """Settings of the master for its agents.
+    """Settings of the master for its agents."""
 
-    Attributes:
-        python: interpreter on every host.
-        master_port: on the master's loopback address.
-        umask: of entrypoints; None for that of a login there.
-    """
-
-    python: str
+    python: str  # interpreter on every host
     cluster_id: str
-    master_port: int
-    umask: int | None
+    master_port: int  # on the master's loopback address
+    umask: int | None  # of entrypoints; None for that of a login there
     is_warm: bool
     forks_with_accelerators: bool
     warm_idle_timeout_s: float
@@ -84,31 +78,21 @@ class AgentSettings:
 
 @dataclasses.dataclass(slots=True)
 class RemoteRun:
-    """An allocation's part on a host, as last reported.
+    """An allocation's part on a host, as last reported."""
 
-    Attributes:
-        mirror: local copy of the host's directory.
-        request: the request until the host confirms it; None after that, or if an earlier master sent it.
-        is_sent: whether the host may have received the request.
-        slots: indices of its slots on the host.
-        ranks: for people, as ``ranks 2 to 3``.
-        is_consequence: whether a rank on another host failed first.
-        heard_s: when its end became known, monotonic seconds.
-        kill: ``leaves_record`` of the requested kill; None without one.
-    """
-
-    mirror: Path
+    mirror: Path  # local copy of the host's directory
+    # the request until the host confirms it; None after that, or if an earlier master sent it
     request: AllocationRequest | None
-    slots: tuple[int, ...]
-    ranks: str
+    slots: tuple[int, ...]  # indices of its slots on the host
+    ranks: str  # for people, as ``ranks 2 to 3``
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
-    is_consequence: bool = False
+    is_consequence: bool = False  # whether a rank on another host failed first
     time_us: int = 0
-    heard_s: float = 0.0
+    heard_s: float = 0.0  # when its end became known, monotonic seconds
     is_stopping: bool = False
-    kill: bool | None = None
-    is_sent: bool = False
+    kill: bool | None = None  # ``leaves_record`` of the requested kill; None without one
+    is_sent: bool = False  # whether the host may have received the request
     notes: list[Note] = dataclasses.field(default_factory=list)
 
 

@@ -17,22 +17,14 @@ _MAX_FAILURES = 3  # consecutive job failures after which a request fails
 
 @dataclasses.dataclass(slots=True)
 class WaitingRequest:
-    """A request until its allocation begins, or the scheduler makes it no more.
-
-    Attributes:
-        num_failures: consecutive jobs that have ended before the allocation began.
-        failure: why it is given up; None while it is not.
-        retry_s: when another job may be submitted, monotonic.
-        text: why it has no job.
-        logged: the last message for its log.
-    """
+    """A request until its allocation begins, or the scheduler makes it no more."""
 
     request: ResourceRequest
-    num_failures: int = 0
-    failure: str | None = None
-    retry_s: float = 0.0
-    text: str = ""
-    logged: str = ""
+    num_failures: int = 0  # consecutive jobs that have ended before the allocation began
+    failure: str | None = None  # why it is given up; None while it is not
+    retry_s: float = 0.0  # when another job may be submitted, monotonic
+    text: str = ""  # why it has no job
+    logged: str = ""  # the last message for its log
 
     def count_failure(self, key: str, why: str) -> None:
         """Count a job in which no allocation has begun; some in a row fail the request."""
@@ -45,29 +37,18 @@ class WaitingRequest:
 
 @dataclasses.dataclass(slots=True)
 class TrackedJob:
-    """A job from its submission until no allocation uses it.
+    """A job from its submission until no allocation uses it."""
 
-    Attributes:
-        seen: the engine's last report.
-        name: for people.
-        size: :func:`size_of` its request; None for a job of an earlier master.
-        shares: its slots once it has nodes, in rank order; no other job has them.
-        links: by node id.
-        run: the allocation in it.
-        was_used: whether an allocation has begun in it; no second one does.
-        is_cancelled: whether the engine was asked to end it.
-        end: how it ended; None while the engine has it.
-    """
-
-    seen: EngineJob
-    name: str
+    seen: EngineJob  # the engine's last report
+    name: str  # for people
+    # :func:`size_of` its request; None for a job of an earlier master
     size: tuple[int, bool, frozenset[int]] | None = None
-    shares: tuple[Share, ...] = ()
-    links: dict[int, HostLink] = dataclasses.field(default_factory=dict)
-    run: RunRef | None = None
-    was_used: bool = False
-    is_cancelled: bool = False
-    end: str | None = None
+    shares: tuple[Share, ...] = ()  # its slots once it has nodes, in rank order; no other job has them
+    links: dict[int, HostLink] = dataclasses.field(default_factory=dict)  # by node id
+    run: RunRef | None = None  # the allocation in it
+    was_used: bool = False  # whether an allocation has begun in it; no second one does
+    is_cancelled: bool = False  # whether the engine was asked to end it
+    end: str | None = None  # how it ended; None while the engine has it
 
     @property
     def state(self) -> JobState:
@@ -151,17 +132,11 @@ class TrackedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do.
+    """What to do."""
 
-    Attributes:
-        cancelled: jobs to cancel, with the reason.
-        submitted: keys for which a job is submitted, in this order.
-        deferred: keys that wait until fewer jobs are pending.
-    """
-
-    cancelled: tuple[tuple[TrackedJob, str], ...] = ()
-    submitted: tuple[str, ...] = ()
-    deferred: tuple[str, ...] = ()
+    cancelled: tuple[tuple[TrackedJob, str], ...] = ()  # jobs to cancel, with the reason
+    submitted: tuple[str, ...] = ()  # keys for which a job is submitted, in this order
+    deferred: tuple[str, ...] = ()  # keys that wait until fewer jobs are pending
 
 
 def plan(
