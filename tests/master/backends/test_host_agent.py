@@ -18,7 +18,7 @@ import pytest
 
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.remote import PREFIX
-from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Refusal, remote_words
+from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Transport, remote_words
 from dstrial.master.backends import local
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
 from dstrial.master.backends.request import AllocationRequest
@@ -180,21 +180,15 @@ def test_trial_on_ray_ends_with_the_actor(tmp_path: Path) -> None:
             time.sleep(0.1)
 
 
-class _Here:
+class _Here(Transport):
     """Starts agents on this machine."""
 
     connect_s = 30.0
-    ends_with_parent = False
+    fallback = ("not starting an agent", "")
 
     def words(self, host: str, python: str) -> list[str]:
         del host
         return remote_words(python)
-
-    def environment(self) -> None: ...
-
-    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        del host, python, exit_code
-        return Refusal(errors, "")
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
