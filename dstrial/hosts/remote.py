@@ -96,30 +96,21 @@ def _boot_and_namespace() -> str:
         return ""
 
 
-class _Listeners:
-    """Sockets that greet every connection with a word that identifies this host."""
+def listen(address: str, greeting: str) -> int | None:
+    """Greet every connection to an address from now on; return the port, if there is one."""
+    with contextlib.suppress(OSError):
+        listener = socket.create_server((address, 0))
+        threading.Thread(target=_greet, args=(listener, greeting), daemon=True).start()
+        return int(listener.getsockname()[1])
+    return None
 
-    def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
-        self.greeting = secrets.token_hex(_GREETING_BYTES // 2)
 
-    def listen(self, where: list[str]) -> list[list[Any]]:
-        """Return ``[address, port]`` of each address that this host has."""
-        found: list[list[Any]] = []
-        for address in where:
-            with contextlib.suppress(OSError):
-                one = socket.create_server((address, 0))
-                self._sockets.append(one)
-                threading.Thread(target=self._greet, args=(one,), daemon=True).start()
-                found.append([address, one.getsockname()[1]])
-        return found
-
-    def _greet(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = listener.accept()
-                with peer, contextlib.suppress(OSError):
-                    peer.sendall(self.greeting.encode())
+def _greet(listener: socket.socket, greeting: str) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.sendall(greeting.encode())
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
@@ -128,6 +119,8 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 
     def attempt(target: list[Any]) -> str | None:
         address, port, greeting = target
+        if port is None:
+            return "not listening"
         try:
             with socket.create_connection((address, port), timeout_s) as one:
                 word = one.recv(_GREETING_BYTES).decode(errors="replace")
@@ -135,8 +128,6 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
             return (error.strerror or str(error)).lower()
         return None if word == greeting else "somebody else answers there"
 
-    if not targets:
-        return []
     with ThreadPoolExecutor(len(targets)) as threads:
         return list(threads.map(attempt, targets))
 
@@ -199,8 +190,8 @@ def main() -> None:
         user_site = site.getusersitepackages()
         if os.path.isdir(user_site):  # -I leaves it out, and what trains has it
             sys.path.append(user_site)
-    listeners = _Listeners()
-    _answer({**facts(), "greeting": listeners.greeting})
+    greeting = secrets.token_hex(_GREETING_BYTES // 2)  # identifies this host
+    _answer({**facts(), "greeting": greeting})
     while True:
         line = _read_line()
         if not line.strip():  # before `transport.GOODBYE` there is an empty one
@@ -208,7 +199,7 @@ def main() -> None:
         request = json.loads(line)
         what = request.pop("do")
         if what == "listen":
-            _answer({"listening": listeners.listen(request["addresses"])})
+            _answer({"port": listen(request["address"], greeting)})
         elif what == "connect":
             _answer({"verdicts": connect(request["targets"], request["timeout_s"])})
         elif what == "write_probe":

@@ -21,7 +21,7 @@ from typing import Any
 from dstrial.file_writes import replace_file
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.preflight import fact_problems, facts_of, own_versions
+from dstrial.hosts.preflight import fact_problems, facts_of, named_interface, own_versions, place_of
 from dstrial.hosts.transport import (
     BEAT_S,
     CONNECT_S,
@@ -376,12 +376,15 @@ class HostLink:
             refusal = connection.refusal()
             return f"{visible_line(refusal.got)}. {refusal.fix}"
         facts = facts_of(answer)
-        problems = fact_problems([self.host], [facts], own_versions(), environ=os.environ, interface=None)
+        interface = named_interface(os.environ)
+        problems = fact_problems(
+            [self.host], [facts], own_versions(), environ=os.environ, interface=interface
+        )
         if problems:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
         settings, home = self._settings, facts.environment.get("HOME", "/")
         with self._lock:
-            self._address = next((address for _, address in facts.addresses), "127.0.0.1")
+            self._address = place_of(facts, interface)[0] or "127.0.0.1"
             live = [name for name, run in self._runs.items() if run.exit is None]
         connection.send(
             {
