@@ -38,6 +38,7 @@ from dstrial.master.backends.hosts.backend import LinkedBackend
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink
 from dstrial.master.backends.local import LocalBackend
 from dstrial.master.backends.queued.jobs import (
+    NodeTable,
     Plan,
     TrackedJob,
     WaitingRequest,
@@ -47,7 +48,6 @@ from dstrial.master.backends.queued.jobs import (
     size_of,
     submitted_text,
 )
-from dstrial.master.backends.queued.nodes import NodeTable
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.status import ENGINE_NAME, ShownEngine, StatusFile
 from dstrial.master.store.nodes import index_of, slot_id_of

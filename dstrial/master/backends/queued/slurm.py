@@ -25,8 +25,8 @@ from dstrial.master.backends.engine import (
 )
 from dstrial.master.store.nodes import MOST_SLOTS
 from dstrial.slurm import client
+from dstrial.slurm.allocation import expand_counts, expand_nodes
 from dstrial.slurm.jobs import SINFO, SQUEUE, Job, is_up, parse_nodes, parse_queue
-from dstrial.slurm.nodelist import expand_counts, expand_nodes
 from dstrial.slurm.script import (
     ALIVE_NAME,
     CANCELLED_SUFFIX,
