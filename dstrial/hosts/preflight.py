@@ -139,7 +139,7 @@ def named_interface(environ: Mapping[str, str]) -> str | None:
 
 
 def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
-    """Return a host's address for the other hosts, and its interface; empty without one."""
+    """Return a host's address and interface for the other hosts; empty if none."""
     pairs = (pair for pair in facts.addresses if interface in (None, pair[0]))
     name, address = next(pairs, ("", ""))
     return address, name

@@ -97,7 +97,7 @@ def _boot_and_namespace() -> str:
 
 
 def listen(address: str, greeting: str) -> int | None:
-    """Greet every connection to an address from now on; return the port, if there is one."""
+    """Greet every connection to an address; return the port, None without one."""
     with contextlib.suppress(OSError):
         listener = socket.create_server((address, 0))
         threading.Thread(target=_greet, args=(listener, greeting), daemon=True).start()
