@@ -1,4 +1,4 @@
-"""Which processes may be forks of one: those with the same environment. Pure."""
+"""Decides by environment variables which processes a fork server can serve; pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FREE_PREFIXES = (
     "TORCHELASTIC_",
     "ACCELERATE_",
 )
-"""Variables that tell a process which trial and which rank it is; nothing that is imported ahead reads them."""
+"""Variables that identify a trial and a rank; no module that is imported ahead reads them."""
 
 FREE_NAMES = frozenset(
     {
@@ -58,7 +58,7 @@ FREE_NAMES = frozenset(
 
 
 def is_free(name: str) -> bool:
-    """Say whether forks of one process may differ in a variable."""
+    """Return whether forks of one process may differ in a variable."""
     return name in FREE_NAMES or name.startswith(FREE_PREFIXES)
 
 

@@ -38,7 +38,7 @@ class Facts:
     versions: Mapping[str, str | None]  # of torch, deepspeed and dstrial; None if not installed
     num_accelerators: int  # by its drivers
     addresses: tuple[tuple[str, str], ...]  # interfaces and IPv4 addresses, the one that ssh reached first
-    skew_s: float  # by how much its clock is ahead of ours, seconds
+    skew_s: float  # its clock minus this machine's, seconds
     environment: Mapping[str, str]  # of a program that ssh starts
     machine: str  # equal for two names of one machine
     greeting: str
@@ -157,7 +157,7 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return what is wrong with hosts by their facts. Pure.
+    """Return the problems of hosts by their facts. Pure.
 
     ``here`` are versions on this machine, which all have to have; ``interface`` is required, None for any.
     """

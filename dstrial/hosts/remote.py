@@ -88,7 +88,7 @@ def addresses() -> list[list[str]]:
 
 
 def _boot_and_namespace() -> str:
-    """Return the same text for two names of one machine."""
+    """Return a text that is equal for all names of one machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -168,7 +168,7 @@ def read_probe(path: str) -> dict[str, Any]:
         except OSError as error:
             problem = error.strerror
             with contextlib.suppress(OSError):
-                os.listdir(os.path.dirname(path))  # has NFS look again
+                os.listdir(os.path.dirname(path))  # makes NFS refresh its cache
             time.sleep(0.1)
     return {"error": problem}
 
@@ -188,13 +188,13 @@ def main() -> None:
 
     with contextlib.suppress(Exception):
         user_site = site.getusersitepackages()
-        if os.path.isdir(user_site):  # -I leaves it out, and what trains has it
+        if os.path.isdir(user_site):  # excluded by -I, and visible to the trial
             sys.path.append(user_site)
     greeting = secrets.token_hex(_GREETING_BYTES // 2)  # identifies this host
     _answer({**facts(), "greeting": greeting})
     while True:
         line = _read_line()
-        if not line.strip():  # before `transport.GOODBYE` there is an empty one
+        if not line.strip():  # `transport.GOODBYE` follows an empty line
             return
         request = json.loads(line)
         what = request.pop("do")
@@ -220,7 +220,7 @@ def _answer(answer: dict[str, Any]) -> None:
 
 
 def _read_line() -> bytes:
-    """Read no byte beyond the line: the rest is for the program that this one becomes."""
+    """Read no byte beyond the line: later bytes are for the program that follows."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -16,9 +16,9 @@ from dstrial.hosts import remote
 BEAT_S = 1.0  # between heartbeats of either side
 SILENT_S = 5.0  # without a heartbeat: the host is reported
 LOST_S = 10.0  # without a heartbeat: the host is lost
-LEASE_S = 20.0  # after the last heartbeat that the master has answered: a host kills what it runs
-ORPHAN_S = 24 * 3600.0  # after the master has ended: a host kills what it runs
-GOODBYE = '{"do": "outlive"}'  # the last line to an agent whose master has ended; a lost connection has none
+LEASE_S = 20.0  # after the last answered heartbeat a host kills its allocations
+ORPHAN_S = 24 * 3600.0  # after the master's goodbye a host kills its allocations
+GOODBYE = '{"do": "outlive"}'  # last line to an agent when the master ends; absent if the connection is lost
 CONNECT_S = 5
 """How long a host may take to answer ssh, seconds."""
 # OpenSSH's client, ssh_config(5): it never asks, shares no connection of the user's own, and forwards nothing.
@@ -54,7 +54,7 @@ _SSH_SAYS = (
     ((126, 127), "without Python at {python}",
      "Install the same environment at the same path on each host, or name another interpreter by --python."),
 )  # fmt: skip
-# What belongs to a machine, a login or a terminal, and what tells another job's processes who they are.
+# Variables of a machine, a login or a terminal, and those that identify processes of another job.
 STAYING_NAMES = frozenset(
     {
         "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "HOSTNAME", "HOST", "TMPDIR", "TMP", "TEMP",
@@ -68,8 +68,8 @@ STAYING_PREFIXES = (
     "SSH_", "XDG_", "DBUS_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_",
     "OMPI_", "PALS_",
 )  # fmt: skip
-"""Variables that stay, by how they begin."""
-# What Slurm says of the step that starts a program there: one task, which libraries would take for the only rank.
+"""Prefixes of variables that stay."""
+# Slurm's variables of the step that starts the program: libraries would take its one task for the only rank.
 _OF_A_STEP = (
     "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS", "SLURM_NNODES", "SLURM_STEPMGR", "PMI_", "PMIX_",
@@ -170,7 +170,7 @@ class SshTransport(Transport):
 def remote_command(python: str) -> str:
     """Return the command line for a host's login shell."""
     words = " ".join(map(shlex.quote, remote_words(python)))
-    # A shell that outlives the program tells its signal by the exit code; sshd alone would tell a closed connection.
+    # With a shell that outlives the program, a signal becomes an exit code; sshd would only close the connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
 
 

@@ -30,7 +30,7 @@ _NODE_ID_LABEL = "ray.io/node-id"  # Ray's own label of a node
 _HEAD_S = 5.0  # timeout of the first connection to the head; Ray itself tries for more than a minute
 _START_S = 30.0  # timeout of an actor's start, which imports Ray on the node
 _READ_S = 2.0  # how long an actor waits for output, and until a relay that has hung up is noticed
-_LOST_S = 20.0  # timeout of an answer by an actor, whose node may be gone
+_LOST_S = 20.0  # timeout of an actor's answer: its node may be gone
 _RELAY = "relay"  # name of the threads that serve relays
 _CLOSE_S = (
     4.0  # grace period of relays, which pass a goodbye, after the master's end; shorter than the client's
@@ -43,7 +43,7 @@ class _NotThereError(Exception):
 
 
 class Bridge:
-    """A driver of Ray's, connected by its constructor, which raises what Ray raises."""
+    """A Ray driver; the constructor connects and raises Ray's errors."""
 
     def __init__(self, address: str) -> None:
         import ray

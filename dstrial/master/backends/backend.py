@@ -29,9 +29,9 @@ class Node:
     id: int  # 0 for the master's own machine, ``nodes.id`` of the database for the others
     name: str  # as the user and ``det agent list`` call it
     address: str  # at which the other nodes reach it
-    slots: tuple[Slot, ...]  # what it offers; their ids are those of the whole cluster
+    slots: tuple[Slot, ...]  # with ids that are unique in the cluster
     why_down: str | None  # why nothing can be started there now; None if something can
-    since_us: int  # since when it is as it is
+    since_us: int  # time of its last change between up and down
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class NodeExit:
     exit_code: int  # of the entrypoint there, as a shell sees it
     signal: int | None
     cause: Cause
-    text: str | None = None  # why, where the exit code alone does not say
+    text: str | None = None  # reason, if the exit code does not tell it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Backend(Protocol):
         """Return known supervisors by node: one a share, once all have started."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how a run ended, None while it runs; processes of a lost one are killed."""
+        """Return how a run ended, None while it runs; kill the processes of a lost run."""
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         """Return where the output is, first of all that of the node that failed first."""
@@ -204,7 +204,7 @@ class Backend(Protocol):
         """Return uuids of checkpoints that were begun and not reported."""
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send the entrypoints SIGTERM; the rest is killed when they have ended."""
+        """Send the entrypoints SIGTERM; other processes are killed after them."""
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         """Kill every process of a run.
@@ -228,11 +228,11 @@ class Backend(Protocol):
         """Do periodic work; ``is_busy`` while anything runs."""
 
     def close(self) -> None:
-        """Release everything; what runs goes on."""
+        """Disconnect; allocations continue."""
 
 
 class OwnNodes:
-    """Answers of a back end whose nodes belong to the master: there is no engine."""
+    """Methods of a back end without an engine."""
 
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         del requests

@@ -50,7 +50,7 @@ _FIRST_PORTS = {
     "INTER_TRAIN_PROCESS_COMM_PORT_2": 12365,
     "DSTRIAL_DEEPSPEED_PORT": 29500,
 }
-_NUM_PORTS = 2000  # that are tried from each first one on
+_NUM_PORTS = 2000  # size of each range
 TENSORBOARD_PORTS = {"TENSORBOARD_PORT": 2600}
 # The variable that HIP reads. A second variable, set by the user for the master, would select among the first's devices.
 _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
@@ -121,7 +121,7 @@ def trial_environment(
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
-    # TMPDIR goes with the allocation, and what torch has compiled is wanted by the next one.
+    # TMPDIR is deleted with the allocation; torch's compiled code is kept for the next one.
     env.update(compile_cache())
     env.update(_user_variables(request))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
@@ -214,7 +214,7 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
         visible = ",".join(indices) if all(index.isdecimal() for index in indices) else uuids
         return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
     if "rocm" in kinds:
-        # Not ROCR_VISIBLE_DEVICES as well: HIP counts within what that leaves.
+        # ROCR_VISIBLE_DEVICES stays unset: HIP would count within its devices.
         return {"HIP_VISIBLE_DEVICES": uuids}
     return {
         "CUDA_VISIBLE_DEVICES": "",

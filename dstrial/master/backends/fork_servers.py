@@ -31,7 +31,7 @@ _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForkSettings:
-    """Fork servers in a master's settings; ``idle_timeout_s`` ends one without trials."""
+    """Settings of fork servers; an idle one ends after ``idle_timeout_s``."""
 
     is_on: bool = True
     idle_timeout_s: float = 300.0

@@ -302,7 +302,7 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Send the entrypoint's group SIGTERM; the supervisor kills the rest at its end."""
+    """Send the entrypoint's group SIGTERM; other processes are killed after its end."""
     _signal(handle, signal.SIGTERM)
 
 
@@ -433,7 +433,7 @@ class LocalBackend(OwnNodes):
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_exit = on_exit
-        self._watched: set[SupervisorHandle] = set()  # whose end a thread waits for
+        self._watched: set[SupervisorHandle] = set()  # supervisors with a thread that waits for their end
         self._node = Node(OWN_NODE, name, "127.0.0.1", slots, None, now_us())
         self._fork_servers = fork_servers
         self._is_warm = is_warm

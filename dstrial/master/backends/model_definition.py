@@ -151,7 +151,7 @@ def list_files(tgz: bytes) -> list[PackedFile]:
 
 
 def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
-    """Return the first bytes of one file, and its size.
+    """Return the first bytes of a file and its size.
 
     Raises:
         RequestError: 400 for a path that leads out, a directory, a link or a damaged archive; 404 where there is nothing.
@@ -178,7 +178,7 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
-    """Yield each member of an archive with its path, None for one that leads out."""
+    """Yield each member of an archive with its path; None for a path that leads out."""
     if not tgz:
         return
     total = 0

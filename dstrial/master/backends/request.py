@@ -1,4 +1,4 @@
-"""What the master knows of an allocation when it starts one."""
+"""The request to start an allocation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AllocationRequest:
     addresses: tuple[str, ...] = ("127.0.0.1",)  # of all nodes of the allocation, in rank order
     node_rank: int = 0
     slot_counts: tuple[int, ...] = ()  # of each node; empty for the slots here alone
-    # environment variables where nothing else sets them
+    # environment variables that every other source overrides
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

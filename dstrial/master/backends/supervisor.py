@@ -155,7 +155,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint from this process's spare, if it has one."""
+    """Start the entrypoint from this process's spare, if there is one."""
     client = sys.modules.get("dstrial.fork_server.client")  # imported by forks only
     if client is None or client.fork.spare is None:
         return None, ""
@@ -404,7 +404,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` behind the name; empty without one.
+    """Return the fields of ``/proc/PID/stat`` after the name; empty without a process.
 
     Source: proc(5): state, parent, process group, and the number of threads as the eighteenth.
     """

@@ -44,7 +44,7 @@ from dstrial.master.trial_files import open_regular, read_json
 
 MIRRORED = ("starting.json", "stalled.json")  # files of an allocation's directory that the master shows
 _POLL_S = 0.1  # period in which new output and exits are sent
-_CHUNK_BYTES = 256 * 1024  # of output in one line
+_CHUNK_BYTES = 256 * 1024  # output sent in one message
 _KEEP_TRACEBACKS_S = 30 * 86_400.0  # after a trial's last training
 _BACKLOG = 128  # connections of trials that wait to be accepted
 _COLLECT_PERIOD_S = 3600.0  # between deletions of unused environments
@@ -64,7 +64,7 @@ class _Run:
 
 
 def _send(message: Mapping[str, Any]) -> None:
-    """Send the master a line of JSON, from any thread; block while nobody reads."""
+    """Send the master a line of JSON. Thread-safe; blocks while the pipe is full."""
     data = (PREFIX + json.dumps(message) + "\n").encode()
     with _output, contextlib.suppress(OSError):
         while data:
@@ -82,7 +82,7 @@ class Agent:
         self._hello = hello
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
-        # A host has several agents where each of its jobs has one.
+        # With an engine, a host has an agent per job.
         self._place = f"-{place}" if (place := str(hello.get("place", ""))) else ""
         self._allocations = self._directory / f"allocations{self._place}"
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class Agent:
             self._set_lease(0.0)
         self._answered_beat: float | None = None
         self._lease_ends_s = _boottime() + LEASE_S  # as far as this agent is concerned
-        # Ray's actor, which ends with the job and leaves its children behind; None where the parent says nothing.
+        # Ray's actor, which ends with the job without its children; None if the parent does not matter.
         self._parent = os.getppid() if hello["ends_with_parent"] else None
         self._replace_predecessor()
         self._slots = _slots_of(hello["slots"])
@@ -251,7 +251,7 @@ class Agent:
                 asked,
                 is_warm=self._hello["is_warm"],
                 forks_with_accelerators=self._hello["forks_with_accelerators"],
-                # Slurm kills what it knows of a job, and supervisors are no children of a later step's.
+                # Slurm may kill the agent alone: supervisors are no descendants of a later step.
                 watch={"lease": str(self._lease), "agent": str(self._record) if self._place else None},
             )
             with self._lock:
@@ -287,7 +287,7 @@ class Agent:
         while _boottime() < self._lease_ends_s and self._parent in (None, os.getppid()):
             time.sleep(BEAT_S)
         try:
-            # Supervisors kill what runs, unless they are stopped.
+            # Supervisors do the same at the lease's end, unless they are stopped.
             for run in list(self._runs.values()):
                 local.kill(run.handle, run.directory, leaves_record=False)
         finally:

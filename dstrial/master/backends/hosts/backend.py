@@ -1,4 +1,4 @@
-"""Runs what has slots on hosts of a hostfile, and the rest on this machine."""
+"""Runs allocations with slots on hosts of a hostfile, others on this machine."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ENDS_BY_ITSELF_S = 5.0  # grace period of the other nodes after one has failed
 
 
 class LinkedBackend(abc.ABC):
-    """Runs what has slots on machines with links, and the rest on the master's own."""
+    """Runs allocations with slots on linked machines, others on the master's."""
 
     def __init__(self, local: LocalBackend, state_dir: Path) -> None:
         self._local = local
         self._status = StatusFile(state_dir / HOSTS_NAME)
-        # Allocations that end because of a node's failure, and that failure where the node cannot tell itself.
+        # Allocations that are killed because a node failed, with its exit if the node cannot report it.
         self._terminating: dict[str, NodeExit | None] = {}
 
     @abc.abstractmethod
@@ -90,11 +90,11 @@ class LinkedBackend(abc.ABC):
         return RemoteRun(mirror, request, link.numbers_of(share.slots), _ranks_of(run, share))
 
     def _mirror(self, run: RunRef, share: Share) -> Path:
-        # What shows an allocation's state looks into its directory: that is the first node's.
+        # The run's directory mirrors the first node, because status and page read it.
         return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return each share's link and state; recover what another master has sent."""
+        """Return each share's link and state, also of a run that another master started."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for share in run.shares:
             link = self._link_to(run, share)
@@ -139,7 +139,7 @@ class LinkedBackend(abc.ABC):
                     exit_ = NodeExit(share.node_id, 137, 9, "unreachable", why)
                     self._terminating.setdefault(run.allocation_id, exit_)
         if first is not None:
-            # The others' ranks notice it, and say so.
+            # Ranks on other nodes notice the failure and end by themselves.
             waits = first.exit is not None and first.exit.cause in ("exited", "refused")
             if not waits or time.monotonic() > first.heard_s + _ENDS_BY_ITSELF_S:
                 self._terminating.setdefault(run.allocation_id, None)
@@ -202,7 +202,7 @@ class LinkedBackend(abc.ABC):
 
 
 class HostsBackend(OwnNodes, LinkedBackend):
-    """Runs what has slots on hosts that belong to the master for good.
+    """Runs allocations with slots on the hosts of a hostfile.
 
     ``tell`` wakes the scheduler; any thread calls it.
     """
@@ -243,7 +243,7 @@ def _is_right(part: RemoteRun) -> bool:
 
 
 def _order_of_blame(part: RemoteRun) -> tuple[bool, bool, float]:
-    """Order parts by who failed first.
+    """Order parts by which one failed first.
 
     What was ended because of another's failure is no cause, though it may be heard of first.
     """
@@ -252,7 +252,7 @@ def _order_of_blame(part: RemoteRun) -> tuple[bool, bool, float]:
 
 
 def _ranks_of(run: RunRef, share: Share) -> str:
-    """Return a share's ranks for people, one for each slot."""
+    """Return the ranks of a share for messages: ``ranks 2 to 3``."""
     first = sum(len(one.slots) for one in run.shares[: run.shares.index(share)])
     last = first + len(share.slots) - 1
     return f"rank {first}" if first == last else f"ranks {first} to {last}"

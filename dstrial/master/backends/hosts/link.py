@@ -127,7 +127,7 @@ class HostLink:
         self._lock = threading.RLock()
         self._runs: dict[str, RemoteRun] = {}
         self._connection: HostConnection | None = None
-        self._is_up = False  # whether the connection is one to an agent that has answered
+        self._is_up = False  # whether the agent has answered on the connection
         # Allocations of an earlier master have ended then. Until the lease's end the agent may receive its goodbye.
         self._lease_ends_s = time.monotonic() + ORPHAN_S + LEASE_S
         self._streams = Streams(self._send)
@@ -157,7 +157,7 @@ class HostLink:
         return tuple(by_id[slot_id] for slot_id in slot_ids)
 
     def close(self, *, for_good: bool = False) -> None:
-        """Disconnect; what runs there goes on.
+        """Disconnect; allocations there continue.
 
         ``for_good``: nothing runs there and no agent returns, so that its files there are deleted.
         """
@@ -229,7 +229,7 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation there; one that the host has not received never starts."""
+        """Kill an allocation there; if the host has not received it, it never starts."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
@@ -357,7 +357,7 @@ class HostLink:
                 if self._is_up:
                     self._may_be_cut_off = silent_s > _SILENT_END_S
                 self._is_up = False
-            # A goodbye is for what runs there and is to go on without a master.
+            # Only allocations that shall continue without a master get a goodbye.
             if silent_s > SILENT_S or self._is_released or not self._is_closing.is_set():
                 connection.abandon()
             connection.close()

@@ -56,19 +56,19 @@ from dstrial.visible_text import visible_line
 logger = logging.getLogger("dstrial.master.engine")
 
 _JOB_NAME = "job.json"  # file of an allocation's directory: its job, for the next master
-_BEGIN_S = 8.0  # timeout of the first poll and of the links to what runs
-_POLL_S = 1.0  # period of polls; a poll is one or two commands of the engine's
+_BEGIN_S = 8.0  # timeout of the first poll and of links to running allocations
+_POLL_S = 1.0  # period of polls; a poll is one or two commands of the engine
 _IDLE_POLL_S = 10.0  # period of polls when nothing has changed for `_BUSY_S`
 _BUSY_S = 60.0
 _RETRY_S = 5.0  # backoff after the engine has not answered
 _NODES_PERIOD_S = 20.0  # between queries of all nodes, which are many on a large cluster
 _REJECTED_RETRY_S = 30.0  # backoff of a rejected request
 _CLOSE_LINKS_S = 3.0  # after it, links to nodes that do not answer close in the background
-_CLOSE_S = 15.0  # for cancelling what nothing runs in, when the master ends
+_CLOSE_S = 15.0  # for cancelling unused jobs when the master ends
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs what has slots in jobs of an engine, and the rest on the master's machine.
+    """Runs allocations with slots in jobs of an engine, others on this machine.
 
     Args:
         engine: the engine; one thread calls it.
@@ -96,7 +96,7 @@ class QueuedBackend(LinkedBackend):
         self._wants_devices = wants_devices
         self._lock = threading.RLock()
         self._waiting: dict[str, WaitingRequest] = {}
-        self._has_requests = False  # whether the scheduler has said what waits
+        self._has_requests = False  # whether the scheduler has called `request`
         self._jobs: dict[str, TrackedJob] = {}
         self._job_of: dict[str, TrackedJob] = {}  # by allocation
         self._nodes = NodeTable(ids_of, engine.name, "cuda" if wants_devices else "cpu")
@@ -151,7 +151,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots of a job in which an allocation can begin now; None without one."""
+        """Return slots of a running, unused job; None without one."""
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -254,7 +254,7 @@ class QueuedBackend(LinkedBackend):
         if job is None and not run.is_on_own_node:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 job_id = str(json.loads((run.directory / _JOB_NAME).read_text(encoding="utf-8"))["job"])
-                seen = EngineJob(job_id, "", "running", "")  # The first poll says more, or that it has ended.
+                seen = EngineJob(job_id, "", "running", "")  # updated by the first poll
                 job = self._jobs.setdefault(job_id, TrackedJob(seen, self._engine.job_name(job_id)))
                 job.begin(run)
                 self._job_of[run.allocation_id] = job
@@ -293,7 +293,7 @@ class QueuedBackend(LinkedBackend):
         self._engine.close()
 
     def _poll(self) -> None:
-        """Poll the engine once; cancel and submit what follows."""
+        """Poll the engine once; cancel and submit jobs accordingly."""
         if time.monotonic() > self._capacity_s + _NODES_PERIOD_S:
             self._update_capacity()
         seen = {job.id: job for job in self._engine.jobs()}
@@ -306,7 +306,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel([job for job, _ in todo.cancelled])
         for name, waiting in submitted:
             self._submit(name, waiting)
-        # Only now: a controller that has just begun answers, and rejects what it cannot place yet.
+        # Not earlier: a controller that has just started answers, but rejects jobs that it cannot place yet.
         with self._lock:
             self._why_away = None
             over = [job for job in self._jobs.values() if job.end is not None and job.run is None]
@@ -328,7 +328,7 @@ class QueuedBackend(LinkedBackend):
     def _note_away(self, why: str) -> None:
         with self._lock:
             is_new = self._why_away is None or not self._has_tried.is_set()
-            if is_new:  # Each command says it in other words.
+            if is_new:  # Each command words it differently.
                 self._why_away = visible_line(why)
         if is_new:
             logger.warning("%s does not answer, and is asked again: %s", self._engine.name, why)
@@ -379,7 +379,7 @@ class QueuedBackend(LinkedBackend):
                 slot_ids=share.slots,
                 place=job.seen.id,
             )
-            if run is not None:  # An agent ends what it does not know.
+            if run is not None:  # An agent kills allocations that it does not know.
                 link.recover(run.allocation_id, self._new_part(run, share, link, None))
             link.start()
         job.shares = tuple(shares.values())
@@ -389,7 +389,7 @@ class QueuedBackend(LinkedBackend):
         self._tell_scheduler()
 
     def _plan(self) -> Plan:
-        """Decide what to do; nothing before the scheduler's first request."""
+        """Return which jobs to cancel and submit; none before the first request."""
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -443,7 +443,7 @@ class QueuedBackend(LinkedBackend):
             return
         without = f" without {', '.join(sorted(excluded))}" if excluded else ""
         with self._lock:
-            if size_of(waiting.request) == size_of(request):  # else another size is requested meanwhile
+            if size_of(waiting.request) == size_of(request):  # else another size was requested meanwhile
                 waiting.retry_s = time.monotonic() + _REJECTED_RETRY_S
             waiting.text = f"{self._engine.name} has nothing for it now{without}, and is asked again: {first}"
 
@@ -464,7 +464,7 @@ class QueuedBackend(LinkedBackend):
 
 
 def _close_links(jobs: Iterable[TrackedJob], *, for_good: bool = False) -> None:
-    """Close links side by side; those to dead nodes go on closing behind the caller."""
+    """Close links concurrently; links to dead nodes close in the background."""
     threads = [
         threading.Thread(target=link.close, kwargs={"for_good": for_good}, name="dstrial-close", daemon=True)
         for job in jobs

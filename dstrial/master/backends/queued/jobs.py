@@ -20,7 +20,7 @@ _MAX_FAILURES = 3  # consecutive job failures after which a request fails
 
 @dataclasses.dataclass(slots=True)
 class WaitingRequest:
-    """A request until its allocation begins, or the scheduler makes it no more."""
+    """A request until its allocation begins or the scheduler drops it."""
 
     request: ResourceRequest
     num_failures: int = 0  # consecutive jobs that have ended before the allocation began
@@ -30,7 +30,7 @@ class WaitingRequest:
     logged: str = ""  # the last message for its log
 
     def count_failure(self, key: str, why: str) -> None:
-        """Count a job in which no allocation has begun; some in a row fail the request."""
+        """Count a job that ended unused; ``_MAX_FAILURES`` in a row fail the request."""
         logger.warning("for %s: %s", key, why)
         self.num_failures += 1
         if self.num_failures >= _MAX_FAILURES:
@@ -49,7 +49,7 @@ class TrackedJob:
     shares: tuple[Share, ...] = ()  # its slots once it has nodes, in rank order; no other job has them
     links: dict[int, HostLink] = dataclasses.field(default_factory=dict)  # by node id
     run: RunRef | None = None  # the allocation in it
-    was_used: bool = False  # whether an allocation has begun in it; no second one does
+    was_used: bool = False  # whether an allocation has begun in it; there is no second one
     is_cancelled: bool = False  # whether the engine was asked to end it
     end: str | None = None  # how it ended; None while the engine has it
 
@@ -82,7 +82,7 @@ class TrackedJob:
         self.run, self.was_used, self.shares = run, True, self.shares or run.shares
 
     def cancel(self) -> bool:
-        """Let nothing begin in the job; return whether that is new.
+        """Mark the job as cancelled; return whether that is new.
 
         Its slots are free for the next job, though the engine still ends this one.
         """
@@ -90,14 +90,14 @@ class TrackedJob:
         return is_new
 
     def leaving_reason(self) -> str | None:
-        """Return why it loses its nodes soon, by the engine or one of its agents."""
+        """Return why it loses its nodes soon, according to the engine or an agent."""
         if self.seen.state == "leaving":
             return self.seen.text
         reason = next(filter(None, (link.why_leaving() for link in self.links.values())), None)
         return None if reason is None else f"{self.name} is being ended: {reason}"
 
     def unusable_nodes(self) -> dict[int, str]:
-        """Return the nodes on which nothing can begin, with the reason."""
+        """Return the nodes that cannot start programs, with the reason."""
         return {
             node_id: reason
             for node_id, link in self.links.items()
@@ -177,7 +177,7 @@ def plan(
 
 
 def size_of(request: ResourceRequest) -> tuple[int, bool, frozenset[int]]:
-    """Return what a job is submitted for; another size needs another job."""
+    """Return the part of a request that a job is submitted for."""
     return request.num_slots, request.is_on_one_node, request.excluded_nodes
 
 
@@ -260,7 +260,7 @@ class NodeTable:
         links = [link for job in jobs for link in job.links.values()]
         ends = [link.node() for link in links]
         up = {end.id for end in ends if end.why_down is None}
-        # A job whose node is dead is ended only when the engine notices that, minutes later.
+        # The engine may notice minutes later that a node is dead.
         self._silent = {
             link.node_id: self._silent.get(link.node_id) or link.why_lost() or "silent"
             for link in links

@@ -111,7 +111,7 @@ class RayEngine:
         return str(answer["id"])
 
     def max_pending(self, num_slots: int) -> int:
-        """There may be as many as there is room for, and at least one.
+        """Return how many jobs of that size fit now, at least one.
 
         Ray tries the newest waiting group first (gcs_placement_group_manager.cc orders them by the time of the last attempt and
         a delay that grows to a second): an old one would wait as long as new ones come.
@@ -139,7 +139,7 @@ class RayEngine:
     def cancel(self, job_id: str) -> None:
         """What the group's actors have started on the nodes ends with them."""
         self._bridge.ask("remove", id=job_id)
-        self._places.pop(job_id, None)  # not before: a group whose removal failed must not look new
+        self._places.pop(job_id, None)  # after a removal that succeeded: a group must not look new
 
     def transport(self, job_id: str) -> Transport:
         return RayTransport(job_id, self._bridge.socket)
