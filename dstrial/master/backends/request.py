@@ -59,11 +59,8 @@ class AllocationRequest:
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the model definition; :meth:`from_json` is the inverse."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["directory"] = str(self.directory)
-        plain["slots"] = [dataclasses.asdict(slot) for slot in self.slots]
-        plain["links"] = {name: str(path) for name, path in self.links.items()}
-        plain["variables"] = dict(self.variables)
+        links = {name: str(path) for name, path in self.links.items()}
+        plain = {**dataclasses.asdict(self), "directory": str(self.directory), "links": links}
         del plain["model_definition"]
         return plain
 
