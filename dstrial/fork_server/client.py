@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dstrial.fork_server import fork, server
+from dstrial.fork_server import differing, fork, key_of, server
 from dstrial.fork_server.fork import PR_SET_CHILD_SUBREAPER, Program, prctl
-from dstrial.fork_server.key import differing, key_of
 from dstrial.process_state import is_stopped
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrial.fork_server.key import differing, import_places
+from dstrial.fork_server import differing, import_places
 
 MAX_FILES = 9  # open files that can be sent with a program
 FAILED_TO_BEGIN = 70  # exit code of a spare that could not take on its program (EX_SOFTWARE of sysexits.h)

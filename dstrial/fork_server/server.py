@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial import collector
-from dstrial.fork_server import fork
-from dstrial.fork_server.key import NVML_CHECK_VARIABLE, import_places
+from dstrial.fork_server import NVML_CHECK_VARIABLE, fork, import_places
 
 
 def main(words: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 Importing takes seconds of each start, a fork milliseconds. The first trial that no fork server can serve starts one beside it,
 for later trials: trial classes with the same interpreter and the same environment, apart from variables that identify a trial
-or rank (``dstrial.fork_server.key``). A script is always a new process, and so is a trial in case of doubt.
+or rank (``dstrial.fork_server``). A script is always a new process, and so is a trial in case of doubt.
 """
 
 from __future__ import annotations
