@@ -30,9 +30,9 @@ import start_model
 from rich.console import Console
 from rich.progress import Progress
 
+from dstrial.fork_server import key_of
 from dstrial.fork_server.client import ForkServer
 from dstrial.fork_server.fork import Program
-from dstrial.fork_server.key import key_of
 from dstrial.testing.master import MasterForTest, master_for_test
 
 HERE = pathlib.Path(__file__).resolve().parent

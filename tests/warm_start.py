@@ -22,10 +22,9 @@ from typing import Any
 
 import dstrial
 from dstrial.determined_imports import SITE
-from dstrial.fork_server import client, fork, server
+from dstrial.fork_server import PATH_VARIABLE, client, differing, fork, import_places, server
 from dstrial.fork_server.client import ForkRefusedError, ForkServer
 from dstrial.fork_server.fork import Program
-from dstrial.fork_server.key import PATH_VARIABLE, differing, import_places
 
 IMPORTED_AHEAD = (
     "dstrial.launch.imported_ahead",

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import HostError
-from dstrial.hosts.arguments import add_host_arguments, hosts_of, python_of
+from dstrial.hosts.hostfile import add_host_arguments, hosts_of, python_of
 from dstrial.hosts.preflight import Preflight, check_hosts
 from dstrial.local.run_directory import default_runs_dir
 

@@ -44,8 +44,7 @@ from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
-from dstrial.hosts.arguments import add_host_arguments, given_slots, hosts_of, python_of
-from dstrial.hosts.hostfile import Host
+from dstrial.hosts.hostfile import Host, add_host_arguments, given_slots, hosts_of, python_of
 from dstrial.hosts.srun import hosts_of_allocation
 from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -178,7 +177,7 @@ def main(args: argparse.Namespace) -> int:
 def _check_hosts(request: _Request) -> None:
     """Check whether the hosts can train together, and show them."""
     from dstrial.cli.run_submission import require_hosts
-    from dstrial.hosts.arguments import placement_lines
+    from dstrial.hosts.hostfile import placement_lines
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import transport_of
 
@@ -319,7 +318,7 @@ def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: Res
 
 
 def _has_engine() -> bool:
-    from dstrial.master.backends.engine import shown_engine
+    from dstrial.master.backends.status import shown_engine
     from dstrial.master.state_directory import StateDirectory
 
     return shown_engine(StateDirectory.choose().path) is not None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dstrial.cli.run_outcome import Verdict
 from dstrial.cli.streams import LossTolerantStream
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
-from dstrial.hosts.arguments import require_hostfile
+from dstrial.hosts.hostfile import require_hostfile
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import RunDirectory, RunState

@@ -110,7 +110,7 @@ def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None =
 
 def require_hosts(hosts: Sequence[Host]) -> None:
     """Refuse a running master that has other hosts than these."""
-    from dstrial.master.backends.hosts.backend import shown_hosts
+    from dstrial.master.backends.status import shown_hosts
 
     state = StateDirectory.choose()
     record = state.running()
@@ -131,7 +131,7 @@ def _described(slots: Mapping[str, int]) -> str:
 
 def await_hosts(state: StateDirectory) -> None:
     """Wait until a new master has connected to its hosts, or knows why it cannot."""
-    from dstrial.master.backends.hosts.backend import shown_hosts
+    from dstrial.master.backends.status import shown_hosts
 
     give_up_at_s = time.monotonic() + _HOSTS_S
     while not shown_hosts(state.path) and time.monotonic() < give_up_at_s:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.streams import size_text
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
-from dstrial.master.backends.engine import shown_engine
-from dstrial.master.backends.fork_servers import shown_servers
-from dstrial.master.backends.hosts.backend import shown_hosts
+from dstrial.master.backends.status import shown_engine, shown_hosts, shown_servers
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.views import observe

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dstrial.cli.run_submission import await_hosts
 from dstrial.cli.streams import det_reaches
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
-from dstrial.hosts.arguments import add_host_arguments, placement_lines, require_hostfile
+from dstrial.hosts.hostfile import add_host_arguments, placement_lines, require_hostfile
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
 from dstrial.master.state_directory import MasterRecord, StateDirectory

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dstrial.fork_server import fork, server
+from dstrial.fork_server import differing, fork, key_of, server
 from dstrial.fork_server.fork import PR_SET_CHILD_SUBREAPER, Program, prctl
-from dstrial.fork_server.key import differing, key_of
 from dstrial.process_state import is_stopped
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ _adopting = threading.Lock()
 
 
 class ForkRefusedError(Exception):
-    """No process was forked, and a new one is needed; the message says why."""
+    """No process was forked; the message says why a new process is needed."""
 
 
 def trains_trial_class(words: Sequence[str]) -> bool:
@@ -258,7 +257,7 @@ class ForkServer:
         return ForkedProcess(start_program(spare, program, files, known=known))
 
     def close(self) -> None:
-        """End the server; its forks go on."""
+        """End the server; its forks continue."""
         self._connection.close()
         try:
             self._process.wait(END_TIMEOUT_S if self._problem is not None else 0.01)
@@ -300,7 +299,7 @@ class OwnForkServer:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Make this process the parent of those below it whose own parent ends."""
+    """Adopt orphaned descendants for the block."""
     with _adopting:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:

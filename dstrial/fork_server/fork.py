@@ -29,9 +29,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrial.fork_server.key import differing, import_places
+from dstrial.fork_server import differing, import_places
 
-MAX_FILES = 9  # open files that may go with one program
+MAX_FILES = 9  # open files that can be sent with a program
 FAILED_TO_BEGIN = 70  # exit code of a spare that could not take on its program (EX_SOFTWARE of sysexits.h)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _IGNORED_WHILE_IDLE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -47,25 +47,16 @@ _exit_code = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A command line without the interpreter, and the process state that it starts in.
+    """A command line without the interpreter, and the process state that it starts in."""
 
-    Attributes:
-        words: ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``.
-        numbers: descriptors of the open files that are sent along.
-        leads: ``session`` or ``group``: what the process leads; empty for neither.
-        umask: None for that of its parent.
-        ends_with_parent: whether the kernel kills the process when its parent ends.
-        has_spare: whether its own children can be forks.
-    """
-
-    words: Sequence[str]
+    words: Sequence[str]  # ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``
     environment: Mapping[str, str]
     directory: str
-    numbers: Sequence[int] = (0, 1, 2)
-    leads: str = ""
-    umask: int | None = None
-    ends_with_parent: bool = False
-    has_spare: bool = False
+    numbers: Sequence[int] = (0, 1, 2)  # descriptors of the open files that are sent along
+    leads: str = ""  # ``session`` or ``group`` that the process leads; empty for neither
+    umask: int | None = None  # None for that of its parent
+    ends_with_parent: bool = False  # whether the kernel kills the process when its parent ends
+    has_spare: bool = False  # whether its own children can be forks
 
     def import_directories(self) -> list[str]:
         """Return the directories whose modules come before installed ones."""
@@ -78,21 +69,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The state of the server once it has imported everything.
+    """The state of the server once it has imported everything."""
 
-    Attributes:
-        added: environment variables that its imports have set.
-        path: ``sys.path`` without the program's directory and PYTHONPATH.
-        descriptors: open files that its imports keep.
-        versions: modification time (ns) of each imported file.
-        absent: modules that its imports asked for and did not find.
-    """
-
-    added: Mapping[str, str]
-    path: Sequence[str]
-    descriptors: frozenset[int]
-    versions: Mapping[str, int]
-    absent: frozenset[str]
+    added: Mapping[str, str]  # environment variables that its imports have set
+    path: Sequence[str]  # ``sys.path`` without the program's directory and PYTHONPATH
+    descriptors: frozenset[int]  # open files that its imports keep
+    versions: Mapping[str, int]  # modification time (ns) of each imported file
+    absent: frozenset[str]  # modules that its imports asked for and did not find
 
     def refusal(self, program: Program) -> str:
         """Return why a fork would differ from a new process; empty if it would not."""
@@ -131,7 +114,7 @@ def imported_versions() -> dict[str, int]:
 
 
 def _version(file: str) -> int:
-    """Return a file's modification time; 0 without one, as torch's temporary module."""
+    """Return a file's modification time; 0 without one (torch's temporary file)."""
     try:
         return os.stat(file).st_mtime_ns
     except OSError:
@@ -215,7 +198,7 @@ def give_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
 
 @contextlib.contextmanager
 def _ending_on_error() -> Iterator[None]:
-    """End this process, which must not go on as its parent, on any error."""
+    """End this process on any error: a fork must not continue as its parent."""
     try:
         yield
     except BaseException:  # noqa: BLE001
@@ -321,7 +304,7 @@ def _run(words: Sequence[str]) -> NoReturn:
         exec(_load_main(words), vars(sys.modules["__main__"]))  # noqa: S102  # the program that was asked for
     except SystemExit as ended:
         if isinstance(ended.code, int):
-            _exit_code = ended.code & 0xFF  # a negative one is a signal's
+            _exit_code = ended.code & 0xFF  # negative codes mean signals here
         elif ended.code is not None:
             print(ended.code, file=sys.stderr)  # noqa: T201  # as Python does
             _exit_code = 1
@@ -360,7 +343,7 @@ def end_without_teardown() -> None:
 
     Taking apart a million objects that the process shares with others would copy them all, in 0.4 s.
     """
-    # The layer above first: what it holds goes to the one below.
+    # Text layers first: they flush into binary layers.
     for layer in (io.TextIOWrapper, (io.BufferedWriter, io.BufferedRandom)):
         for found in [sys.stdout, sys.stderr, *gc.get_objects()]:
             if issubclass(type(found), layer):
@@ -394,5 +377,5 @@ def _close_all_but(kept: Iterable[int]) -> None:
 
 def open_descriptors() -> set[int]:
     """Return the open files but for the three standard ones."""
-    names = os.listdir("/proc/self/fd")  # with the one that lists them, which is closed by now
+    names = os.listdir("/proc/self/fd")  # includes the descriptor of the listing itself, which is closed now
     return {int(name) for name in names if os.path.exists(f"/proc/self/fd/{name}")} - {0, 1, 2}  # noqa: PTH110

@@ -17,15 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial import collector
-from dstrial.fork_server import fork
-from dstrial.fork_server.key import NVML_CHECK_VARIABLE, import_places
+from dstrial.fork_server import NVML_CHECK_VARIABLE, fork, import_places
 
 
 def main(words: Sequence[str]) -> None:
     """Import modules and serve."""
     descriptor = int(words[0])
     os.set_inheritable(descriptor, False)
-    atexit.register(fork.end_without_teardown)  # first, and so the last one to run
+    atexit.register(fork.end_without_teardown)  # registered first, so that it runs last
     before = dict(os.environ)
     # DeepSpeed sets it when it is imported. Asking NVML for devices leaves no state that a fork would not survive.
     os.environ[NVML_CHECK_VARIABLE] = "1"
@@ -38,7 +37,7 @@ def main(words: Sequence[str]) -> None:
         try:
             for name in words[1:]:
                 importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001  # a new process says what is wrong
+        except Exception as error:  # noqa: BLE001  # a new process reports the error
             problem = f"{name}: {type(error).__name__}: {error}"
     sys.meta_path.remove(absent)
     origin = fork.Origin(
@@ -58,7 +57,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _unforkable() -> str:
-    """Return what a fork of this process would lack; empty if nothing.
+    """Return why this process cannot be forked; empty if it can.
 
     A thread holds locks that nobody releases in a fork; the CUDA driver does not survive one.
     """
@@ -74,7 +73,7 @@ def _unforkable() -> str:
 
 
 class _AbsentModules:
-    """A last finder that notes the modules which no other one has found."""
+    """The last finder: records modules that no other finder has found."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

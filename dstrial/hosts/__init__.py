@@ -1,1 +1,1 @@
-"""Other machines: which ones, over ssh, and what is wrong with them."""
+"""Hosts: hostfiles, connections by ssh and srun, and checks before a start."""

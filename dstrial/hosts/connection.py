@@ -59,7 +59,7 @@ class HostConnection:
                 stdin=self._input.stdout,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for us, who pass it on
+                start_new_session=True,  # Ctrl-C is handled by this process
             )
         finally:
             assert self._input.stdout is not None

@@ -1,4 +1,4 @@
-"""Parses a hostfile and its filters, in DeepSpeed's format.
+"""Hostfiles and their filters in DeepSpeed's format, and the flags that name them.
 
 A line is ``NAME slots=N``; ``#`` begins a comment. A filter is ``NAME[:SLOT,SLOT...]``, several joined by ``@``. Source:
 DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and ``parse_resource_filter``. Unlike there, a path that is
@@ -7,32 +7,37 @@ no file is an error, never one machine.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from dstrial.config.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem
+
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup
+
+    from dstrial.hosts.preflight import Preflight
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*")
 # What ssh takes for a host, and never for an option of its own.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:%-]*[A-Za-z0-9_])?")
 _MAX_SLOTS = 65_536
+_SLOTS_KEY = "resources.slots_per_trial"
+_FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A machine and those of its slots that may be used.
+    """A machine and those of its slots that may be used."""
 
-    Attributes:
-        name: as ssh takes it: a name, an address, or an alias of ``~/.ssh/config``.
-        slots: indices of devices, ascending, from 0, in rank order.
-        is_filtered: whether a filter chose them among more.
-    """
-
-    name: str
-    slots: tuple[int, ...]
-    is_filtered: bool = False
+    name: str  # as ssh takes it: a name, an address, or an alias of ``~/.ssh/config``
+    slots: tuple[int, ...]  # indices of devices, ascending, from 0, in rank order
+    is_filtered: bool = False  # whether a filter chose them among more
 
 
 def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
@@ -147,3 +152,65 @@ def _filtered(
         if left:
             kept.append(Host(host.name, tuple(sorted(left)), is_filtered=left != {*host.slots}))
     return tuple(kept)
+
+
+def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> _ArgumentGroup:
+    group = parser.add_argument_group(
+        "hosts", "Train on several machines, which ssh reaches without a password."
+    )
+    group.add_argument(
+        "--hostfile",
+        type=Path,
+        required=is_required,
+        metavar="FILE",
+        help="lines `NAME slots=N`, DeepSpeed's format",
+    )
+    group.add_argument("--include", default="", metavar=_FILTER, help="use only these hosts and slots")
+    group.add_argument("--exclude", default="", metavar=_FILTER, help="use all hosts and slots but these")
+    group.add_argument("--python", metavar="PATH", help="interpreter on each host (default: this one's path)")
+    return group
+
+
+def require_hostfile(args: argparse.Namespace) -> None:
+    """Refuse flags of hosts without a hostfile."""
+    given = {"--include": args.include, "--exclude": args.exclude, "--python": args.python}
+    problems = [
+        ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
+        for flag, value in given.items()
+        if value
+    ]
+    if args.hostfile is None and problems:
+        raise ConfigError(problems)
+
+
+def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
+    return read_hosts(args.hostfile, include=args.include, exclude=args.exclude)
+
+
+def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
+    """Return ``resources.slots_per_trial`` of a config or override, None by default.
+
+    Its default, one slot, is for one machine: without it all slots of a hostfile are used.
+    """
+    for override in reversed(overrides):
+        key, _, value = override.partition("=")
+        if key == _SLOTS_KEY and value.isdecimal():
+            return int(value) or None
+    resources = (read_yaml(config, str(config)).value or {}).get("resources")
+    slots = resources.get("slots_per_trial") if isinstance(resources, dict) else None
+    return slots if isinstance(slots, int) and slots > 0 else None
+
+
+def python_of(args: argparse.Namespace) -> str:
+    return args.python or sys.executable
+
+
+def placement_lines(preflight: Preflight) -> list[str]:
+    """Return a line for each host: its slots and address."""
+    lines = []
+    for ready in preflight.hosts:
+        count = len(ready.host.slots)
+        slots = f", slots {','.join(map(str, ready.host.slots))}" if ready.host.is_filtered else ""
+        plural = "s" if count != 1 else ""
+        lines.append(f"{ready.host.name}: {count} slot{plural} at {ready.address} ({ready.interface}){slots}")
+    return lines

@@ -32,52 +32,34 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """What a host reports.
-
-    Attributes:
-        versions: of torch, deepspeed and dstrial; None if not installed.
-        num_accelerators: by its drivers.
-        addresses: interfaces and IPv4 addresses, the one that ssh reached first.
-        skew_s: by how much its clock is ahead of ours, seconds.
-        environment: of a program that ssh starts.
-        machine: equal for two names of one machine.
-    """
+    """What a host reports."""
 
     python: str
-    versions: Mapping[str, str | None]
-    num_accelerators: int
-    addresses: tuple[tuple[str, str], ...]
-    skew_s: float
-    environment: Mapping[str, str]
-    machine: str
+    versions: Mapping[str, str | None]  # of torch, deepspeed and dstrial; None if not installed
+    num_accelerators: int  # by its drivers
+    addresses: tuple[tuple[str, str], ...]  # interfaces and IPv4 addresses, the one that ssh reached first
+    skew_s: float  # its clock minus this machine's, seconds
+    environment: Mapping[str, str]  # of a program that ssh starts
+    machine: str  # equal for two names of one machine
     greeting: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyHost:
-    """A host that passed.
-
-    Attributes:
-        address: at which the other hosts reach it, on ``interface``.
-    """
+    """A host that passed."""
 
     host: Host
     facts: Facts
-    address: str
+    address: str  # at which the other hosts reach it, on ``interface``
     interface: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preflight:
-    """Hosts that can train together.
+    """Hosts that can train together."""
 
-    Attributes:
-        hosts: in the order of the hostfile.
-        seconds: duration of the check.
-    """
-
-    hosts: tuple[ReadyHost, ...]
-    seconds: float
+    hosts: tuple[ReadyHost, ...]  # in the order of the hostfile
+    seconds: float  # duration of the check
 
 
 def check_hosts(
@@ -110,12 +92,12 @@ def check_hosts(
         problems = [answer for answer in answers if isinstance(answer, HostProblem)]
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
-        named = next((environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)), None)
+        named = named_interface(environ)
         problems += fact_problems(
             [one.host for one in known], facts, own_versions(), environ=environ, interface=named
         )
-        places, found = _connectivity(known, facts, named)
-        problems += found
+        places = [place_of(fact, named) for fact in facts]
+        problems += _connectivity(known, places, [fact.greeting for fact in facts])
         problems += _shared_problems(known, shared_directory)
     finally:
         _on_all(connections, HostConnection.close)
@@ -152,6 +134,17 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
     )
 
 
+def named_interface(environ: Mapping[str, str]) -> str | None:
+    return next((environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)), None)
+
+
+def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
+    """Return a host's address and interface for the other hosts; empty if none."""
+    pairs = (pair for pair in facts.addresses if interface in (None, pair[0]))
+    name, address = next(pairs, ("", ""))
+    return address, name
+
+
 def own_versions() -> dict[str, str | None]:
     return {name: remote.version_of(name) for name in remote.PACKAGES}
 
@@ -164,7 +157,7 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return what is wrong with hosts by their facts. Pure.
+    """Return the problems of hosts by their facts. Pure.
 
     ``here`` are versions on this machine, which all have to have; ``interface`` is required, None for any.
     """
@@ -226,79 +219,36 @@ def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> 
 
 
 def _connectivity(
-    connections: Sequence[HostConnection], facts: Sequence[Facts], interface: str | None
-) -> tuple[list[tuple[str, str]], list[HostProblem]]:
-    """Have every host connect to every other one.
+    connections: Sequence[HostConnection],
+    places: Sequence[tuple[str, str]],
+    greetings: Sequence[str],
+) -> list[HostProblem]:
+    """Have every host connect to every other one, at its address; return the problems."""
 
-    Returns:
-        Address and interface of each host, and problems.
-    """
-    offered = [[pair for pair in fact.addresses if interface in (None, pair[0])] for fact in facts]
-
-    def listen(number: int) -> list[list[Any]]:
-        wanted = [address for _, address in offered[number]]
-        answer = connections[number].ask({"do": "listen", "addresses": wanted}, _STEP_S)
-        return [] if answer is None else list(answer["listening"])
+    def listen(number: int) -> int | None:
+        answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _STEP_S)
+        return None if answer is None else answer["port"]
 
     numbers = range(len(connections))
-    listening = _on_all(numbers, listen)
-    targets = {
-        (number, address): [address, found_port, facts[number].greeting]
-        for number in numbers
-        for address, found_port in listening[number]
-    }
+    ports = _on_all(numbers, listen)
 
-    def connect(number: int) -> dict[tuple[int, str], str | None]:
-        others = [key for key in targets if key[0] != number]
-        message = {"do": "connect", "targets": [targets[key] for key in others], "timeout_s": _CONNECT_S}
+    def connect(number: int) -> list[str | None]:
+        targets = [[*one] for one in zip((address for address, _ in places), ports, greetings, strict=True)]
+        message = {"do": "connect", "targets": targets, "timeout_s": _CONNECT_S}
         answer = connections[number].ask(message, _STEP_S)
-        verdicts = [f"no answer from {connections[number].host.name}"] * len(others)
-        return dict(zip(others, verdicts if answer is None else answer["verdicts"], strict=True))
+        return ["no answer"] * len(targets) if answer is None else answer["verdicts"]
 
-    reached = _on_all(numbers, connect)
-    names = [one.host.name for one in connections]
-    problems: list[HostProblem] = []
-    places: list[tuple[str, str]] = []
-    for number in numbers:
-        place, found = _place(number, names, offered[number], reached)
-        problems += found
-        if place is not None:
-            places.append(place)
-    return places, problems
-
-
-def _place(
-    number: int,
-    names: Sequence[str],
-    offered: Sequence[tuple[str, str]],
-    reached: Sequence[Mapping[tuple[int, str], str | None]],
-) -> tuple[tuple[str, str] | None, list[HostProblem]]:
-    """Return address and interface at which all others reach a host. Pure."""
-    others = [other for other in range(len(names)) if other != number]
-    for name, address in offered:
-        if all(reached[other].get((number, address), "not tried") is None for other in others):
-            return (address, name), []
-    problems = []
-    for other in others:
-        tried = {address: reached[other].get((number, address), "not listening") for _, address in offered}
-        if tried and None not in tried.values():
-            shown = "; ".join(f"{address} {error}" for address, error in tried.items())
-            problems.append(
-                HostProblem(
-                    names[other],
-                    f"unable to connect to {names[number]} ({shown})",
-                    "Open TCP ports between the hosts in their firewalls, or name another network by GLOO_SOCKET_IFNAME.",
-                )
-            )
-    if not problems and offered:
-        problems.append(
-            HostProblem(
-                names[number],
-                "not reachable by all others at one address",
-                "Name a network that all share by GLOO_SOCKET_IFNAME.",
-            )
+    verdicts = _on_all(numbers, connect)
+    return [
+        HostProblem(
+            connections[number].host.name,
+            f"unable to connect to {connections[other].host.name} ({places[other][0]} {verdicts[number][other]})",
+            "Open TCP ports between the hosts in their firewalls, or name another network by GLOO_SOCKET_IFNAME.",
         )
-    return None, problems
+        for other in numbers
+        for number in numbers
+        if number != other and places[other][0] and verdicts[number][other] is not None
+    ]
 
 
 def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:

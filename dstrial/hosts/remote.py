@@ -88,7 +88,7 @@ def addresses() -> list[list[str]]:
 
 
 def _boot_and_namespace() -> str:
-    """Return the same text for two names of one machine."""
+    """Return a text that is equal for all names of one machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -96,30 +96,21 @@ def _boot_and_namespace() -> str:
         return ""
 
 
-class _Listeners:
-    """Sockets that greet every connection with a word that identifies this host."""
+def listen(address: str, greeting: str) -> int | None:
+    """Greet every connection to an address; return the port, None without one."""
+    with contextlib.suppress(OSError):
+        listener = socket.create_server((address, 0))
+        threading.Thread(target=_greet, args=(listener, greeting), daemon=True).start()
+        return int(listener.getsockname()[1])
+    return None
 
-    def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
-        self.greeting = secrets.token_hex(_GREETING_BYTES // 2)
 
-    def listen(self, where: list[str]) -> list[list[Any]]:
-        """Return ``[address, port]`` of each address that this host has."""
-        found: list[list[Any]] = []
-        for address in where:
-            with contextlib.suppress(OSError):
-                one = socket.create_server((address, 0))
-                self._sockets.append(one)
-                threading.Thread(target=self._greet, args=(one,), daemon=True).start()
-                found.append([address, one.getsockname()[1]])
-        return found
-
-    def _greet(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = listener.accept()
-                with peer, contextlib.suppress(OSError):
-                    peer.sendall(self.greeting.encode())
+def _greet(listener: socket.socket, greeting: str) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.sendall(greeting.encode())
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
@@ -128,6 +119,8 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 
     def attempt(target: list[Any]) -> str | None:
         address, port, greeting = target
+        if port is None:
+            return "not listening"
         try:
             with socket.create_connection((address, port), timeout_s) as one:
                 word = one.recv(_GREETING_BYTES).decode(errors="replace")
@@ -135,8 +128,6 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
             return (error.strerror or str(error)).lower()
         return None if word == greeting else "somebody else answers there"
 
-    if not targets:
-        return []
     with ThreadPoolExecutor(len(targets)) as threads:
         return list(threads.map(attempt, targets))
 
@@ -177,7 +168,7 @@ def read_probe(path: str) -> dict[str, Any]:
         except OSError as error:
             problem = error.strerror
             with contextlib.suppress(OSError):
-                os.listdir(os.path.dirname(path))  # has NFS look again
+                os.listdir(os.path.dirname(path))  # makes NFS refresh its cache
             time.sleep(0.1)
     return {"error": problem}
 
@@ -197,18 +188,18 @@ def main() -> None:
 
     with contextlib.suppress(Exception):
         user_site = site.getusersitepackages()
-        if os.path.isdir(user_site):  # -I leaves it out, and what trains has it
+        if os.path.isdir(user_site):  # excluded by -I, and visible to the trial
             sys.path.append(user_site)
-    listeners = _Listeners()
-    _answer({**facts(), "greeting": listeners.greeting})
+    greeting = secrets.token_hex(_GREETING_BYTES // 2)  # identifies this host
+    _answer({**facts(), "greeting": greeting})
     while True:
         line = _read_line()
-        if not line.strip():  # before `transport.GOODBYE` there is an empty one
+        if not line.strip():  # `transport.GOODBYE` follows an empty line
             return
         request = json.loads(line)
         what = request.pop("do")
         if what == "listen":
-            _answer({"listening": listeners.listen(request["addresses"])})
+            _answer({"port": listen(request["address"], greeting)})
         elif what == "connect":
             _answer({"verdicts": connect(request["targets"], request["timeout_s"])})
         elif what == "write_probe":
@@ -229,7 +220,7 @@ def _answer(answer: dict[str, Any]) -> None:
 
 
 def _read_line() -> bytes:
-    """Read no byte beyond the line: the rest is for the program that this one becomes."""
+    """Read no byte beyond the line: later bytes are for the program that follows."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -8,15 +8,24 @@ from types import MappingProxyType
 
 from dstrial.errors import LaunchError
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.transport import Refusal, last_line, remote_words
+from dstrial.hosts.transport import Transport, remote_words
 from dstrial.slurm.allocation import Allocation, allocation_of, slots_of_nodes
 
 _CONNECT_S = 20.0
 # Variables by which `sbatch` and `salloc` would give srun options of the whole job: those of a step are other ones.
 _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_DEBUG")
 
+_BY_HAND = "`srun --jobid={job} --overlap -N1 -n1 -w {host} true`"
+_SRUN_SAYS = (
+    (("no such file or directory", 127), "without Python at {python}",
+     "Put the environment on a file system that all nodes mount, or name another interpreter by --python."),
+    (("exec format error",), "another kind of machine than {python} is for", "Ask for nodes of one kind by --constraint."),
+    (("invalid job id", "job has already finished", "has been revoked"), "in no allocation any more ({line})",
+     "Submit the job once more."),
+)  # fmt: skip
 
-class SrunTransport:
+
+class SrunTransport(Transport):
     """Starts programs by ``srun`` in an allocation, each one task on one node.
 
     A step beside others (``--overlap``) has memory, cores and devices of the job there. In a job with devices by task
@@ -25,6 +34,12 @@ class SrunTransport:
     """
 
     connect_s = _CONNECT_S
+    says = _SRUN_SAYS
+    silent = (
+        f"silent (no step began within {_CONNECT_S:g} s)",
+        f"Look whether {_BY_HAND} works, and at `scontrol show node {{host}}`.",
+    )
+    fallback = ("not starting a step", f"Look at what {_BY_HAND} prints.")
 
     def __init__(
         self,
@@ -33,7 +48,7 @@ class SrunTransport:
         *,
         devices: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._job_id = job_id
+        self.job = str(job_id)
         self._devices = dict(devices)
         self._environ = {
             name: value
@@ -43,7 +58,7 @@ class SrunTransport:
 
     def words(self, host: str, python: str) -> list[str]:
         options = [
-            f"--jobid={self._job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--export=ALL",
+            f"--jobid={self.job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--export=ALL",
             "--unbuffered", "--cpu-bind=none", "--mpi=none", "--chdir=/", "--job-name=dstrial",
         ]  # fmt: skip
         if self._devices.get(host):
@@ -54,26 +69,6 @@ class SrunTransport:
     def environment(self) -> Mapping[str, str] | None:
         """Slurm's variables would be options of srun."""
         return self._environ
-
-    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        text = errors.lower()
-        by_hand = f"`srun --jobid={self._job_id} --overlap -N1 -n1 -w {host} true`"
-        got = f"not starting a step (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}"
-        fix = f"Look at what {by_hand} prints."
-        if exit_code is None:
-            got = f"silent (no step began within {_CONNECT_S:g} s)"
-            fix = f"Look whether {by_hand} works, and at `scontrol show node {host}`."
-        elif "no such file or directory" in text or exit_code == 127:
-            got = f"without Python at {python}"
-            fix = "Put the environment on a file system that all nodes mount, or name another interpreter by --python."
-        elif "exec format error" in text:
-            got = f"another kind of machine than {python} is for"
-            fix = "Ask for nodes of one kind by --constraint."
-        elif any(
-            words in text for words in ("invalid job id", "job has already finished", "has been revoked")
-        ):
-            got, fix = f"in no allocation any more ({last_line(errors)})", "Submit the job once more."
-        return Refusal(got, fix)
 
 
 def own_allocation() -> Allocation:
@@ -92,7 +87,7 @@ def own_allocation() -> Allocation:
 
 
 def transport_of(allocation: Allocation) -> SrunTransport:
-    """Return a transport whose programs have all of the allocation on their node."""
+    """Return a transport whose programs have all devices of the allocation's node."""
     counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
     devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
     return SrunTransport(allocation.job_id, devices=devices)

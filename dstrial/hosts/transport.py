@@ -1,24 +1,24 @@
-"""The interface to ssh, Slurm and Ray, which start programs on hosts; and ssh."""
+"""Starts programs on hosts: the base of ssh, Slurm and Ray, and ssh."""
 
 from __future__ import annotations
 
+import abc
 import base64
 import dataclasses
 import functools
 import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from dstrial.hosts import remote
 
 BEAT_S = 1.0  # between heartbeats of either side
 SILENT_S = 5.0  # without a heartbeat: the host is reported
 LOST_S = 10.0  # without a heartbeat: the host is lost
-LEASE_S = 20.0  # after the last heartbeat that the master has answered: a host kills what it runs
-ORPHAN_S = 24 * 3600.0  # after the master has ended: a host kills what it runs
-GOODBYE = '{"do": "outlive"}'  # the last line to an agent whose master has ended; a lost connection has none
+LEASE_S = 20.0  # after the last answered heartbeat a host kills its allocations
+ORPHAN_S = 24 * 3600.0  # after the master's goodbye a host kills its allocations
+GOODBYE = '{"do": "outlive"}'  # last line to an agent when the master ends; absent if the connection is lost
 CONNECT_S = 5
 """How long a host may take to answer ssh, seconds."""
 # OpenSSH's client, ssh_config(5): it never asks, shares no connection of the user's own, and forwards nothing.
@@ -40,19 +40,21 @@ _OPTIONS = {
     # A thousand lines of a log wait for no acknowledgement; interactive sessions do.
     "IPQoS": "throughput",
 }
-# What OpenSSH's client prints, what is wrong then, and what to do; the first one that is found counts.
+# Messages of OpenSSH's client (8 to 10).
 _SSH_SAYS = (
-    (("could not resolve hostname",), "unknown: no such name", "Correct the name, or give {} an entry in ~/.ssh/config."),
+    (("could not resolve hostname",), "unknown: no such name", "Correct the name, or give {host} an entry in ~/.ssh/config."),
     (("remote host identification has changed",), "not the machine that ~/.ssh/known_hosts knows (its host key has changed)",
-     "If that is right, remove the old key by `ssh-keygen -R {}`."),
-    (("host key verification failed",), "not in ~/.ssh/known_hosts", "Run `ssh {} true` once and accept its key."),
+     "If that is right, remove the old key by `ssh-keygen -R {host}`."),
+    (("host key verification failed",), "not in ~/.ssh/known_hosts", "Run `ssh {host} true` once and accept its key."),
     (("permission denied",), "refusing the login: permission denied",
-     "Put your public key there (`ssh-copy-id {0}`), until `ssh {0} true` asks for nothing."),
-    (("connection refused",), "refusing ssh's port (connection refused)", "Start sshd on {}, or correct its port."),
-    (("timed out", "no route to host", "network is unreachable"), "unreachable ({})",
-     "Look whether {} is up and its network is connected."),
+     "Put your public key there (`ssh-copy-id {host}`), until `ssh {host} true` asks for nothing."),
+    (("connection refused",), "refusing ssh's port (connection refused)", "Start sshd on {host}, or correct its port."),
+    (("timed out", "no route to host", "network is unreachable"), "unreachable ({line})",
+     "Look whether {host} is up and its network is connected."),
+    ((126, 127), "without Python at {python}",
+     "Install the same environment at the same path on each host, or name another interpreter by --python."),
 )  # fmt: skip
-# What belongs to a machine, a login or a terminal, and what tells another job's processes who they are.
+# Variables of a machine, a login or a terminal, and those that identify processes of another job.
 STAYING_NAMES = frozenset(
     {
         "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "HOSTNAME", "HOST", "TMPDIR", "TMP", "TEMP",
@@ -66,8 +68,8 @@ STAYING_PREFIXES = (
     "SSH_", "XDG_", "DBUS_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_",
     "OMPI_", "PALS_",
 )  # fmt: skip
-"""Variables that stay, by how they begin."""
-# What Slurm says of the step that starts a program there: one task, which libraries would take for the only rank.
+"""Prefixes of variables that stay."""
+# Slurm's variables of the step that starts the program: libraries would take its one task for the only rank.
 _OF_A_STEP = (
     "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS", "SLURM_NNODES", "SLURM_STEPMGR", "PMI_", "PMIX_",
@@ -82,33 +84,53 @@ class Refusal:
     fix: str
 
 
-class Transport(Protocol):
+class Transport(abc.ABC):
     """Starts a program on a host, with the input and output of a local command.
+
+    Texts have the fields ``{host}``, ``{python}`` (the path of the interpreter there), ``{line}`` (the last printed line) and
+    ``{job}``.
 
     Attributes:
         connect_s: timeout of the start, seconds.
+        ends_with_parent: whether the end of the program's parent process means that the host was taken away.
+        job: the engine's name of the job, for messages.
+        says: phrases in lower case or exit codes, what is wrong, what to do; the first match counts.
+        silent: what is wrong and what to do if the command still runs.
+        fallback: the same for all other ends.
     """
 
     connect_s: float
+    ends_with_parent = False
+    job = ""
+    says: Sequence[tuple[Sequence[str | int], str, str]] = ()
+    silent: tuple[str, str]
+    fallback: tuple[str, str]
 
+    @abc.abstractmethod
     def words(self, host: str, python: str) -> list[str]:
         """Return the command that runs ``remote.main`` by an interpreter there."""
-        ...
 
     def environment(self) -> Mapping[str, str] | None:
         """Return the command's variables; None for those of this process."""
-        ...
+        return None
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
         """Explain why the program has not answered.
 
-        Args:
-            host: its name.
-            python: path of the interpreter there.
-            exit_code: of the command; None while it runs.
-            errors: what it has printed.
+        ``exit_code`` and ``errors`` are of the command; the code is None while it runs.
         """
-        ...
+        text, line = errors.lower(), last_line(errors)
+        if exit_code is None:
+            got, fix = self.silent
+        else:
+            rows = (
+                (got, fix)
+                for causes, got, fix in self.says
+                if any(one == exit_code if isinstance(one, int) else one in text for one in causes)
+            )
+            got, fix = next(rows, (f"{self.fallback[0]} (exit code {exit_code}): {{line}}", self.fallback[1]))
+        fields = {"host": host, "python": python, "job": self.job, "line": line or "nothing was printed"}
+        return Refusal(got.format(**fields), fix.format(**fields))
 
 
 @functools.cache
@@ -129,47 +151,27 @@ def last_line(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-class SshTransport:
+class SshTransport(Transport):
     """Starts programs by ``ssh HOST``, with the user's own configuration."""
 
     connect_s = float(CONNECT_S)
+    says = _SSH_SAYS
+    silent = (
+        f"silent (no answer within {CONNECT_S} s)",
+        "Look whether `ssh {host} true` works, and how long the login takes.",
+    )
+    fallback = ("not answering as expected", "Look at what `ssh {host} true` prints.")
 
     def words(self, host: str, python: str) -> list[str]:
         options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
         return ["ssh", "-T", *options, "--", host, remote_command(python)]
 
-    def environment(self) -> Mapping[str, str] | None:
-        return None
-
-    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        return refusal_of(host, python, exit_code, errors)
-
 
 def remote_command(python: str) -> str:
     """Return the command line for a host's login shell."""
     words = " ".join(map(shlex.quote, remote_words(python)))
-    # A shell that outlives the program tells its signal by the exit code; sshd alone would tell a closed connection.
+    # With a shell that outlives the program, a signal becomes an exit code; sshd would only close the connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
-
-
-def refusal_of(host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-    """Explain ssh's failure, by its messages (OpenSSH 8 to 10)."""
-    text, by_hand = errors.lower(), f"`ssh {host} true`"
-    if exit_code is None:
-        got = f"silent (no answer within {CONNECT_S} s)"
-        return Refusal(got, f"Look whether {by_hand} works, and how long the login takes.")
-    for phrases, got, fix in _SSH_SAYS:
-        if any(phrase in text for phrase in phrases):
-            return Refusal(got.format(last_line(errors)), fix.format(host))
-    if exit_code in (126, 127):
-        return Refusal(
-            f"without Python at {python}",
-            "Install the same environment at the same path on each host, or name another interpreter by --python.",
-        )
-    return Refusal(
-        f"not answering as expected (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}",
-        f"Look at what {by_hand} prints.",
-    )
 
 
 def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:

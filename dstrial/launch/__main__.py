@@ -19,7 +19,7 @@ from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.file_writes import replace_file
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, ENDING_NAME
-from dstrial.hosts.arguments import given_slots
+from dstrial.hosts.hostfile import given_slots
 from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream

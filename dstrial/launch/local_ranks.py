@@ -21,9 +21,8 @@ from types import FrameType
 
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import LaunchError, RankStalledError
-from dstrial.fork_server import client
+from dstrial.fork_server import NVML_CHECK_VARIABLE, client
 from dstrial.fork_server.fork import Program
-from dstrial.fork_server.key import NVML_CHECK_VARIABLE
 from dstrial.launch.failures import (
     ERROR_FILE_VARIABLE,
     TRACEBACK_FILE_VARIABLE,

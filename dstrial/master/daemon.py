@@ -210,7 +210,8 @@ def living_allocations(state: StateDirectory) -> list[str]:
     found = supervisors(state)
     if not found:
         return []
-    from dstrial.master.backends import SupervisorHandle, is_alive
+    from dstrial.master.backends.backend import SupervisorHandle
+    from dstrial.master.backends.local import is_alive
 
     return [one.allocation_id for one in found if is_alive(SupervisorHandle(one.pid, one.start_time))]
 

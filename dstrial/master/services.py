@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.file_writes import replace_file
 from dstrial.master import file_limit
-from dstrial.master.backends import Backend, ForkServers, ForkSettings, LocalBackend, umask_of_trials
+from dstrial.master.backends import local
+from dstrial.master.backends.backend import Backend
+from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
+from dstrial.master.backends.local import LocalBackend
+from dstrial.master.backends.status import HOSTS_NAME
 from dstrial.master.clock import now_us
 from dstrial.master.http.login import LoginLinks, ServiceGrants
 from dstrial.master.lifecycle.storages import Storages
@@ -110,13 +114,13 @@ class Services:
         self.tokens = TokenStore(self.read, self.pubsub)
         self.webhook_sender = Sender(self.signing_key)
         self.log_triggers = LogTriggers(self.database, self.pubsub)
-        self.storages = Storages(self.database, umask=umask_of_trials())
+        self.storages = Storages(self.database, umask=local.trial_umask)
         settings = self.settings
         fork_servers = ForkServers(
             ForkSettings(is_on=settings.warm, idle_timeout_s=settings.warm_idle_timeout),
             self.state_dir / "fork-server.log",
         )
-        local = LocalBackend(
+        own = LocalBackend(
             self.agent_id,
             self.own_slots,
             fork_servers,
@@ -126,13 +130,13 @@ class Services:
         )
         (self.state_dir / "engine.json").unlink(missing_ok=True)  # stale file of an earlier master
         if self.settings.backend == "slurm":
-            self.backend = self._over_slurm(local)
+            self.backend = self._over_slurm(own)
         elif self.settings.backend == "ray":
-            self.backend = self._over_ray(local)
+            self.backend = self._over_ray(own)
         else:
-            self.backend = self._over_hosts(local) if self.hosts else self._without_hosts(local)
+            self.backend = self._over_hosts(own) if self.hosts else self._without_hosts(own)
 
-    def _over_slurm(self, local: LocalBackend) -> Backend:
+    def _over_slurm(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.slurm import SlurmEngine, wants_devices
 
         has_devices = wants_devices(self.settings.slurm)
@@ -142,20 +146,20 @@ class Services:
             self.settings.slurm,
             wants_devices=has_devices,
         )
-        return self._over_engine(local, slurm, wants_devices=has_devices)
+        return self._over_engine(own, slurm, wants_devices=has_devices)
 
-    def _over_ray(self, local: LocalBackend) -> Backend:
+    def _over_ray(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.ray import RayEngine
 
         ray = RayEngine(self.settings.ray_address, self.cluster_id)
-        return self._over_engine(local, ray, wants_devices=ray.wants_devices())
+        return self._over_engine(own, ray, wants_devices=ray.wants_devices())
 
-    def _over_engine(self, local: LocalBackend, engine: Engine, *, wants_devices: bool) -> Backend:
+    def _over_engine(self, own: LocalBackend, engine: Engine, *, wants_devices: bool) -> Backend:
         from dstrial.master.backends.queued.backend import QueuedBackend
 
         self.engine = engine.name
         return QueuedBackend(
-            local,
+            own,
             engine,
             self._agent_settings(),
             lambda names: self.database.write(lambda tx: nodes.ids_of(tx, names)),
@@ -172,33 +176,31 @@ class Services:
             python=self.settings.hosts_python or sys.executable,
             cluster_id=self.cluster_id,
             master_port=int(self.address.rpartition(":")[2]),
-            umask=umask_of_trials(),
+            umask=local.trial_umask,
             is_warm=self.settings.warm,
             forks_with_accelerators=self.settings.warm_accelerators,
             warm_idle_timeout_s=self.settings.warm_idle_timeout,
             transport=self.transport or SshTransport(),
         )
 
-    def _without_hosts(self, local: LocalBackend) -> Backend:
+    def _without_hosts(self, own: LocalBackend) -> Backend:
         """Return the local back end; delete the host list of an earlier master."""
-        from dstrial.master.backends.hosts.backend import SHOWN_NAME
+        (self.state_dir / HOSTS_NAME).unlink(missing_ok=True)
+        return own
 
-        (self.state_dir / SHOWN_NAME).unlink(missing_ok=True)
-        return local
-
-    def _over_hosts(self, local: LocalBackend) -> Backend:
+    def _over_hosts(self, own: LocalBackend) -> Backend:
         """Return the back end of hosts; node and slot ids of a host never change."""
-        from dstrial.master.backends.hosts.backend import SHOWN_NAME, HostsBackend
+        from dstrial.master.backends.hosts.backend import HostsBackend
 
         names = [host.name for host in self.hosts]
         ids = self.database.write(lambda tx: nodes.ids_of(tx, names))
         hosts = {ids[host.name]: host for host in self.hosts}
         return HostsBackend(
-            local,
+            own,
             hosts,
             self._agent_settings(),
             lambda: self.pubsub.publish(("scheduler",)),
-            self.state_dir / SHOWN_NAME,
+            self.state_dir,
         )
 
     @property

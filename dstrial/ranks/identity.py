@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from dstrial.errors import RankIdentityError
-from dstrial.slurm.nodelist import expand_counts, expand_nodes
+from dstrial.slurm.allocation import expand_counts, expand_nodes
 
 Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "mpich", "none"]
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
-from dstrial.fork_server.key import NVML_CHECK_VARIABLE
+from dstrial.fork_server import NVML_CHECK_VARIABLE
 from dstrial.ranks.channel import TIMEOUT_VARIABLE
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable

@@ -1,4 +1,4 @@
 """Ray below the master: state, requests, and bytes of programs on its nodes.
 
-``import ray`` stands in functions of ``bridge`` and ``node_actor`` only, which run in processes of their own.
+``import ray`` stands in functions of ``bridge`` only, which runs in a process of its own.
 """

@@ -2,7 +2,7 @@
 
 ``python -m dstrial.ray.bridge`` listens on a UNIX socket once it is connected. A connection is one request, a line of JSON,
 which a line answers; or a :mod:`~dstrial.ray.relay` that requests a program on a node of a job, whose bytes the bridge passes.
-The bridge decides nothing, and ends with its input; reservations and programs stay.
+The bridge decides nothing. It ends with its input, once the relays have passed their last lines; reservations and programs stay.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import shutil
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.ray import guard, node_actor
+from dstrial.ray import node_actor
 from dstrial.ray.cluster import GPU, parse_groups, parse_nodes
 from dstrial.ray.relay import CODE, ERR, EXIT_CODE_OF_CONNECTION, OUT, framed
 
@@ -29,7 +30,11 @@ _NODE_ID_LABEL = "ray.io/node-id"  # Ray's own label of a node
 _HEAD_S = 5.0  # timeout of the first connection to the head; Ray itself tries for more than a minute
 _START_S = 30.0  # timeout of an actor's start, which imports Ray on the node
 _READ_S = 2.0  # how long an actor waits for output, and until a relay that has hung up is noticed
-_LOST_S = 20.0  # timeout of an answer by an actor, whose node may be gone
+_LOST_S = 20.0  # timeout of an actor's answer: its node may be gone
+_RELAY = "relay"  # name of the threads that serve relays
+_CLOSE_S = (
+    4.0  # grace period of relays, which pass a goodbye, after the master's end; shorter than the client's
+)
 _BACKLOG = 64  # relays that connect at once
 
 
@@ -38,7 +43,7 @@ class _NotThereError(Exception):
 
 
 class Bridge:
-    """A driver of Ray's, connected by its constructor, which raises what Ray raises."""
+    """A Ray driver; the constructor connects and raises Ray's errors."""
 
     def __init__(self, address: str) -> None:
         import ray
@@ -48,13 +53,14 @@ class Bridge:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=_HEAD_S):
                 pass
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        self._job = ray.get_runtime_context().get_job_id()
         ray.cloudpickle.register_pickle_by_value(node_actor)
         self._actor = ray.remote(node_actor.NodeActor)
-        self._guard = Path(guard.__file__).read_text(encoding="utf-8")
 
     def poll(self) -> dict[str, Any]:
-        """Return the nodes and our placement groups, for :mod:`dstrial.ray.cluster`."""
+        """Return the nodes and our placement groups, for :mod:`dstrial.ray.cluster`.
+
+        Ray 2.60 has no public name for free resources and draining nodes; Ray Train uses the same two.
+        """
         import ray
         from ray._private import state
 
@@ -116,8 +122,8 @@ class Bridge:
             max_restarts=0,
             max_concurrency=node_actor.NUM_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(get_placement_group(group.name), index),
-        ).remote(self._guard, is_worker=True)
-        return actor, ray.get(actor.start.remote(request["words"], self._job), timeout=_START_S)
+        ).remote(is_worker=True)
+        return actor, ray.get(actor.start.remote(request["words"]), timeout=_START_S)
 
 
 def _serve(bridge: Bridge, connection: socket.socket) -> None:
@@ -125,6 +131,7 @@ def _serve(bridge: Bridge, connection: socket.socket) -> None:
     with connection, contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as lines:
         request = json.loads(lines.readline())
         if request["do"] == "start":
+            threading.current_thread().name = _RELAY
             _serve_relay(bridge, request, connection)
             return
         handlers = {"poll": lambda _: bridge.poll(), "reserve": bridge.reserve, "remove": bridge.remove}
@@ -216,6 +223,10 @@ def main() -> None:
     Path(f"{options.socket}.new").rename(options.socket)
     threading.Thread(target=_accept, args=(bridge, listener), daemon=True).start()
     sys.stdin.read()
+    give_up_at_s = time.monotonic() + _CLOSE_S
+    for thread in threading.enumerate():
+        if thread.name == _RELAY:
+            thread.join(max(give_up_at_s - time.monotonic(), 0))
     shutil.rmtree(options.socket.parent, ignore_errors=True)
     # Ray's threads and those of programs would hold up an orderly end; Ray sees that this process is gone.
     os._exit(0)

@@ -19,7 +19,7 @@ from dstrial.errors import MissingExtraError, install_command
 _CONNECT_S = 60.0  # timeout of the bridge's connection to Ray
 _ANSWER_S = 20.0  # timeout of a request
 _CLOSE_S = 5.0  # grace period of the bridge after the end of its input
-_POLL_S = 0.05  # between looks whether the bridge is connected
+_POLL_S = 0.05  # between checks whether the bridge is connected
 
 
 class RayRefusedError(Exception):
@@ -36,7 +36,7 @@ def require_ray(where: str) -> None:
 
 
 class BridgeClient:
-    """The bridge's other end; one thread asks, any thread may read ``socket``."""
+    """The client's end of the bridge; one thread asks, any thread reads ``socket``."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -89,7 +89,7 @@ class BridgeClient:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *words],
-                cwd="/",  # whose modules hide nothing
+                cwd="/",  # no modules there that could shadow others
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -12,24 +12,15 @@ CPU, GPU = "CPU", "GPU"  # Ray's names of what slots are
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node of the cluster.
+    """A node of the cluster."""
 
-    Attributes:
-        id: Ray's, new whenever Ray is started there.
-        name: for people, unique among living nodes.
-        total: resources by name, in use or not.
-        free: those that are not reserved.
-        why_dead: Ray's reason, empty without one.
-        is_draining: whether it was asked to leave soon.
-    """
-
-    id: str
-    name: str
+    id: str  # Ray's, new whenever Ray is started there
+    name: str  # for people, unique among living nodes
     is_alive: bool
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-    why_dead: str = ""
-    is_draining: bool = False
+    total: Mapping[str, float]  # resources by name, in use or not
+    free: Mapping[str, float]  # those that are not reserved
+    why_dead: str = ""  # Ray's reason, empty without one
+    is_draining: bool = False  # whether it was asked to leave soon
 
     def num_slots(self, kind: str) -> int:
         return int(self.total.get(kind, 0))
@@ -37,20 +28,13 @@ class RayNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RayGroup:
-    """A placement group.
+    """A placement group."""
 
-    Attributes:
-        id: hexadecimal.
-        state: Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``.
-        bundles: in rank order.
-        node_ids: where each bundle is; empty for nowhere.
-    """
-
-    id: str
+    id: str  # hexadecimal
     name: str
-    state: str
-    bundles: tuple[Mapping[str, float], ...]
-    node_ids: tuple[str, ...]
+    state: str  # Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``
+    bundles: tuple[Mapping[str, float], ...]  # in rank order
+    node_ids: tuple[str, ...]  # where each bundle is; empty for nowhere
 
 
 def parse_nodes(seen: Mapping[str, Any]) -> tuple[RayNode, ...]:

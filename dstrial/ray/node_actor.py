@@ -1,8 +1,8 @@
 """The actor on a job's node: starts the agent there, and passes its bytes.
 
-Pickled by value, so that a node's Ray needs no dstrial: standard library only, and Ray inside its methods. It belongs to the
-cluster (``lifetime="detached"``) and lives as long as the job's placement group; the master after a killed one finds it again.
-When Ray reports that a program's owner is gone, the program gets a goodbye and the end of its input.
+Pickled by value, so that a node's Ray needs no dstrial: standard library only. The actor belongs to the cluster
+(``lifetime="detached"``) and lives as long as the job's placement group; the master after a killed one finds it again. It ends a
+program's input only when its caller asks for that: if Ray or the caller is gone, the agent's lease counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,10 @@ from collections.abc import Mapping, Sequence
 NUM_CALLS = 32  # methods that may run at once: one waits for each program's output
 # Below what Ray sends in the answer itself, 100 KiB (`max_direct_call_object_size`); more would go through its object store.
 PIECE_BYTES = 96 * 1000  # the most that one call passes
-_SILENT_S = 4.0  # without a call for a program, Ray is asked whether its owner is gone
-_GOODBYE = b'\n{"do": "outlive"}\n'  # as `hosts.transport.GOODBYE`: the program's master has ended
-_LATE_OUTPUT_S = 2.0  # for output after a program's end: what it has left behind may hold its pipes
-_FULL_PIPE_MS = 1000  # between looks whether the input of a program that does not read is to be closed
-_POLL_S = 1.0
+_TRAILING_OUTPUT_S = 2.0  # for output after a program's end: its descendants may hold its pipes
+_FULL_PIPE_POLL_MS = 1000  # between checks whether the input of a program that does not read is to be closed
+_PARENT_POLL_S = 1.0
+_NOT_STARTED = 127  # exit code of a program that is not there, a shell's
 # Which of the node's devices Ray has given to this actor (ray/_private/accelerators).
 _DEVICES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "ASCEND_RT_VISIBLE_DEVICES",
@@ -33,22 +31,20 @@ _DEVICES = (
 
 
 class _Program:
-    """A program under a guard; ``job`` is its owner, Ray's hexadecimal id."""
+    """A child of the actor and its pipes; any thread may call its methods."""
 
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str], life: int, job: str) -> None:
-        self.job = job
-        self.heard_s = time.monotonic()
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             words,
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(life,),
             env=environ,
             cwd="/",
             start_new_session=True,
         )
+        _reset_priority(self._process.pid)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -60,7 +56,6 @@ class _Program:
 
     def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
         """Return new output as soon as there is any, or the exit code at its end."""
-        self.heard_s = time.monotonic()
         found = [b"", b""]
         with self._reading:
             poll = select.poll()
@@ -72,7 +67,7 @@ class _Program:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout_s)
             else:
-                ready = {descriptor for descriptor, _ in poll.poll(1000 * min(timeout_s, _LATE_OUTPUT_S))}
+                ready = {descriptor for descriptor, _ in poll.poll(1000 * min(timeout_s, _TRAILING_OUTPUT_S))}
             for index, output in enumerate(self._outputs):
                 if not output.closed and output.fileno() in ready:
                     found[index] = os.read(output.fileno(), PIECE_BYTES)
@@ -80,8 +75,7 @@ class _Program:
                         output.close()
             # After the poll, so that all output of an ended program has been read.
             code = None if ready else self._process.poll()
-        self.heard_s = time.monotonic()
-        return found[0], found[1], code
+        return found[0], found[1], code if code is None or code >= 0 else 128 - code
 
     def write(self, data: bytes) -> bool:
         """Write to its input; return whether it accepts more."""
@@ -90,11 +84,10 @@ class _Program:
             if not self._stdin.closed:
                 waiting.register(self._stdin, select.POLLOUT)
             while data and not self._is_input_over:
-                self.heard_s = time.monotonic()
                 try:
                     data = data[os.write(self._stdin.fileno(), data) :]
                 except BlockingIOError:
-                    waiting.poll(_FULL_PIPE_MS)
+                    waiting.poll(_FULL_PIPE_POLL_MS)
                 except OSError:
                     return False
             return not self._is_input_over
@@ -105,19 +98,9 @@ class _Program:
         with self._writing:
             self._stdin.close()
 
-    def dismiss(self) -> None:
-        """Send a goodbye and drain the output; blocks while the program does not read."""
-        threading.Thread(target=self._drain, daemon=True).start()
-        self.write(_GOODBYE)
-        self.end_input()
-
-    def abandon(self) -> None:
-        """Close its input, and drain its output so that it never blocks."""
-        self.end_input()
-        threading.Thread(target=self._drain, daemon=True).start()
-
-    def _drain(self) -> None:
-        while self.read(_LATE_OUTPUT_S)[2] is None:
+    def drain(self) -> None:
+        """Discard the output until the program ends, so that it never blocks."""
+        while self.read(_TRAILING_OUTPUT_S)[2] is None:
             pass
         self.close()
 
@@ -131,31 +114,29 @@ class _Program:
 class NodeActor:
     """Programs on a node: an actor of Ray's, called from several threads.
 
-    ``guard`` is the source of ``dstrial.ray.guard``. In a worker of Ray's (``is_worker``) programs of dead owners are abandoned,
-    and this process ends with its parent, Ray's daemon of the node.
+    In a worker of Ray's (``is_worker``) this process ends with its parent, Ray's daemon of the node.
     """
 
-    def __init__(self, guard: str, *, is_worker: bool = False) -> None:
-        self._guard = guard
-        self._life, self._keep = os.pipe()  # its end tells guards that this process is gone
+    def __init__(self, *, is_worker: bool = False) -> None:
         self._programs: dict[int, _Program] = {}
+        self._not_started: dict[int, bytes] = {}  # messages by number
         self._numbers = itertools.count(1)
         if is_worker:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-            threading.Thread(target=self._watch, daemon=True).start()
 
-    def start(self, words: Sequence[str], job: str) -> int:
-        """Start a program for Ray's job of this hexadecimal id; return its number."""
-        guard = [sys.executable, "-I", "-S", "-c", self._guard, str(self._life)]
-        program = _Program(
-            [*guard, *words], environment_of(_login_environment(), os.environ), self._life, job
-        )
+    def start(self, words: Sequence[str]) -> int:
+        """Start a program; return its number."""
         number = next(self._numbers)
-        self._programs[number] = program
+        try:
+            self._programs[number] = _Program(words, environment_of(_login_environment(), os.environ))
+        except OSError as error:
+            self._not_started[number] = f"{words[0]}: {error.strerror}\n".encode()
         return number
 
     def read(self, number: int, timeout_s: float) -> tuple[bytes, bytes, int | None]:
         """Return what a program has printed, and its exit code, a shell's, at the end."""
+        if number in self._not_started:
+            return b"", self._not_started.pop(number), _NOT_STARTED
         program = self._programs[number]
         found = program.read(timeout_s)
         if found[2] is not None:
@@ -164,27 +145,20 @@ class NodeActor:
         return found
 
     def write(self, number: int, data: bytes) -> bool:
-        return self._programs[number].write(data)
+        return number in self._programs and self._programs[number].write(data)
 
     def end_input(self, number: int) -> None:
-        self._programs[number].end_input()
+        if number in self._programs:
+            self._programs[number].end_input()
 
     def abandon(self, number: int) -> None:
-        """Close a program's input, and drain its output. Idempotent."""
+        """Discard a program's output from now on. Idempotent.
+
+        Its input stays open: without heartbeats an agent ends at the end of its lease.
+        """
         program = self._programs.pop(number, None)
         if program is not None:
-            program.abandon()
-
-    def _watch(self) -> None:
-        """Abandon programs whose owner is gone; a silent one may be behind a cut cable."""
-        while True:
-            time.sleep(_POLL_S)
-            programs = list(self._programs.items())
-            silent = [one for one in programs if time.monotonic() > one[1].heard_s + _SILENT_S]
-            dead = _dead_jobs() if silent else set()
-            for number, program in silent:
-                if program.job in dead and self._programs.pop(number, None) is not None:
-                    threading.Thread(target=program.dismiss, daemon=True).start()
+            threading.Thread(target=program.drain, daemon=True).start()
 
 
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
@@ -210,14 +184,12 @@ def _login_environment() -> dict[str, str]:
     return dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
 
 
-def _dead_jobs() -> set[str]:
-    """Return Ray's jobs that are over; empty if its head does not answer."""
-    from ray._private import state
-
-    try:
-        return {str(job["JobID"]) for job in state.jobs() if job.get("IsDead")}
-    except Exception:  # noqa: BLE001  # whatever it is, no job is known to be over
-        return set()
+def _reset_priority(pid: int) -> None:
+    """Undo Ray's ``nice 15`` and OOM score of its workers, if permitted."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, 0)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+        file.write("0")
 
 
 def _end_with(daemon: int) -> None:
@@ -226,5 +198,5 @@ def _end_with(daemon: int) -> None:
     Ray leaves its workers behind, whose resources others may have.
     """
     while os.getppid() == daemon:
-        time.sleep(_POLL_S)
+        time.sleep(_PARENT_POLL_S)
     os._exit(1)

@@ -24,36 +24,21 @@ _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A job as Slurm's controller sees it.
-
-    Attributes:
-        state: Slurm's word, ``PENDING`` for example.
-        reason: why it waits or has ended, Slurm's word; empty for none.
-        nodes: Slurm's list of its nodes; empty while it has none.
-        is_preempted: whether Slurm has asked it to leave for another job since it began.
-        name: by ``squeue`` only, as the next two.
-        left_s: until its time limit; None for no limit, or if unknown.
-        limit: its time limit, as Slurm writes it.
-        exit_code: of its batch script; by ``scontrol`` only, as the rest.
-        signal: that ended it, 0 for none.
-        num_restarts: how often it was requeued.
-        output: path of its output; empty if unknown.
-        begins_at: Slurm's planned start; empty if unknown.
-    """
+    """A job as Slurm's controller sees it."""
 
     job_id: str
-    state: str
-    reason: str = ""
-    nodes: str = ""
-    is_preempted: bool = False
-    name: str = ""
-    left_s: int | None = None
-    limit: str = ""
-    exit_code: int = 0
-    signal: int = 0
-    num_restarts: int = 0
-    output: str = ""
-    begins_at: str = ""
+    state: str  # Slurm's word, ``PENDING`` for example
+    reason: str = ""  # why it waits or has ended, Slurm's word; empty for none
+    nodes: str = ""  # Slurm's list of its nodes; empty while it has none
+    is_preempted: bool = False  # whether Slurm has asked it to leave for another job since it began
+    name: str = ""  # by ``squeue`` only, as the next two
+    left_s: int | None = None  # until its time limit; None for no limit, or if unknown
+    limit: str = ""  # its time limit, as Slurm writes it
+    exit_code: int = 0  # of its batch script; by ``scontrol`` only, as the rest
+    signal: int = 0  # that ended it, 0 for none
+    num_restarts: int = 0  # how often it was requeued
+    output: str = ""  # path of its output; empty if unknown
+    begins_at: str = ""  # Slurm's planned start; empty if unknown
 
     @property
     def is_waiting(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -9,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,26 @@ _VARIABLES = {
 }
 
 
+@contextlib.contextmanager
+def _serving(*modules: str, place: Path, is_ready: bool = True, **files: str) -> Iterator[ForkServer]:
+    """Give a server that has imported modules; ``files`` are texts of modules in ``place``, which is on its path."""
+    for name, text in files.items():
+        (place / f"{name}.py").write_text(text, encoding="utf-8")
+    variables = {**_VARIABLES, "PYTHONPATH": str(place)} if files else _VARIABLES
+    server = ForkServer(variables, modules, log=place / "log")
+    try:
+        if is_ready:
+            wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+        yield server
+    finally:
+        server.close()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
     """One that has imported next to nothing, and may be hurt."""
-    server = ForkServer(_VARIABLES, ["json"], log=tmp_path / "log")
-    wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-    yield server
-    server.close()
+    with _serving("json", place=tmp_path) as server:
+        yield server
 
 
 def _fail(reason: str) -> None:
@@ -49,13 +63,18 @@ def _fail(reason: str) -> None:
 
 
 def _run(
-    server: ForkServer | None, words: list[str], env: dict[str, str] = _VARIABLES, **options: Any
+    server: ForkServer | None,
+    words: list[str],
+    *,
+    told: Callable[[str], None] = _fail,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
+    """Run a program as a fork, or as a new process; ``told`` is called with the reason of the latter."""
     with ForkedPopen(
         server,
         [sys.executable, *words],
-        told=_fail,
-        env=env,
+        told=told,
+        env=options.pop("env", None) or (_VARIABLES if server is None else {**_VARIABLES, **server.key}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -64,6 +83,15 @@ def _run(
     ) as process:
         texts = process.communicate(timeout=_DEADLINE_S)
     return subprocess.CompletedProcess(words, process.returncode, *texts)
+
+
+def _refusal(server: ForkServer, words: list[str], **options: Any) -> tuple[str, str]:
+    """Run a program that cannot be a fork; return its output and the reason, which is empty for a fork."""
+    reasons: list[str] = []
+    done = _run(server, words, told=reasons.append, **options)
+    assert done.returncode == 0, done.stderr
+    assert len(reasons) <= 1
+    return done.stdout, "".join(reasons)
 
 
 def _script(directory: Path, text: str) -> str:
@@ -129,24 +157,14 @@ def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no
     # A number that neither this process nor a new one has given to anything.
     number = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200)
     kept = f"import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), {number})\n"
-    (tmp_path / "keeper.py").write_text(kept, encoding="utf-8")
-    variables = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer(variables, ["keeper"], log=tmp_path / "log")
     too_many = [os.dup(write) for _ in range(MAX_FILES - 2)]
-    try:
-        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+    with _serving("keeper", place=tmp_path, keeper=kept) as server:
         for files in ([number], too_many):
-            told: list[str] = []
-            words = [sys.executable, _script(tmp_path, WRITER), *map(str, files)]
-            options: dict[str, Any] = {"env": variables, "pass_fds": files, "stdout": subprocess.DEVNULL}
-            with ForkedPopen(server, words, told=told.append, **options) as process:
-                assert process.wait(_DEADLINE_S) == 0
-            assert told
+            words = [_script(tmp_path, WRITER), *map(str, files)]
+            assert _refusal(server, words, pass_fds=files)[1]
             assert os.read(read, 100) == "".join(map(str, files)).encode()
-    finally:
-        server.close()
-        for file in (read, write, number, *too_many):
-            os.close(file)
+    for file in (read, write, number, *too_many):
+        os.close(file)
 
 
 def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -> None:
@@ -154,49 +172,28 @@ def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -
     server = ForkServer(variables, [], log=tmp_path / "log")
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        told: list[str] = []
-        words = [sys.executable, _script(tmp_path, "import cProfile, xml.dom\n")]
-        with ForkedPopen(server, words, env=variables, told=told.append) as process:
-            assert process.wait(_DEADLINE_S) == 0
-        assert told == []
+        assert _run(server, [_script(tmp_path, "import cProfile, xml.dom\n")], env=variables).returncode == 0
     finally:
         server.close()
 
 
 def test_another_environment_is_a_new_process_and_named(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'], os.getsid(0) == os.getpid())")
-    reasons: list[str] = []
-    process = ForkedPopen(
-        server,
-        [sys.executable, script],
-        told=reasons.append,
-        env={**_VARIABLES, "NEW_ONE": "there"},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        text=True,
+    variables = {**_VARIABLES, "NEW_ONE": "there"}
+    assert _refusal(server, [script], env=variables, start_new_session=True) == (
+        "there True\n",
+        "NEW_ONE: not as where it was imported ahead",
     )
-    assert process.communicate(timeout=_DEADLINE_S)[0] == "there True\n"
-    assert reasons == ["NEW_ONE: not as where it was imported ahead"]
 
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_is_gone_or_stopped_is_told_and_a_new_process_does(
     server: ForkServer, tmp_path: Path, harm: signal.Signals
 ) -> None:
-    script = _script(tmp_path, "print('done')")
     os.kill(server.pid, harm)
     wait_for(lambda: read_state(server.pid).letter in "TZ", deadline_s=_DEADLINE_S)
-    reasons: list[str] = []
-    process = ForkedPopen(
-        server,
-        [sys.executable, script],
-        env=_VARIABLES,
-        told=reasons.append,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.communicate(timeout=_DEADLINE_S)[0] == "done\n"
-    (reason,) = reasons
+    output, reason = _refusal(server, [_script(tmp_path, "print('done')")])
+    assert output == "done\n"
     assert reason in (
         "it has ended",
         "it is stopped (SIGSTOP)",
@@ -205,27 +202,17 @@ def test_a_server_that_is_gone_or_stopped_is_told_and_a_new_process_does(
 
 
 def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(
-        "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))\n"
-    )
-    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer(env, ["hanging"], log=tmp_path / "log")
-    try:
-        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+    text = "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))\n"
+    with _serving("hanging", place=tmp_path, hanging=text) as server:
         server._connection.settimeout(1.0)
-        reasons: list[str] = []
-        script = _script(tmp_path, "print('done')")
-        process = ForkedPopen(
-            server, [sys.executable, script], env=env, told=reasons.append, stdout=subprocess.PIPE, text=True
+        assert _refusal(server, [_script(tmp_path, "print('done')")]) == (
+            "done\n",
+            "it does not answer (timed out)",
         )
-        assert process.communicate(timeout=_DEADLINE_S)[0] == "done\n"
-        assert reasons == ["it does not answer (timed out)"]
         wait_for(
             lambda: not Path(f"/proc/{server.pid}").exists() or server._process.poll() is not None,
             deadline_s=_DEADLINE_S,
         )
-    finally:
-        server.close()
 
 
 def test_nothing_begins_where_its_pid_cannot_be_noted(server: ForkServer, tmp_path: Path) -> None:
@@ -243,17 +230,19 @@ def test_nothing_begins_where_its_pid_cannot_be_noted(server: ForkServer, tmp_pa
     assert not (tmp_path / "began").exists()
 
 
-def test_a_module_with_a_thread_is_not_imported_ahead(tmp_path: Path) -> None:
-    (tmp_path / "with_thread.py").write_text(
+def test_server_with_a_thread_or_the_cuda_driver_forks_nothing(tmp_path: Path) -> None:
+    loaded = Path("/proc/self/maps").read_text(encoding="utf-8").split()
+    shutil.copy(next(word for word in loaded if word.endswith("/libm.so.6")), tmp_path / "libcuda.so.1")
+    thread = (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
     )
-    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer(env, ["with_thread"], log=tmp_path / "log")
-    try:
-        with pytest.raises(ForkRefusedError, match="it has 2 threads"):
+    driver = f"import ctypes\nLIBRARY = ctypes.CDLL({str(tmp_path / 'libcuda.so.1')!r})\n"
+    for text, reason in ((thread, "it has 2 threads"), (driver, "it has used an accelerator")):
+        with (
+            _serving("module", place=tmp_path, is_ready=False, module=text) as server,
+            pytest.raises(ForkRefusedError, match=reason),
+        ):
             wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -261,11 +250,8 @@ def server_of_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkSe
     """One that has imported ``found``, which has asked for ``absent`` and not found it."""
     installed = tmp_path_factory.mktemp("installed")
     text = "try:\n    import absent\nexcept ImportError:\n    absent = None\n"
-    (installed / "found.py").write_text(text, encoding="utf-8")
-    server = ForkServer({**_VARIABLES, "PYTHONPATH": str(installed)}, ["found"], log=installed / "log")
-    wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-    yield server
-    server.close()
+    with _serving("found", place=installed, found=text) as server:
+        yield server
 
 
 @pytest.mark.parametrize(
@@ -287,18 +273,8 @@ def test_program_beside_shadowing_module_is_no_fork(
     (tmp_path / "program.py").write_text("", encoding="utf-8")
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("", encoding="utf-8")
-    reasons: list[str] = []
-    installed = server_of_found.key["PYTHONPATH"]
-    process = ForkedPopen(
-        server_of_found,
-        [sys.executable, *words],
-        told=reasons.append,
-        env={**_VARIABLES, "PYTHONPATH": installed},
-        cwd=tmp_path,
-    )
-    assert process.wait(_DEADLINE_S) == 0
     named = f"{tmp_path / file} is named like {named_like}, which is imported ahead"
-    assert reasons == ([named] if named_like else [])
+    assert _refusal(server_of_found, words, cwd=tmp_path)[1] == (named if named_like else "")
 
 
 def test_a_package_that_was_imported_ahead_is_run_with_what_it_has(tmp_path: Path) -> None:
@@ -310,38 +286,17 @@ def test_a_package_that_was_imported_ahead_is_run_with_what_it_has(tmp_path: Pat
         "__main__": "import taken.part\nprint(taken.part.value, __name__)\n",
     }.items():
         (package / f"{name}.py").write_text(text)
-    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer(env, ["taken.part", "taken.__main__"], log=tmp_path / "log")
-    try:
-        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        assert _run(server, ["-m", "taken"], env).stdout == "5 __main__\n"
-        assert (
-            _run(server, ["-m", "taken.part"], env).stderr == ""
-        )  # no warning of a module that is there already
-    finally:
-        server.close()
+    with _serving("taken.part", "taken.__main__", place=tmp_path, unused="") as server:
+        assert _run(server, ["-m", "taken"]).stdout == "5 __main__\n"
+        assert _run(server, ["-m", "taken.part"]).stderr == ""  # no warning of a module that is there already
 
 
 def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
-    module = tmp_path / "changing.py"
-    module.write_text("value = 1\n")
-    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer(env, ["changing"], log=tmp_path / "log")
-    try:
-        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        assert _run(server, [_script(tmp_path, "")], env).returncode == 0
+    with _serving("changing", place=tmp_path, changing="value = 1\n") as server:
+        assert _run(server, [_script(tmp_path, "")]).returncode == 0
+        module = tmp_path / "changing.py"
         module.write_text("value = 1234\n")  # at once: each program is compared anew
-        reasons: list[str] = []
-        process = ForkedPopen(
-            server,
-            [sys.executable, _script(tmp_path, "")],
-            told=reasons.append,
-            env=env,
-        )
-        assert process.wait(_DEADLINE_S) == 0
-        assert reasons == [f"{module} has changed since it was imported"]
-    finally:
-        server.close()
+        assert _refusal(server, [_script(tmp_path, "")])[1] == f"{module} has changed since it was imported"
 
 
 def test_a_server_ends_with_who_has_started_it(tmp_path: Path) -> None:
@@ -388,19 +343,6 @@ def test_the_last_of_hundreds_of_forks_begins_like_the_first(
     assert (last[0], last[2]) == (first[0], first[2])
     assert last[1] < first[1] + 2048  # KiB
     assert len(list(Path("/proc/self/fd").iterdir())) <= own_files
-
-
-def test_server_that_has_loaded_the_cuda_driver_forks_nothing(tmp_path: Path) -> None:
-    loaded = Path("/proc/self/maps").read_text(encoding="utf-8").split()
-    shutil.copy(next(word for word in loaded if word.endswith("/libm.so.6")), tmp_path / "libcuda.so.1")
-    text = f"import ctypes\nLIBRARY = ctypes.CDLL({str(tmp_path / 'libcuda.so.1')!r})\n"
-    (tmp_path / "driver.py").write_text(text, encoding="utf-8")
-    server = ForkServer({**_VARIABLES, "PYTHONPATH": str(tmp_path)}, ["driver"], log=tmp_path / "log")
-    try:
-        with pytest.raises(ForkRefusedError, match="it has used an accelerator"):
-            wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-    finally:
-        server.close()
 
 
 PARENT = """

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from machines import Machine
 
 ENVIRON = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 CONFIG: dict[str, Any] = {
@@ -18,6 +24,45 @@ CONFIG: dict[str, Any] = {
     "min_checkpoint_period": {"batches": 10},
     "max_restarts": 2,
 }
+_PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
+
+
+class Dstrial:
+    """A command of dstrial's on a machine, whose output is read as it comes."""
+
+    def __init__(self, machine: Machine, place: Path, *words: str, env: Mapping[str, str]) -> None:
+        self._log = place / "printed.log"
+        with self._log.open("wb") as log:
+            self.process = machine.popen(
+                [sys.executable, "-m", "dstrial", *words],
+                cwd=place,
+                env={**env, **ENVIRON},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, words: str, within_s: float = 90.0) -> None:
+        give_up_at_s = time.monotonic() + _PATIENCE * within_s
+        while words not in self.text:
+            assert time.monotonic() < give_up_at_s, f"{words!r} is not in:\n{self.text}"
+            assert self.process.poll() is None or words in self.text, (
+                f"it ended without {words!r}:\n{self.text}"
+            )
+            time.sleep(0.1)
+
+    def end(self, within_s: float = 120.0) -> tuple[int, str]:
+        """Wait for its end; return its exit code and output."""
+        try:
+            code = self.process.wait(_PATIENCE * within_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"it has not ended in {within_s} s:\n{self.text}") from None
+        return code, self.text
 
 
 def copy_into(directory: Path, *names: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,7 @@ class MasterOnHosts:
         allocation: variables of an allocation of Slurm's, whose nodes are the hosts then.
         slurm: variables by which Slurm's commands find its controller; the master uses that back end then.
         has_ray: whether the master uses the Ray cluster of the machines.
+        flags: of ``dstrial up``.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class MasterOnHosts:
         allocation: Mapping[str, str] | None = None,
         slurm: Mapping[str, str] | None = None,
         has_ray: bool = False,
+        flags: Sequence[str] = (),
     ) -> None:
+        self._flags = flags
         self.machine, self.place = made[1], place
         self._allocation = allocation
         self._slurm = slurm
@@ -94,7 +98,7 @@ class MasterOnHosts:
             hosts = ["--backend", "slurm"]
         if self._has_ray:
             hosts = ["--backend", "ray"]
-        return self.command("dstrial", "up", *hosts, "--no-password", *flags)
+        return self.command("dstrial", "up", *hosts, "--no-password", *self._flags, *flags)
 
     def down(self, *flags: str) -> subprocess.CompletedProcess[str]:
         return self.command("dstrial", "down", *flags, timeout=120)
@@ -172,6 +176,20 @@ class MasterOnHosts:
         """Return what ``det`` would print of a trial's log, without ``det``, which is slow to begin."""
         lines = self._ask("GET", f"/api/v1/trials/{trial_id}/logs").splitlines()
         return "".join(json.loads(line)["result"]["message"] for line in lines if line)
+
+    def batches(self, trial_id: int) -> list[int]:
+        """Return the batches that a trial has reported, each report once where it stands twice in a row."""
+        found = hosts_runs.batches(self.log(trial_id))
+        return [number for number, before in zip(found, [0, *found], strict=False) if number != before]
+
+    def kill(self) -> None:
+        """Kill the master's process."""
+        pid = self.machine.find("dstrial.master.server")
+        assert pid is not None
+        self.machine.signal(pid, signal.SIGKILL)
+
+    def enabled(self) -> dict[str, bool]:
+        return {agent["id"]: agent["enabled"] for agent in self.json("agent", "list")}
 
     def wait_for_log(self, trial_id: int, *texts: str, within_s: float = 60.0) -> float:
         """Wait until all texts are in a trial's log, and return how long that took, seconds."""

@@ -22,7 +22,6 @@ from machines import missing as missing_machines
 
 _PORT = 6379
 _READY_S = 240.0
-_GUARD = "Ray's, and ends its"  # of its source, which is its command line
 _MAIN = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 _RAY = (*_MAIN, "start", "--disable-usage-stats")
 # Noticed in three seconds, not in half a minute; and no words about usage to anybody.
@@ -156,7 +155,7 @@ class RayCluster:
 def ours_on(machine: Machine) -> list[str]:
     """Return the command lines of what dstrial has started on a machine; Ray's own may lie below a path of that name."""
     found = [line.replace(sys.prefix, "") for line in machine.processes().values()]
-    return [line for line in found if any(name in line for name in ("dstrial", "ray::NodeActor", _GUARD))]
+    return [line for line in found if any(name in line for name in ("dstrial", "ray::NodeActor"))]
 
 
 def wait_until_nothing_is_left(cluster: RayCluster) -> None:

@@ -151,6 +151,11 @@ class SlurmCluster:
             self.close()
             raise
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables by which a master finds Slurm's commands and controller."""
+        return {name: self.env[name] for name in ("SLURM_CONF", "PATH")}
+
     @staticmethod
     def _make_gpus(root: Path, num: int) -> None:
         """Make what Slurm takes for GPUs: it only looks whether there is a device, and counts."""

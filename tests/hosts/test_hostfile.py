@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import ConfigError
-from dstrial.hosts.arguments import given_slots
-from dstrial.hosts.hostfile import Host, read_hosts
+from dstrial.hosts.hostfile import Host, given_slots, read_hosts
 
 
 @pytest.fixture

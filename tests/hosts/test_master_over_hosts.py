@@ -77,34 +77,6 @@ def test_agents_slots_and_a_command_on_a_host(quiet: MasterOnHosts) -> None:
     assert "resources.slots is 5; expected at most 2, the most slots of one machine" in refused.stdout
 
 
-@pytest.mark.parametrize(
-    ("entrypoint", "zero_stage"),
-    [("small_trial:SmallTrial", 1), ("small_trial:SmallTrial", 3), ("small_pipeline:SmallPipeline", 0)],
-)
-def test_two_hosts_compute_the_bits_of_one(quiet: MasterOnHosts, entrypoint: str, zero_stage: int) -> None:
-    changes: dict[str, Any] = {
-        "entrypoint": entrypoint,
-        "resources": {"slots_per_trial": 2},
-        "hyperparameters": {**CONFIG["hyperparameters"], "zero_stage": zero_stage},
-    }
-    if zero_stage == 0:
-        changes["data"] = {"dstrial": {"pipeline_stages": 2}}
-    logs = []
-    for is_divided in (False, True):
-        for host in ("host2", "host3"):
-            quiet.det("slot", "disable" if is_divided else "enable", host, "1")
-        experiment = quiet.create(changes)
-        quiet.wait_for_state(experiment, ("COMPLETED",))
-        logs.append(quiet.log(quiet.trials(experiment)[0]["id"]))
-    for host in ("host2", "host3"):
-        quiet.det("slot", "enable", host, "1")
-
-    assert re.search(r"on agent host[23]\n", logs[0])
-    assert "on agent host2, host3\n" in logs[1]
-    assert len(_losses(logs[0])) > 3
-    assert _losses(logs[0]) == _losses(logs[1])
-
-
 def test_other_accounts_of_a_host_get_no_answer_and_no_secret_is_on_a_command_line(
     quiet: MasterOnHosts,
 ) -> None:
@@ -214,26 +186,6 @@ def test_a_cut_that_heals_an_agent_and_a_master_that_are_killed_end_no_trial(sta
     batches = [int(line.split()[1]) for line in _losses(log)]
     assert sorted(set(batches)) == list(range(5, 301, 5))
     assert len({batches.count(batch) for batch in set(batches)}) == 1  # no line twice
-
-
-def test_a_search_ends_right_though_a_host_dies_in_its_middle(tmp_path: Path) -> None:
-    with machines(4) as made:
-        master = MasterOnHosts(made, tmp_path)
-        assert master.up().returncode == 0
-        searcher = {"name": "random", "metric": "zero", "max_trials": 8, "max_length": {"batches": 40}}
-        experiment = master.create({**_slow(1), "searcher": searcher})
-        wait_until(lambda: len(_trials_on(made[3])) > 0, 60, lambda: str(made[3].processes()))
-        master.wait_for_log(2, "batch 5 loss")
-        made[3].kill()
-        master.wait_for_state(experiment, ("COMPLETED",), 200)
-        states = [one["State"] for one in master.trials(experiment)]
-        assert states == ["COMPLETED"] * 8
-        lost = [log for log in map(master.log, range(1, 9)) if "allocation lost: host3 is " in log]
-        assert lost
-        assert all("resumed from checkpoint" in log or log.count("Scheduling") == 2 for log in lost)
-        assert master.down().returncode == 0
-        for number in (2, 4):
-            wait_until(lambda n=number: not made[n].processes(), 10, lambda: str(made.processes()))  # type: ignore[misc]
 
 
 def test_hosts_that_are_not_ready_start_no_master(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bad_requests import refused, refused_at_submission, refused_command
@@ -28,8 +27,7 @@ def cluster() -> Iterator[SlurmCluster]:
 @pytest.fixture
 def master(cluster: SlurmCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
     """Return a master on the first of three nodes of two processors each; nothing of it is left behind."""
-    variables = {name: cluster.env[name] for name in ("SLURM_CONF", "PATH")}
-    made = MasterOnHosts(cluster.machines, tmp_path, slurm=variables)
+    made = MasterOnHosts(cluster.machines, tmp_path, slurm=cluster.variables)
     yield made
     made.down("--now")
     cluster.wait_for_idle(3, timeout=60)
@@ -112,7 +110,7 @@ def test_preempted_it_saves_and_goes_on_in_another_job(cluster: SlurmCluster, ma
     master.wait_for_log(trial, "gracefully terminating allocation: job ", within_s=60)
     cluster.wait_for_state(int(high), "RUNNING", "COMPLETED")
     master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
-    assert numbers_of(master, trial) == list(range(5, 51, 5))
+    assert master.batches(trial) == list(range(5, 51, 5))
     assert "resumed from checkpoint" in master.log(trial)
 
 
@@ -129,103 +127,19 @@ def test_a_job_that_is_killed_or_cancelled_is_left_for_another_one(
     ]
     assert of_first == [], "what was killed trains no more"
 
-    at = len(numbers_of(master, trial))
-    wait_until(lambda: len(numbers_of(master, trial)) > at, 60, lambda: master.log(trial))
+    at = len(master.batches(trial))
+    wait_until(lambda: len(master.batches(trial)) > at, 60, lambda: master.log(trial))
     (second,) = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
     cluster.run("scancel", second)
     master.wait_for_log(trial, "gracefully terminating allocation: job ", within_s=60)
     master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
-    assert numbers_of(master, trial)[-1] == 80
+    assert master.batches(trial)[-1] == 80
     assert master.log(trial).count("resumed from checkpoint") >= 2
     wait_until(
         lambda: not any("dstrial" in words for words in cluster.machines[3].processes().values()),
         30,
         lambda: str(cluster.machines[3].processes()),
     )
-
-
-@pytest.mark.parametrize(
-    ("entrypoint", "zero_stage"),
-    [
-        ("small_trial:SmallTrial", 3),
-        ("small_pipeline:SmallPipeline", 0),
-    ],
-)
-def test_two_nodes_compute_the_bits_of_one(master: MasterOnHosts, entrypoint: str, zero_stage: int) -> None:
-    assert master.up().returncode == 0
-    changes: dict[str, Any] = {
-        "entrypoint": entrypoint,
-        "resources": {"slots_per_trial": 2},
-        "hyperparameters": {**CONFIG["hyperparameters"], "zero_stage": zero_stage},
-    }
-    if zero_stage == 0:
-        changes["data"] = {"dstrial": {"pipeline_stages": 2}}
-    losses = []
-    for options in (["--nodes=1", "--ntasks=2"], ["--nodes=2", "--ntasks-per-node=1"]):
-        experiment = master.create({**changes, "slurm": {"sbatch_args": options}})
-        master.wait_for_state(experiment, ("COMPLETED",))
-        (trial,) = master.trials(experiment)
-        log = master.log(trial["id"])
-        assert bool(re.search(r"on agent host\d, host\d\n", log)) == (options[0] == "--nodes=2")
-        losses.append(re.findall(r"batch \d+ loss (\S+)", log))
-    assert len(losses[0]) > 3
-    assert losses[0] == losses[1]
-
-
-def test_a_search_of_eight_trials_ends_right_though_a_node_dies_in_its_middle(
-    cluster: SlurmCluster, master: MasterOnHosts
-) -> None:
-    # A task takes a node of two processors: three slots.
-    (master.place / "master.yaml").write_text("slurm: {sbatch_args: [--cpus-per-task=2]}\n")
-    said = master.up("--config-file", "master.yaml")
-    assert said.returncode == 0, said.stdout
-    assert master.det("slot", "list").count("FREE            | FREE") == 3
-    experiment = master.create(
-        {
-            "hyperparameters": {
-                "zero_stage": {"type": "categorical", "vals": [1, 2]}, "pause_s": 0.05, "micro_batch_size": 2,
-            },
-            "searcher": {**CONFIG["searcher"], "name": "random", "max_trials": 8, "max_length": {"batches": 30}},
-        }
-    )  # fmt: skip
-    wait_until(
-        lambda: on_host(master, experiment, "host2") is not None, 120, lambda: master.det("job", "list")
-    )
-    lost = on_host(master, experiment, "host2")
-    assert lost is not None
-    master.wait_for_log(lost, "batch 15 loss", within_s=120)
-    cluster.machines[2].cut()
-    try:
-        master.wait_for_log(lost, "host2 (rank 0) is lost", within_s=60)
-        master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
-    finally:
-        cluster.heal(2)
-    assert [trial["# of Batches"] for trial in master.trials(experiment)] == ["30"] * 8
-    assert numbers_of(master, lost)[-1] == 30
-    assert "resumed from checkpoint" in master.log(lost)
-
-
-def test_a_killed_master_finds_its_jobs_and_what_runs_in_them(
-    cluster: SlurmCluster, master: MasterOnHosts
-) -> None:
-    assert master.up().returncode == 0
-    experiment, trial = master.train(
-        60,
-        0.1,
-        resources={"slots_per_trial": 2},
-        slurm={"sbatch_args": ["--nodes=2", "--ntasks-per-node=1"]},
-    )
-    jobs = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
-    pid = cluster.machines[1].find("dstrial.master.server")
-    assert pid is not None
-    cluster.machines[1].signal(pid, signal.SIGKILL)
-    assert master.up().returncode == 0
-    assert cluster.run("squeue", "-h", "-o", "%i").stdout.split() == jobs
-    master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
-    numbers = numbers_of(master, trial)
-    # Slurm may kill what the master has started with the step of its agent, or not (ProctrackType).
-    assert numbers == list(range(5, 61, 5)) or "resumed from checkpoint" in master.log(trial)
-    assert numbers[-1] == 60
 
 
 def test_near_its_time_limit_a_trial_saves_and_goes_on_in_another_job(master: MasterOnHosts) -> None:
@@ -238,7 +152,7 @@ def test_near_its_time_limit_a_trial_saves_and_goes_on_in_another_job(master: Ma
         trial, "gracefully terminating allocation: job ", "ends at its time limit in", within_s=120
     )
     master.wait_for_log(trial, "resumed from checkpoint", within_s=120)
-    numbers = numbers_of(master, trial)
+    numbers = master.batches(trial)
     assert numbers == list(range(5, numbers[-1] + 1, 5))
     master.det("experiment", "kill", str(experiment))
     master.wait_for_state(experiment, ("CANCELED",))
@@ -271,8 +185,7 @@ def test_what_cannot_be_is_refused_before_a_master_starts(cluster: SlurmCluster,
     assert said.returncode == 1
     assert "sbatch, squeue, scancel, srun, sinfo of Slurm is not on PATH" in said.stdout
 
-    variables = {name: cluster.env[name] for name in ("SLURM_CONF", "PATH")}
-    master = MasterOnHosts(cluster.machines, tmp_path, slurm=variables)
+    master = MasterOnHosts(cluster.machines, tmp_path, slurm=cluster.variables)
     (tmp_path / "master.yaml").write_text("slurm: {sbatch_args: [--partition=none]}\n")
     said = master.up("--config-file", "master.yaml")
     assert said.returncode == 1
@@ -282,6 +195,42 @@ def test_what_cannot_be_is_refused_before_a_master_starts(cluster: SlurmCluster,
     assert said.returncode == 1
     assert "--slots is given beside backend slurm" in said.stdout
     assert master.command("dstrial", "status").returncode != 0, "nothing was started"
+
+
+def test_up_slurm_outside_an_allocation_is_refused(cluster: SlurmCluster, tmp_path: Path) -> None:
+    master = MasterOnHosts(cluster.machines, tmp_path, allocation={})
+    said = master.up()
+    assert said.returncode == 1
+    assert "--slurm is given, and this is in no allocation" in said.stdout
+    assert master.command("dstrial", "status").returncode != 0, "nothing was started"
+
+
+def test_cut_node_is_lost_before_slurm_says_so(tmp_path: Path) -> None:
+    with slurm_cluster(3, slurmd_timeout_s=200) as cluster:
+        master = MasterOnHosts(cluster.machines, tmp_path, slurm=cluster.variables)
+        assert master.up().returncode == 0
+        experiment = master.create(
+            {
+                "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.2},
+                "searcher": {**CONFIG["searcher"], "max_length": {"batches": 2000}},
+                "slurm": {"sbatch_args": ["--nodelist=host3"]},
+            }
+        )
+        (trial,) = master.wait_for_trials(experiment, 1)
+        master.wait_for_log(trial["id"], "batch 5 loss", within_s=120)
+        assert master.enabled() == {"host1": True, "host2": True, "host3": True}
+        cluster.machines[3].cut()
+        wait_until(lambda: not master.enabled()["host3"], 60, lambda: str(master.enabled()))
+        said = cluster.run("sinfo", "-h", "-N", "-n", "host3", "-p", "low", "-o", "%T").stdout.strip()
+        # Its jobs are as they were, those among them that the master has given back meanwhile.
+        assert said.removesuffix("*") in ("mixed", "allocated", "completing"), said
+        assert "host3 is silent" in master.command("dstrial", "status").stdout
+        assert master.enabled() == {"host1": True, "host2": True, "host3": False}
+        cluster.heal(3)
+        wait_until(lambda: master.enabled()["host3"], 180, lambda: str(master.enabled()))
+        master.det("experiment", "kill", str(experiment))
+        master.wait_for_state(experiment, ("CANCELED",))
+        master.down("--now")
 
 
 def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
@@ -381,17 +330,3 @@ def _why_it_never_starts(master: MasterOnHosts, host: str) -> str:
     (trial,) = master.trials(experiment)
     (line,) = [line for line in master.log(trial["id"]).splitlines() if "it can never start: " in line]
     return line
-
-
-def on_host(master: MasterOnHosts, experiment_id: int, host: str) -> int | None:
-    """Return a trial that runs on a host."""
-    for trial in master.trials(experiment_id):
-        if trial["State"] == "RUNNING" and f"on agent {host}\n" in master.log_now(trial["id"]):
-            return int(trial["id"])
-    return None
-
-
-def numbers_of(master: MasterOnHosts, trial_id: int) -> list[int]:
-    """Return the batches that a trial has reported, each report once where it stands twice in a row."""
-    found = [int(number) for number in re.findall(r"batch (\d+) loss ", master.log(trial_id))]
-    return [number for number, before in zip(found, [0, *found], strict=False) if number != before]

@@ -11,7 +11,7 @@ import pytest
 from dstrial.errors import HostError, HostProblem
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.preflight import Facts, fact_problems
-from dstrial.hosts.transport import refusal_of, remote_command, travelling
+from dstrial.hosts.transport import SshTransport, remote_command, travelling
 
 HERE = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "dstrial": "1.0"}
 GOOD = Facts(
@@ -101,7 +101,7 @@ def test_a_named_interface_has_to_be_everywhere() -> None:
     ],
 )
 def test_what_ssh_says_is_told_in_words(code: int | None, printed: str, told: str) -> None:
-    refusal = refusal_of("h", "/p/python", code, printed)
+    refusal = SshTransport().refusal("h", "/p/python", code, printed)
     assert told in refusal.got
     assert refusal.fix.endswith(".")
 

@@ -20,6 +20,13 @@ from ray_cluster import RayCluster, ray_cluster, wait_until
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 HOST1, HOST2, HOST3 = "10.77.0.11", "10.77.0.12", "10.77.0.13"
 _THERE = Path(__file__).with_name("ray_engine_there.py")
+# A program that ends with its parent, the actor, as an agent does, and not with its input.
+_AGENT_LIKE = (
+    "sh",
+    "-c",
+    'echo here; p=$PPID; while [ "$(cut -d " " -f 4 /proc/$$/stat)" = $p ]; do sleep 0.2; done',
+)
+_AGENT_LIKE_START = "sh -c echo here; p="
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +108,16 @@ def _end(program: subprocess.Popen[bytes]) -> tuple[bytes, str, int]:
 
 
 def _pids(machine: Machine, start: str) -> list[int]:
-    """Return the processes there whose command line begins so: guards and relays have a program's words, too."""
+    """Return the processes there whose command line begins so: relays have a program's words, too."""
     return [pid for pid, line in machine.processes().items() if line.startswith(start)]
 
 
 def _await_nothing(machine: Machine) -> None:
-    """Wait until no actor of ours, no guard and nothing of theirs is there."""
+    """Wait until no actor of ours and no program of theirs is there."""
 
     def left() -> list[str]:
         lines = machine.processes().values()
-        return [
-            line
-            for line in lines
-            if "ray::NodeActor" in line or "Ray's, and ends" in line or "sleep 54" in line
-        ]
+        return [line for line in lines if "ray::NodeActor" in line or line.startswith(_AGENT_LIKE_START)]
 
     wait_until(lambda: not left(), left)
 
@@ -221,15 +224,10 @@ def test_a_program_has_the_devices_of_its_bundle(engine: Engine) -> None:
 
 def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: RayCluster) -> None:
     job_id, hosts = engine.running(4, excluded_nodes=[HOST1])
-    programs = []
-    for host in hosts:
-        # In a session of its own and nobody's child, as supervisors of trials are.
-        left = "(setsid sleep 5402 < /dev/null > /dev/null 2>&1 &)"
-        programs.append(engine.program(job_id, host, "sh", "-c", f"{left}; echo here; exec sleep 5403"))
+    programs = [engine.program(job_id, host, *_AGENT_LIKE) for host in hosts]
     for program in programs:
         assert program.stdout is not None
         assert program.stdout.readline() == b"here\n"
-    wait_until(lambda: len(_pids(cluster.machines[2], "sleep 54")) == 2)
     engine.ask("cancel", id=job_id)
     engine.ask("cancel", id=job_id)
     for program in programs:
@@ -246,23 +244,20 @@ def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: R
 
 def test_a_killed_master_leaves_its_jobs_to_the_next(engine: Engine, cluster: RayCluster) -> None:
     job_id, (host,) = engine.running(1, key="trial-9", excluded_nodes=[HOST1, HOST3])
-    # The program ends with its input, as an agent does; what it has started goes on, as trials do.
-    left = "(setsid sleep 5404 < /dev/null > /dev/null 2>&1 &)"
-    program = engine.program(job_id, host, "sh", "-c", f"{left}; echo here; cat; exec true")
+    program = engine.program(job_id, host, *_AGENT_LIKE)
     assert program.stdout is not None
     assert program.stdout.readline() == b"here\n"
     assert len(_pids(cluster.machines[2], "ray::NodeActor")) == 1
     engine.kill()
     assert _end(program)[2] == 255
-    wait_until(lambda: not _pids(cluster.machines[2], "sh -c (setsid"), timeout=90)
-    wait_until(lambda: len(_pids(cluster.machines[2], "sleep 5404")) == 1)
+    assert len(_pids(cluster.machines[2], _AGENT_LIKE_START)) == 1
     following, other = Engine(cluster, "c1"), Engine(cluster, "c2")
     try:
         job = following.job(job_id)
         assert (job["state"], job["key"]) == ("running", "trial-9")
         assert job["parts"] == [{"host": host, "num_slots": 1}]
         assert other.ask("jobs") == []
-        assert _end(following.program(job_id, host, "pgrep", "-f", "^sleep 5404"))[2] == 0
+        assert _end(following.program(job_id, host, "pgrep", "-f", f"^{_AGENT_LIKE_START}"))[2] == 0
         following.ask("cancel", id=job_id)
         _await_nothing(cluster.machines[2])
     finally:
@@ -299,7 +294,7 @@ def test_a_node_that_is_cut_ends_its_job_though_ray_moves_it(engine: Engine, clu
     """The last but one: the node is lost for this cluster."""
     job_id, hosts = engine.running(4, key="trial-3", excluded_nodes=[HOST3])
     assert sorted(hosts) == [HOST1, HOST2]
-    programs = [engine.program(job_id, host, "sh", "-c", "echo here; exec sleep 5405") for host in hosts]
+    programs = [engine.program(job_id, host, *_AGENT_LIKE) for host in hosts]
     for program in programs:
         assert program.stdout is not None
         assert program.stdout.readline() == b"here\n"
@@ -317,9 +312,9 @@ def test_a_node_that_is_cut_ends_its_job_though_ray_moves_it(engine: Engine, clu
         _await_nothing(cluster.machines[3])
         assert following.ask("jobs") == []
         # A node that Ray has given up ends its part of Ray when it hears of that, and with it what we have there.
-        wait_until(lambda: len(_pids(cluster.machines[2], "sleep 5405")) == 1)
+        assert len(_pids(cluster.machines[2], _AGENT_LIKE_START)) == 1
         cluster.machines[2].heal()
-        wait_until(lambda: not _pids(cluster.machines[2], "sleep 5405"), timeout=180)
+        wait_until(lambda: not _pids(cluster.machines[2], _AGENT_LIKE_START), timeout=180)
         _await_nothing(cluster.machines[2])
     finally:
         cluster.machines[2].heal()

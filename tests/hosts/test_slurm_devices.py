@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 from slurm_cluster import SlurmCluster, slurm_cluster
 
 from dstrial.hosts.srun import SrunTransport
@@ -82,36 +78,3 @@ def test_steps_side_by_side_have_the_same_devices(cluster: SlurmCluster, job: li
     assert "host1 has 0,1\n" in second
     output, _ = first.communicate(timeout=60)
     assert "host1 has 0,1\n" in output
-
-
-def test_ranks_of_a_submitted_run_have_the_devices_of_their_node(
-    cluster: SlurmCluster, job: list[int], tmp_path: Path
-) -> None:
-    (tmp_path / "show.py").write_text(
-        "import os\n"
-        "print('rank', os.environ['RANK'], 'local', os.environ['LOCAL_RANK'], 'of', os.environ['CUDA_VISIBLE_DEVICES'])\n"
-    )
-    config = {
-        "name": "show",
-        "entrypoint": "python3 show.py",
-        "resources": {"slots_per_trial": 4},
-        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 1}},
-    }
-    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
-    command = [
-        sys.executable,
-        "-m",
-        "dstrial",
-        "run",
-        "exp.yaml",
-        ".",
-        "--slurm",
-        "--sbatch-arg=--gpus-per-task=1",
-    ]
-    done: subprocess.CompletedProcess[str] = cluster.run(
-        "timeout", "120", *command, cwd=tmp_path, env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": ""}, timeout=150
-    )
-    assert done.returncode == 0, done.stdout
-    for rank in range(4):
-        assert f"rank {rank} local {rank % 2} of 0,1" in done.stdout, done.stdout
-    shutil.rmtree(tmp_path / "runs")

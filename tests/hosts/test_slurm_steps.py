@@ -13,7 +13,7 @@ import yaml
 from hosts_runs import ENVIRON, copy_into, losses
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-from dstrial.slurm.nodelist import expand_nodes
+from dstrial.slurm.allocation import expand_nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 _ENVIRON = {**ENVIRON, "DSTRIAL_TIMEOUT_S": "60", "MICRO": "3"}

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from hosts_runs import CONFIG, ENVIRON, copy_into, losses
+from hosts_runs import CONFIG, Dstrial, copy_into, losses
 from machines import Machine, Machines, machines
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
-_SOON_S = 90.0
 
 
 @pytest.fixture
@@ -32,50 +29,19 @@ def place(two: Machines, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
     yield tmp_path
-    _Program(two[1], tmp_path, "down", "--now").end()
+    _dstrial(two[1], tmp_path, "down", "--now").end()
 
 
-class _Program:
-    """A command of dstrial's on a machine, whose lines are read as they come."""
-
-    def __init__(self, machine: Machine, place: Path, *words: str) -> None:
-        self._log = place / "printed.log"
-        own = {"DSTRIAL_STATE_DIR": str(place / "state"), "HOME": str(place / "home")}
-        (place / "home").mkdir(exist_ok=True)
-        variables = [f"{name}={value}" for name, value in {**ENVIRON, **own}.items()]
-        with self._log.open("wb") as log:
-            self._process = machine.popen(
-                ["env", *variables, sys.executable, "-m", "dstrial.cli", *words],
-                cwd=place, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-
-    @property
-    def text(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def wait_for(self, words: str) -> None:
-        give_up_at_s = time.monotonic() + _SOON_S
-        while words not in self.text:
-            assert time.monotonic() < give_up_at_s, f"{words!r} is not in:\n{self.text}"
-            assert self._process.poll() is None or words in self.text, (
-                f"it ended without {words!r}:\n{self.text}"
-            )
-            time.sleep(0.05)
-
-    def end(self) -> tuple[int, str]:
-        """Wait for its end; return its exit code and what it printed."""
-        try:
-            code = self._process.wait(2 * _SOON_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise AssertionError(f"it has not ended:\n{self.text}") from None
-        return code, self.text
+def _dstrial(machine: Machine, place: Path, *words: str) -> Dstrial:
+    (place / "home").mkdir(exist_ok=True)
+    own = {"DSTRIAL_STATE_DIR": str(place / "state"), "HOME": str(place / "home")}
+    return Dstrial(machine, place, *words, env={**os.environ, **own})
 
 
-def _run(machine: Machine, place: Path, *flags: str, batches: int = 20, pause_s: float = 0.1) -> _Program:
+def _run(machine: Machine, place: Path, *flags: str, batches: int = 20, pause_s: float = 0.1) -> Dstrial:
     settings = [f"hyperparameters.pause_s={pause_s}", f"searcher.max_length.batches={batches}"]
     words = [word for setting in settings for word in ("--config", setting)]
-    return _Program(
+    return _dstrial(
         machine, place, "run", "exp.yaml", ".", "--no-progress", "--hostfile", "hosts", *words, *flags
     )
 
@@ -146,7 +112,7 @@ def test_run_goes_on_without_a_lost_host(two: Machines, place: Path) -> None:
 def test_ctrl_c_stops_all_hosts_at_the_same_batch_and_resume_goes_on(two: Machines, place: Path) -> None:
     program = _run(two[1], place, batches=60)
     program.wait_for("batch 15 loss")
-    pid = two[1].find("dstrial.cli", "run")
+    pid = two[1].find("-m dstrial run")
     assert pid is not None
     two[1].signal(pid, signal.SIGINT)
     code, text = program.end()
@@ -163,7 +129,7 @@ def test_two_batches_are_tried_and_a_host_that_is_not_ready_leaves_no_run(two: M
     code, text = _run(two[1], place, "--test").end()
     assert code == 0, text
     assert "test passed: 2 batches, one validation" in text
-    assert _Program(two[1], place, "down").end()[0] == 0
+    assert _dstrial(two[1], place, "down").end()[0] == 0
     (place / "hosts").write_text("host1 slots=1\nhost9 slots=1\n")
     code, text = _run(two[1], place).end()
     assert code == 1, text

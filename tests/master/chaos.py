@@ -27,7 +27,8 @@ import chaos_checks
 import chaos_train
 import yaml
 
-from dstrial.master.backends import SupervisorHandle, is_alive
+from dstrial.master.backends.backend import SupervisorHandle
+from dstrial.master.backends.local import is_alive
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 240.0

@@ -17,9 +17,9 @@ import pytest
 from submitting import config, experiment, log_of, processes_with, submit, trials, wait_until
 from waiting import wait_for
 
-from dstrial.master import backends
-from dstrial.master.backends import AllocationRequest
+from dstrial.master.backends import local
 from dstrial.master.backends.log_file import parse
+from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.daemon import living_allocations
 from dstrial.master.scheduler.log_policies import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
@@ -189,9 +189,9 @@ def test_a_full_disk_makes_a_supervisor_wait_and_loses_no_line(tmp_path: Path) -
         "agent_id": "a", "resources_id": "r", "model_definition": b"",
         "entrypoint": "echo first; until [ -e go ]; do sleep 0.05; done; seq 1 2000",
     }  # fmt: skip
-    backends.prepare(AllocationRequest(**fields))
+    local.prepare(AllocationRequest(**fields))
     log = directory / "output.log"
-    handle = backends.start(directory)
+    handle = local.start(directory)
     try:
         wait_for(lambda: log.exists() and b"first" in log.read_bytes())
         _, hard = resource.prlimit(handle.pid, resource.RLIMIT_FSIZE)
@@ -199,19 +199,19 @@ def test_a_full_disk_makes_a_supervisor_wait_and_loses_no_line(tmp_path: Path) -
         (directory / "workdir" / "go").touch()
         wait_for(lambda: log.stat().st_size == 1000)
         time.sleep(0.2)
-        assert backends.poll_exit(directory, handle) is None
+        assert local.poll_exit(directory, handle) is None
 
         resource.prlimit(handle.pid, resource.RLIMIT_FSIZE, (hard, hard))
-        wait_for(lambda: backends.poll_exit(directory, handle) is not None)
+        wait_for(lambda: local.poll_exit(directory, handle) is not None)
 
-        exit_ = backends.poll_exit(directory, handle)
+        exit_ = local.poll_exit(directory, handle)
         assert exit_ is not None
         assert exit_.exit_code == 0
         texts = [parse(line).text for line in log.read_text().splitlines()]
         assert texts == ["first\n", *(f"{number}\n" for number in range(1, 2001))]
     finally:
-        backends.kill(handle, directory)
-        backends.remove(directory)
+        local.kill(handle, directory)
+        local.remove(directory)
 
 
 def test_a_line_that_no_supervisor_wrote_is_text() -> None:

@@ -21,9 +21,9 @@ from submitting import config, log_of, steps_of, submit, trials, wait_until
 from waiting import wait_for
 from warm_start import SWITCH
 
-from dstrial.fork_server.key import is_free
+from dstrial.fork_server import is_free
 from dstrial.harness_paths import WARM_VARIABLE
-from dstrial.master.backends.fork_servers import shown_servers
+from dstrial.master.backends.status import shown_servers
 from dstrial.master.backends.supervisor import descendants, members_of_session
 from dstrial.testing.master import MasterForTest, master_for_test
 

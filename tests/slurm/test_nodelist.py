@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.slurm.nodelist import expand_counts, expand_nodes
+from dstrial.slurm.allocation import expand_counts, expand_nodes
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.backends import Node
+from dstrial.master.backends.backend import Node
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import shown
 from dstrial.master.http.messages import message, page_of

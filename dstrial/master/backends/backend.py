@@ -24,23 +24,14 @@ long; it was ended because another node's part had failed; it was never started 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that offers slots.
+    """A machine that offers slots."""
 
-    Attributes:
-        id: 0 for the master's own machine, ``nodes.id`` of the database for the others.
-        name: as the user and ``det agent list`` call it.
-        address: at which the other nodes reach it.
-        slots: what it offers; their ids are those of the whole cluster.
-        why_down: why nothing can be started there now; None if something can.
-        since_us: since when it is as it is.
-    """
-
-    id: int
-    name: str
-    address: str
-    slots: tuple[Slot, ...]
-    why_down: str | None
-    since_us: int
+    id: int  # 0 for the master's own machine, ``nodes.id`` of the database for the others
+    name: str  # as the user and ``det agent list`` call it
+    address: str  # at which the other nodes reach it
+    slots: tuple[Slot, ...]  # with ids that are unique in the cluster
+    why_down: str | None  # why nothing can be started there now; None if something can
+    since_us: int  # time of its last change between up and down
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,18 +44,12 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRef:
-    """Name an allocation to back ends.
-
-    Attributes:
-        directory: of its files on the master's machine.
-        shares: at least one, in rank order.
-        supervisor: on the master's own machine, once the row has it.
-    """
+    """Name an allocation to back ends."""
 
     allocation_id: str
-    directory: Path
-    shares: tuple[Share, ...]
-    supervisor: SupervisorHandle | None = None
+    directory: Path  # of its files on the master's machine
+    shares: tuple[Share, ...]  # at least one, in rank order
+    supervisor: SupervisorHandle | None = None  # on the master's own machine, once the row has it
 
     @property
     def is_on_own_node(self) -> bool:
@@ -81,37 +66,25 @@ class SupervisorHandle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeExit:
-    """How an allocation ended on one node.
-
-    Attributes:
-        exit_code: of the entrypoint there, as a shell sees it.
-        text: why, where the exit code alone does not say.
-    """
+    """How an allocation ended on one node."""
 
     node_id: int
-    exit_code: int
+    exit_code: int  # of the entrypoint there, as a shell sees it
     signal: int | None
     cause: Cause
-    text: str | None = None
+    text: str | None = None  # reason, if the exit code does not tell it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationExit:
-    """How an allocation ended.
+    """How an allocation ended."""
 
-    Attributes:
-        exit_code: of the entrypoint that failed first, as a shell sees it.
-        explanation: what the exit code means, None for 0.
-        was_lost: a supervisor or its node died without a record, and the entrypoint with it.
-        nodes: exits of all nodes but the master's own, in the order of arrival.
-    """
-
-    exit_code: int
+    exit_code: int  # of the entrypoint that failed first, as a shell sees it
     signal: int | None
     time_us: int
-    explanation: str | None
-    was_lost: bool
-    nodes: tuple[NodeExit, ...] = ()
+    explanation: str | None  # what the exit code means, None for 0
+    was_lost: bool  # a supervisor or its node died without a record, and the entrypoint with it
+    nodes: tuple[NodeExit, ...] = ()  # exits of all nodes but the master's own, in the order of arrival
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,15 +97,11 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """A line that the back end adds to an allocation's log.
-
-    Attributes:
-        tells_progress: whether the last reported batch belongs to it.
-    """
+    """A line that the back end adds to an allocation's log."""
 
     text: str
     level: str
-    tells_progress: bool = False
+    tells_progress: bool = False  # whether the last reported batch belongs to it
 
 
 class SlotsGoneError(MasterError):
@@ -145,57 +114,38 @@ Key: TypeAlias = int | str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """Slots that a waiting trial or command requests from an engine.
-
-    Attributes:
-        num_slots: at least 1.
-        is_on_one_node: whether the slots must be on one node.
-        excluded_nodes: ids of nodes that must not be used.
-        describe: returns a title for people and the experiment's config.
-        fewer: acceptable smaller numbers of slots, largest first.
-        may_wait: whether it is accepted though it needs more nodes than there are now.
-    """
+    """Slots that a waiting trial or command requests from an engine."""
 
     key: Key
-    num_slots: int
-    is_on_one_node: bool
-    excluded_nodes: frozenset[int]
+    num_slots: int  # at least 1
+    is_on_one_node: bool  # whether the slots must be on one node
+    excluded_nodes: frozenset[int]  # ids of nodes that must not be used
+    # returns a title for people and the experiment's config
     describe: Callable[[], tuple[str, Mapping[str, Any]]]
-    fewer: tuple[int, ...] = ()
-    may_wait: bool = False
+    fewer: tuple[int, ...] = ()  # acceptable smaller numbers of slots, largest first
+    may_wait: bool = False  # whether it is accepted though it needs more nodes than there are now
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a job cannot run, as a problem of the experiment's config.
+    """Why a job cannot run, as a problem of the experiment's config."""
 
-    Attributes:
-        key: dotted path in the config.
-        got: the value there, for people.
-        expected: what would be accepted, without a full stop.
-        fix: one imperative sentence.
-        is_for_nodes: whether nodes are missing, which may change when others join.
-    """
-
-    key: str
-    got: str
-    expected: str
-    fix: str
-    is_for_nodes: bool = False
+    key: str  # dotted path in the config
+    got: str  # the value there, for people
+    expected: str  # what would be accepted, without a full stop
+    fix: str  # one imperative sentence
+    is_for_nodes: bool = False  # whether nodes are missing, which may change when others join
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What a back end has for waiting requests.
+    """What a back end has for waiting requests."""
 
-    Attributes:
-        slots: requests that may begin, with slot ids in rank order.
-        refused: requests whose jobs have failed too often, with the reason.
-        messages: new messages for waiting requests, each once.
-    """
-
+    # requests that may begin, with slot ids in rank order
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
+    # requests whose jobs have failed too often, with the reason
     refused: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+    # new messages for waiting requests, each once
     messages: Mapping[Key, str] = dataclasses.field(default_factory=dict)
 
 
@@ -242,10 +192,7 @@ class Backend(Protocol):
         """Return known supervisors by node: one a share, once all have started."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how a run ended, None while it runs; processes of a lost one are killed."""
-
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        """Return the pid of a supervisor held by SIGSTOP or a debugger; None without one."""
+        """Return how a run ended, None while it runs; kill the processes of a lost run."""
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         """Return where the output is, first of all that of the node that failed first."""
@@ -257,7 +204,7 @@ class Backend(Protocol):
         """Return uuids of checkpoints that were begun and not reported."""
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send the entrypoints SIGTERM; the rest is killed when they have ended."""
+        """Send the entrypoints SIGTERM; other processes are killed after them."""
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         """Kill every process of a run.
@@ -281,11 +228,11 @@ class Backend(Protocol):
         """Do periodic work; ``is_busy`` while anything runs."""
 
     def close(self) -> None:
-        """Release everything; what runs goes on."""
+        """Disconnect; allocations continue."""
 
 
 class OwnNodes:
-    """Answers of a back end whose nodes belong to the master: there is no engine."""
+    """Methods of a back end without an engine."""
 
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         del requests

@@ -22,19 +22,14 @@ _KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One device that a trial can be given.
+    """One device that a trial can be given."""
 
-    Attributes:
-        id: index of the device, from 0.
-        uuid: permanent name; a CPU slot's own name otherwise.
-        visible_as: its name in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
-            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index. Empty otherwise.
-    """
-
-    id: int
+    id: int  # index of the device, from 0
     kind: SlotKind
     brand: str
-    uuid: str
+    uuid: str  # permanent name; a CPU slot's own name otherwise
+    # its name in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
+    # ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index. Empty otherwise.
     visible_as: str = ""
 
 

@@ -7,9 +7,7 @@ it is submitted when the trial waits, and cancelled when the allocation has ende
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dstrial.errors import MasterError
@@ -19,7 +17,6 @@ from dstrial.master.backends.backend import Refusal
 JobState = Literal["pending", "running", "leaving", "ended"]
 """Of an engine's job: it waits; it has its nodes; it loses them soon; it has none any more."""
 
-SHOWN_NAME = "engine.json"  # file of the state directory that `shown_engine` reads
 MAX_PENDING = 32  # jobs in an engine's queue; further requests wait with the master
 
 
@@ -29,24 +26,15 @@ class EngineRefusedError(MasterError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A request for nodes.
+    """A request for nodes."""
 
-    Attributes:
-        key: ``trial-7`` or ``command-<task id>``; another master finds the job by it.
-        title: of the job in the engine's own lists.
-        num_slots: on all nodes together, at least 1.
-        is_on_one_node: whether the slots must be on one node.
-        excluded_nodes: names of nodes that must not be used.
-        wants_devices: whether a slot is an accelerator; else a processor core.
-        settings: the user's ``slurm`` section of the experiment's config.
-    """
-
-    key: str
-    title: str
-    num_slots: int
-    is_on_one_node: bool = False
-    excluded_nodes: frozenset[str] = frozenset()
-    wants_devices: bool = False
+    key: str  # ``trial-7`` or ``command-<task id>``; another master finds the job by it
+    title: str  # of the job in the engine's own lists
+    num_slots: int  # on all nodes together, at least 1
+    is_on_one_node: bool = False  # whether the slots must be on one node
+    excluded_nodes: frozenset[str] = frozenset()  # names of nodes that must not be used
+    wants_devices: bool = False  # whether a slot is an accelerator; else a processor core
+    # the user's ``slurm`` section of the experiment's config
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -68,20 +56,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineJob:
-    """A job as its engine sees it.
+    """A job as its engine sees it."""
 
-    Attributes:
-        id: the engine's; one word for a shell.
-        key: of its request.
-        text: state for people, with the engine's reason: ``job 12: pending (Resources: …)``.
-        parts: in rank order; empty unless it runs or leaves.
-    """
-
-    id: str
-    key: str
+    id: str  # the engine's; one word for a shell
+    key: str  # of its request
     state: JobState
-    text: str
-    parts: tuple[Part, ...] = ()
+    text: str  # state for people, with the engine's reason: ``job 12: pending (Resources: …)``
+    parts: tuple[Part, ...] = ()  # in rank order; empty unless it runs or leaves
 
 
 class Engine(Protocol):
@@ -141,25 +122,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Disconnect; jobs stay."""
         ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownEngine:
-    """An engine in ``dstrial status``.
-
-    Attributes:
-        why_away: why it does not answer; None while it does.
-        jobs: a line for people a job.
-    """
-
-    name: str
-    why_away: str | None
-    jobs: list[str]
-
-
-def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the engine of a state directory's master; None without one."""
-    try:
-        return ShownEngine(**json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -1,20 +1,24 @@
-"""Environment variables and cluster-info files, as in Determined's containers.
+"""Environment, ports and cluster-info files, as in Determined's containers.
 
 Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import random
 import re
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dstrial import determined_imports
+from dstrial.errors import MasterError
 from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.ranks.devices import SHARE_VARIABLE
 from dstrial.scratch import compile_cache
@@ -38,6 +42,16 @@ _RETRIES = {
     "status_forcelist": [502, 503, 504],
 }
 _OWN_FILES = Path(__file__).parent
+# Determined's first port of each kind.
+_FIRST_PORTS = {
+    "C10D_PORT": 29400,
+    "DTRAIN_SSH_PORT": 12350,
+    "INTER_TRAIN_PROCESS_COMM_PORT_1": 12360,
+    "INTER_TRAIN_PROCESS_COMM_PORT_2": 12365,
+    "DSTRIAL_DEEPSPEED_PORT": 29500,
+}
+_NUM_PORTS = 2000  # size of each range
+TENSORBOARD_PORTS = {"TENSORBOARD_PORT": 2600}
 # The variable that HIP reads. A second variable, set by the user for the master, would select among the first's devices.
 _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
@@ -107,7 +121,7 @@ def trial_environment(
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
-    # TMPDIR goes with the allocation, and what torch has compiled is wanted by the next one.
+    # TMPDIR is deleted with the allocation; torch's compiled code is kept for the next one.
     env.update(compile_cache())
     env.update(_user_variables(request))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
@@ -200,7 +214,7 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
         visible = ",".join(indices) if all(index.isdecimal() for index in indices) else uuids
         return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
     if "rocm" in kinds:
-        # Not ROCR_VISIBLE_DEVICES as well: HIP counts within what that leaves.
+        # ROCR_VISIBLE_DEVICES stays unset: HIP would count within its devices.
         return {"HIP_VISIBLE_DEVICES": uuids}
     return {
         "CUDA_VISIBLE_DEVICES": "",
@@ -223,6 +237,49 @@ def _user_variables(request: AllocationRequest) -> dict[str, str]:
         name, _, value = str(assignment).partition("=")
         values[name] = value
     return values
+
+
+def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return a free port of its range for each environment variable.
+
+    The search begins at random, so that two masters of one machine hardly ever choose the same port between this check and the
+    trial's own bind.
+
+    Args:
+        used: ports of other allocations.
+        first_ports: environment variable -> first port of its range; those of a trial if left out.
+    """
+    taken = set(used)
+    ports: dict[str, int] = {}
+    for variable, first in (_FIRST_PORTS if first_ports is None else first_ports).items():
+        start = random.Random().randrange(_NUM_PORTS)  # of no seed that the process was given
+        candidates = (first + (start + offset) % _NUM_PORTS for offset in range(_NUM_PORTS))
+        port = next((p for p in candidates if p not in taken and _is_free(p)), None)
+        if port is None:
+            raise MasterError(
+                f"every port from {first} to {first + _NUM_PORTS - 1} is in use; expected a free one for {variable}. "
+                "End the programs that listen there."
+            )
+        ports[variable] = port
+        taken.add(port)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.ExitStack() as stack:
+        for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104 - a probe
+            try:
+                probe = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            except OSError:
+                continue
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                return False
+    return True
 
 
 _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

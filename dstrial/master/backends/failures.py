@@ -34,7 +34,7 @@ _CONSEQUENCES = (
     "DistBackendError: NCCL error",
 )
 _REPORT = re.compile(r"rank (?P<rank>\d+) failed first \(")  # dstrial.launch.failures, RankFailure.headline
-# An error of dstrial's own says all in its message, and is told without frames.
+# Errors of dstrial are printed as a message without frames.
 _MESSAGE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): \S")
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 _INSTALLED = re.compile(
@@ -70,7 +70,7 @@ def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None
     Determined's ``pid_client`` passes the signal of a rank on as a negative status, a shell as 128 and its number.
     """
     if signal_number is None and 256 - exit_code in _SIGNALS:
-        signal_number = 256 - exit_code  # what is left of -9 in the eight bits of an exit status
+        signal_number = 256 - exit_code  # a negative status is cut to eight bits
     elif signal_number is None and exit_code > 128:
         signal_number = exit_code - 128
     if signal_number is not None:
@@ -134,7 +134,7 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:
-    """Return what failed and where, in one line.
+    """Return which rank failed, why and where, in one line.
 
     For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None if unknown. The lines are those of
     ``first_traceback``, which found ``traceback`` in them.
@@ -197,5 +197,5 @@ def _is_root_cause(traceback: str) -> bool:
 
 
 def fingerprint(traceback: str) -> str:
-    """Hash a traceback without what varies: addresses, numbers, temporary paths, ids."""
+    """Hash a traceback without addresses, numbers, temporary paths and ids."""
     return hashlib.sha256(_VARIABLE_PARTS.sub("#", traceback).encode()).hexdigest()

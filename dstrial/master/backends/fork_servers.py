@@ -1,15 +1,13 @@
 """Fork servers: processes with torch and DeepSpeed imported, which start trials.
 
-Importing takes seconds of each start, a fork milliseconds. A fork server is started beside the first trial of a kind that has
-none, and serves the trials after it: those of trial classes, with the same interpreter and the same environment, but for what
-tells a trial and a rank who they are (``dstrial.fork_server.key``). A script is a new process, and so is a trial in doubt.
+Importing takes seconds of each start, a fork milliseconds. The first trial that no fork server can serve starts one beside it,
+for later trials: trial classes with the same interpreter and the same environment, apart from variables that identify a trial
+or rank (``dstrial.fork_server``). A script is always a new process, and so is a trial in case of doubt.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shlex
@@ -19,48 +17,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import ForkRefusedError, ForkServer, start_program, trains_trial_class
 from dstrial.fork_server.fork import ORPHAN, Program
 from dstrial.master.backends import supervisor
-from dstrial.process_state import read_state
+from dstrial.master.backends.status import SERVERS_NAME, ShownServer, StatusFile
 
 logger = logging.getLogger(__name__)
 
-IMPORTS = ("dstrial.launch.imported_ahead",)  # what a rank that is a new process imports first, too
-SHOWN_NAME = "fork-servers.json"  # file beside the log that `shown_servers` reads
+IMPORTS = ("dstrial.launch.imported_ahead",)  # a rank that is a new process imports it first, too
 MAX_SERVERS = 2
-_IMPORT_TIMEOUT_S = 120.0  # of a fork server; torch takes 4 s from a warm disk, a minute from a network one
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForkSettings:
-    """Fork servers in a master's settings; ``idle_timeout_s`` ends one without trials."""
+    """Settings of fork servers; an idle one ends after ``idle_timeout_s``."""
 
     is_on: bool = True
     idle_timeout_s: float = 300.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownServer:
-    """A fork server in ``dstrial status``.
-
-    Attributes:
-        state: ``importing`` or ``ready``.
-        num_forks: number of trials that it has started.
-    """
-
-    pid: int
-    python: str
-    state: str
-    num_forks: int
-
-
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
-    """Return what a command runs behind ``python``; None if it must be a new process.
+    """Return a command's arguments of ``python``; None if it must be a new process.
 
-    ``sh -c TEXT`` counts as TEXT if TEXT is nothing but words.
+    ``sh -c TEXT`` counts as TEXT if TEXT has no shell syntax.
     """
     words = list(command)
     if len(words) == 3 and words[:2] == ["sh", "-c"] and not _SHELL_CHARACTERS & set(words[2]):
@@ -81,7 +61,6 @@ class _Running:
     used_s: float
     num_forks: int = 0
     is_broken: bool = False
-    started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def serves(self, python: str, environment: Mapping[str, str]) -> bool:
         return self.python == python and not self.server.why_not(environment)
@@ -89,23 +68,14 @@ class _Running:
     def is_ready(self) -> bool:
         """Return whether the server can fork.
 
-        A server that could not import stays, so that no other one is tried.
+        A server that failed to import is kept, so that none is started again for the same key.
         """
         try:
             return not self.is_broken and self.server.is_ready()
         except ForkRefusedError as error:
-            logger.warning("process %s imports nothing ahead: %s", self.server.pid, error)
+            logger.warning("fork server %s cannot be used: %s", self.server.pid, error)
             self.is_broken = True
             return False
-
-    def end_if_hanging(self, now_s: float) -> None:
-        """Kill a server that does not finish its imports."""
-        if not self.is_broken and now_s > self.started_s + _IMPORT_TIMEOUT_S and not self.is_ready():
-            logger.warning(
-                "process %s has imported for %g s and is ended", self.server.pid, _IMPORT_TIMEOUT_S
-            )
-            self.server.close()
-            self.is_broken = True
 
 
 class ForkServers:
@@ -115,15 +85,15 @@ class ForkServers:
         self._settings = settings
         self._log = log
         self._running: list[_Running] = []
-        self._shown: list[ShownServer] = []
+        self._status = StatusFile(log.with_name(SERVERS_NAME))
 
     def start_supervisor(
         self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
     ) -> tuple[int | None, str]:
-        """Start an allocation's supervisor as a fork; else a server for later ones.
+        """Start an allocation's supervisor as a fork, or a server for later allocations.
 
-        ``log`` gets what the supervisor itself prints. ``known`` is called with the pid before the supervisor begins; if it
-        raises, nothing begins. Returns the pid, or None with the reason, which is empty if nothing is wrong.
+        ``log`` is the supervisor's own output. ``known`` is called with the pid before the supervisor begins; if it raises,
+        nothing begins. Returns the pid, or None with the reason, which is empty if there is no problem.
         """
         environment, python = spec["environment"], str(spec["python"])
         if not self._settings.is_on or spec.get("forkable") is None:
@@ -133,7 +103,7 @@ class ForkServers:
         if found is None or not found.is_ready():
             return None, ""
         found.used_s = time.monotonic()
-        # Its one child, the entrypoint, is a fork, too.
+        # The supervisor's only child, the entrypoint, is a fork, too.
         words = (supervisor.__file__, str(directory), "")
         program = Program(words, environment, str(directory), leads="session", has_spare=True)
         try:
@@ -141,7 +111,7 @@ class ForkServers:
                 files = [null.fileno(), log, log]
                 pid = start_program(found.server.spare(ORPHAN), program, files, known=known)
         except ForkRefusedError as reason:
-            logger.info("process %s forks no more: %s", found.server.pid, reason)
+            logger.info("fork server %s does not fork and is ended: %s", found.server.pid, reason)
             self._end(found)
             self._begin(python, environment)
             return None, str(reason)
@@ -152,11 +122,10 @@ class ForkServers:
         """End idle servers; ``is_busy`` while a trial runs or waits."""
         now_s = time.monotonic()
         for found in list(self._running):
-            found.end_if_hanging(now_s)
             if is_busy:
                 found.used_s = now_s
             if now_s - found.used_s > self._settings.idle_timeout_s:
-                logger.info("process %s, which imported ahead, is not needed any more", found.server.pid)
+                logger.info("fork server %s is idle and is ended", found.server.pid)
                 self._end(found)
         self._show()
 
@@ -166,25 +135,14 @@ class ForkServers:
         self._show()
 
     def _show(self) -> None:
-        """Write the servers to the file that ``dstrial status`` reads."""
-        shown = [
+        self._status.write(
             ShownServer(one.server.pid, one.python, "ready" if one.is_ready() else "importing", one.num_forks)
             for one in self._running
             if not one.is_broken
-        ]
-        if shown == self._shown:
-            return
-        self._shown = shown
-        path = self._log.with_name(SHOWN_NAME)
-        with contextlib.suppress(OSError):  # The next look shows it.
-            if shown:
-                content = json.dumps([dataclasses.asdict(one) for one in shown])
-                replace_file(path, content, sync=False, is_private=True)
-            else:
-                path.unlink(missing_ok=True)
+        )
 
     def _begin(self, python: str, environment: Mapping[str, str]) -> _Running | None:
-        """Start a server; the least recently used one makes room."""
+        """Start a server; evict the least recently used one if there are too many."""
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.why_not(environment))
@@ -195,19 +153,10 @@ class ForkServers:
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
             return None
-        logger.info("process %s imports ahead what trials import (%s)", server.pid, python)
+        logger.info("fork server %s starts (%s)", server.pid, python)
         self._running.append(_Running(server, python, time.monotonic()))
         return self._running[-1]
 
     def _end(self, found: _Running) -> None:
         self._running.remove(found)
         found.server.close()
-
-
-def shown_servers(state_dir: Path) -> list[ShownServer]:
-    """Return the living fork servers of a state directory's master."""
-    try:
-        found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [ShownServer(**one) for one in found if read_state(one["pid"]) is not None]

@@ -1,7 +1,7 @@
-"""Start, find, watch and end the supervisors of allocations.
+"""Starts, finds, watches and ends the supervisors of allocations.
 
-Everything that a restarted master needs is in the allocation's directory: ``supervisor.json`` names the process by pid and
-start time, ``output.log`` has what was printed, and ``exit.json`` is there once everything has ended.
+An allocation's directory has everything that a restarted master needs: ``supervisor.json`` has the supervisor's pid and start
+time, ``output.log`` the output, and ``exit.json`` exists once everything has ended.
 """
 
 from __future__ import annotations
@@ -62,14 +62,12 @@ logger = logging.getLogger(__name__)
 
 _STARTUP_HOOK = "startup-hook.sh"
 _KILL_TRIES = 80
-_KILL_PERIOD_S = 0.1
-# For how many tries those are left alive who delete what the killed ones have in /dev/shm.
-_TRACKER_TRIES = 50
-# A trial may name what it likes; what is returned of it is deleted from the storage.
-_MAX_BEGUN = 1000
+_KILL_PERIOD_S = 0.1  # between tries
+_TRACKER_TRIES = 50  # during which resource trackers live on to clean up /dev/shm
+_MAX_BEGUN = 1000  # uuids that are read of a trial's directory; they are deleted from the storage
 trial_umask: int | None = None
-"""Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
-# Supervisors that are children of this process, so that they can be reaped.
+"""Umask of entrypoints; None for this process's. A master's own keeps its files private."""
+# Supervisors that are children of this process and have to be reaped.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
@@ -80,9 +78,9 @@ def prepare(
     forks_with_accelerators: bool = False,
     watch: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
-    """Make an allocation's directory; its supervisor is not started yet.
+    """Make an allocation's directory, without starting its supervisor.
 
-    ``watch`` has what else ends it: the ``lease`` and the ``agent`` of ``supervisor.why_over``.
+    ``watch`` has the ``lease`` and ``agent`` that end it, see ``supervisor.why_over``.
 
     Raises:
         MasterError: the directory cannot be made.
@@ -137,7 +135,7 @@ def _write_given(request: AllocationRequest, workdir: Path) -> None:
     directory.mkdir(mode=0o700, parents=True)
     workdir.mkdir(mode=0o700)
     unpack(request.model_definition, workdir)
-    # In this copy no trial writes; checkpoints keep it.
+    # A copy in which the trial does not write, for checkpoints.
     shutil.copytree(workdir, directory / "model", symlinks=True)
     events = directory / "events"
     for name, target in request.links.items():
@@ -156,7 +154,7 @@ def _forkable(
     is_warm: bool,
     has_accelerators: bool,
 ) -> list[str] | None:
-    """Return the words behind the interpreter; None if the task must be a new process."""
+    """Return the interpreter's arguments; None if the task must be a new process."""
     if request.task_type != TRIAL or not is_warm:
         return None
     if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
@@ -165,7 +163,7 @@ def _forkable(
 
 
 def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
-    """Return the entrypoint behind hooks, and behind `task_venv` if it may install."""
+    """Return the command that runs hooks, `task_venv` if needed, and the entrypoint."""
     command = command_for(request.entrypoint)
     files = directory / "workdir"
     hooks = []
@@ -215,7 +213,7 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, str(directory), line],
-                # A master that starts before the supervisor has left its record finds it by this, too.
+                # By the marker it is found even before it has written its record.
                 env={
                     **os.environ,
                     MARKER_VARIABLE: _marker_of(directory),
@@ -232,11 +230,11 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
                 "Install dstrial again."
             ) from error
     for pid, child in list(_children.items()):
-        # One that was still ending when its record was read.
+        # A child may still have been ending when its record was read.
         if child.poll() is not None:
             _children.pop(pid, None)
     _children[process.pid] = process
-    # Before it starts anything itself, which takes a Python's start.
+    # Python's start takes longer: the supervisor has started nothing yet.
     _restore_limit(process.pid)
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
@@ -257,28 +255,23 @@ def find(directory: Path) -> SupervisorHandle | None:
     except (ValueError, ProcessLookupError) as error:
         logger.warning("no valid record of a supervisor: %s", error)
         return None
-    # What a trial has written there must not have another process killed.
+    # A trial may have forged the record; no other process may be killed by it.
     return handle if works_in == directory.resolve() and is_alive(handle) else None
 
 
 def is_alive(handle: SupervisorHandle) -> bool:
-    """Return whether this very process lives, not another with its pid."""
+    """Return whether the process lives; False for another one with its pid."""
     child = _children.get(handle.pid)
     if child is not None and child.poll() is not None:
         _children.pop(handle.pid, None)
     return supervisor.start_time(handle.pid) == handle.start_time
 
 
-def is_stopped(handle: SupervisorHandle) -> bool:
-    """Return whether SIGSTOP or a debugger holds this very process."""
-    return supervisor.is_stopped(handle.pid) and is_alive(handle)
-
-
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how the allocation ended, None while its supervisor lives.
 
-    The rest of its processes, which could write the record, is killed before it is read. Without a record the allocation is
-    lost; with a record that no supervisor has written it has failed.
+    Its other processes, which could write the record, are killed before it is read. Without a record the allocation is lost;
+    with an invalid record it has failed.
     """
     if handle is not None and is_alive(handle):
         return None
@@ -292,7 +285,7 @@ def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExi
         logger.warning("no valid exit record: %s", error)
         return AllocationExit(1, None, now_us(), f"no valid exit record: {error}", False)
     explanation = explain_exit(record.exit_code, record.signal)
-    # Not after now: a trial may have written it.
+    # A trial may have written a time in the future.
     ended_us = min(record.time_us, now_us())
     return AllocationExit(record.exit_code, record.signal, ended_us, explanation, False)
 
@@ -309,17 +302,17 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Send the entrypoint's group SIGTERM; the supervisor kills the rest at its end."""
+    """Send the entrypoint's group SIGTERM; other processes are killed after its end."""
     _signal(handle, signal.SIGTERM)
 
 
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    A living supervisor does so and leaves its record. Otherwise processes with the allocation's marker in their environment, and
-    forks in the session of its supervisor, are killed here, until there is none.
+    A living supervisor kills the others and writes its record. Without one, processes with the allocation's marker in their
+    environment and those in the supervisor's session are killed here.
 
-    ``leaves_record=False`` also kills the supervisor, which waits for room to write on a full disk: the allocation is lost.
+    ``leaves_record=False`` also kills the supervisor, which on a full disk would wait for room: the allocation is lost.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
@@ -351,12 +344,8 @@ def resident_bytes(handle: SupervisorHandle) -> int:
     return total
 
 
-def umask_of_trials() -> int | None:
-    return trial_umask
-
-
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return uuids of checkpoints that were begun and probably not reported."""
+    """Return uuids of checkpoints that were begun and may not have been reported."""
     saving = directory / SAVING_DIRECTORY
     with contextlib.suppress(OSError):
         if not saving.is_symlink():
@@ -378,24 +367,15 @@ def _delete(directory: Path) -> None:
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
-    """Signal exactly this process: open its descriptor first, then check again."""
-    # A stopped one would not see it before somebody lets it go on.
-    numbers = (number, signal.SIGCONT) if supervisor.is_stopped(handle.pid) else (number,)
-    try:
+    """Signal exactly this process: the pid may be reused, the descriptor is not."""
+    with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(handle.pid)
-    except (ProcessLookupError, AttributeError, OSError):
-        if is_alive(handle):
-            with contextlib.suppress(ProcessLookupError):
-                for one in numbers:
-                    os.kill(handle.pid, one)
-        return
-    try:
-        if is_alive(handle):
-            with contextlib.suppress(ProcessLookupError):
-                for one in numbers:
-                    signal.pidfd_send_signal(descriptor, one)
-    finally:
-        os.close(descriptor)
+        try:
+            if is_alive(handle):
+                signal.pidfd_send_signal(descriptor, number)
+                signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process handles it only then
+        finally:
+            os.close(descriptor)
 
 
 def _marked(assignment: str) -> set[int]:
@@ -412,7 +392,7 @@ def _marked(assignment: str) -> set[int]:
 def _in_session(supervisor_: SupervisorHandle) -> set[int]:
     """Return the processes in a lost supervisor's session.
 
-    Within one boot the kernel reuses no session's number while a process is in the session.
+    Within one boot the kernel does not reuse a session's number while the session has processes.
     """
     boot = (supervisor.start_time(os.getpid()) or "").partition("/")[0]
     is_of_this_boot = supervisor_.start_time.partition("/")[0] == boot
@@ -423,7 +403,7 @@ def _in_session(supervisor_: SupervisorHandle) -> set[int]:
 
 
 def _environ(process: Path) -> bytes:
-    """Return a process's initial environment, from any thread that lives."""
+    """Return a process's initial environment; its first thread may have ended."""
     for directory in (process, *(process / "task").iterdir()):
         with contextlib.suppress(ProcessLookupError):
             return (directory / "environ").read_bytes()
@@ -434,53 +414,6 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(content, file)
-
-
-class _ExitWatch:
-    """Calls ``on_exit`` in a thread of its own whenever a watched process ends."""
-
-    def __init__(self, on_exit: Callable[[], None]) -> None:
-        self._on_exit = on_exit
-        self._epoll = select.epoll()
-        self._wake = os.eventfd(0)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._handles: dict[int, SupervisorHandle] = {}  # by descriptor
-        self.running: set[SupervisorHandle] = set()
-        self._thread = threading.Thread(target=self._run, name="dstrial-exits", daemon=True)
-        self._thread.start()
-
-    def add(self, handle: SupervisorHandle) -> None:
-        descriptor = os.pidfd_open(handle.pid)
-        if not is_alive(handle):  # else the descriptor refers to this very process
-            os.close(descriptor)
-            return
-        self._handles[descriptor] = handle
-        self.running.add(handle)
-        try:
-            self._epoll.register(descriptor, select.EPOLLIN)
-        except OSError:
-            self.running.discard(self._handles.pop(descriptor))
-            os.close(descriptor)
-            raise
-
-    def _run(self) -> None:
-        while True:
-            for descriptor, _ in self._epoll.poll():
-                if descriptor == self._wake:
-                    return
-                self._epoll.unregister(descriptor)
-                self.running.discard(self._handles.pop(descriptor))
-                os.close(descriptor)
-                try:
-                    self._on_exit()
-                except Exception:  # the end is found by the next poll
-                    logger.exception("nobody was notified of the end of a process")
-
-    def close(self) -> None:
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        self._epoll.close()
-        os.close(self._wake)
 
 
 class LocalBackend(OwnNodes):
@@ -500,7 +433,7 @@ class LocalBackend(OwnNodes):
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_exit = on_exit
-        self._exit_watch: _ExitWatch | None = None  # made for the first process
+        self._watched: set[SupervisorHandle] = set()  # supervisors with a thread that waits for their end
         self._node = Node(OWN_NODE, name, "127.0.0.1", slots, None, now_us())
         self._fork_servers = fork_servers
         self._is_warm = is_warm
@@ -528,10 +461,24 @@ class LocalBackend(OwnNodes):
         return self._handles[run.allocation_id]
 
     def _watch_exit(self, handle: SupervisorHandle) -> None:
-        with contextlib.suppress(OSError):  # without room for descriptors ends are only polled for
-            if self._exit_watch is None:
-                self._exit_watch = _ExitWatch(self._on_exit)
-            self._exit_watch.add(handle)
+        """Call ``on_exit`` when a process has ended; without a thread, ends are polled."""
+
+        def wait() -> None:
+            self._watched.add(handle)
+            ended.poll()
+            os.close(descriptor)
+            self._watched.discard(handle)
+            try:
+                self._on_exit()
+            except Exception:  # the end is found by the next poll
+                logger.exception("nobody was notified of the end of a process")
+
+        with contextlib.suppress(OSError, RuntimeError):
+            descriptor = os.pidfd_open(handle.pid)
+            if is_alive(handle):  # else the descriptor may be another process's
+                ended = select.poll()
+                ended.register(descriptor, select.POLLIN)
+                threading.Thread(target=wait, name="dstrial-exit", daemon=True).start()
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         handle = self.find(run)
@@ -539,21 +486,17 @@ class LocalBackend(OwnNodes):
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         name, handle = run.allocation_id, self.find(run)
-        if self._exit_watch is not None and handle in self._exit_watch.running:
+        if handle in self._watched:
             return None
         if name not in self._exits and (exit_ := poll_exit(run.directory, handle)) is not None:
             self._exits[name] = exit_
         return self._exits.get(name)
 
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        handle = self.find(run)
-        return handle.pid if handle is not None and is_stopped(handle) else None
-
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         return (Output(OWN_NODE, run.directory),)
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return nothing: all that there is to say is printed."""
+        """Return nothing: a local run has no connection to report on."""
         del run
         return ()
 
@@ -578,13 +521,11 @@ class LocalBackend(OwnNodes):
         remove(run.directory)
 
     def begin(self) -> None:
-        """Do nothing: this machine is here."""
+        """Do nothing: there is nothing to connect to."""
 
     def poll(self, *, is_busy: bool) -> None:
         """End fork servers that are idle."""
         self._fork_servers.poll(is_busy=is_busy)
 
     def close(self) -> None:
-        if self._exit_watch is not None:
-            self._exit_watch.close()
         self._fork_servers.close()

@@ -28,18 +28,12 @@ _STREAMS = {"o": "stdout", "e": "stderr"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRead:
-    """Lines read from a log.
-
-    Attributes:
-        end: byte offset behind the lines, for the next read.
-        num_lost: lines before them that the supervisor has deleted to make room.
-        has_more: whether there may be more to read at once.
-    """
+    """Lines read from a log."""
 
     lines: list[LogLine]
-    end: int
-    num_lost: int = 0
-    has_more: bool = False
+    end: int  # byte offset behind the lines, for the next read
+    num_lost: int = 0  # lines before them that the supervisor has deleted to make room
+    has_more: bool = False  # whether there may be more to read at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ class _Part:
 
 
 def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int = 0) -> LogRead:
-    """Return the complete lines from a byte offset on, which begins a line.
+    """Return the complete lines from a byte offset, the start of a line.
 
     The log is ``output.log`` and further parts, the oldest of which the supervisor deletes; offsets count bytes of the whole
     log, and ``num_lines`` the lines before ``offset``.
@@ -112,7 +106,7 @@ def _further_parts(directory: Path) -> list[_Part]:
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             part = _PART.fullmatch(entry.name)
-            # A trial may have made something else of that name, which the supervisor has not written to.
+            # A trial may have put something else there.
             if part is not None and entry.is_file(follow_symlinks=False):
                 found.append(_Part(directory / entry.name, int(part[1]), int(part[2])))
     return sorted(found, key=lambda part: part.start)
@@ -150,7 +144,7 @@ def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
     is_end = end <= _BEGINNING_BYTES + _END_BYTES
     while True:
         if not is_end and offset >= _BEGINNING_BYTES:
-            # Into the middle of a line, the rest of which is no line of ours.
+            # In the middle of a line, whose rest is parsed as a line without a time.
             is_end, offset = True, max(offset, end - _END_BYTES)
         read = read_lines(directory, offset, CHUNK_BYTES)
         if not read.lines:

@@ -103,19 +103,10 @@ def unpack(tgz: bytes, directory: Path) -> None:
         RequestError: 400 for a damaged or forbidden archive, 413 for one that unpacks to too much.
         MasterError: this machine cannot hold the files.
     """
-    if not tgz:
-        return
-    total = 0
-    num_members = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
-            for member in archive:
-                _require_inside(member.name)
-                total += member.size
-                num_members += 1
-                if total > MAX_BYTES or num_members > MAX_MEMBERS:
-                    raise RequestError(413, _too_large("the unpacked files"))
-                archive.extract(member, directory, filter="data")
+        for archive, member, _ in _members(tgz):
+            _require_inside(member.name)
+            archive.extract(member, directory, filter="data")
     except tarfile.FilterError as error:
         raise RequestError(
             400,
@@ -160,7 +151,7 @@ def list_files(tgz: bytes) -> list[PackedFile]:
 
 
 def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
-    """Return the first bytes of one file, and its size.
+    """Return the first bytes of a file and its size.
 
     Raises:
         RequestError: 400 for a path that leads out, a directory, a link or a damaged archive; 404 where there is nothing.
@@ -187,7 +178,7 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
-    """Yield each member of an archive with its path, None for one that leads out."""
+    """Yield each member of an archive with its path; None for a path that leads out."""
     if not tgz:
         return
     total = 0

@@ -1,4 +1,4 @@
-"""What the master knows of an allocation when it starts one."""
+"""The request to start an allocation."""
 
 from __future__ import annotations
 
@@ -18,73 +18,49 @@ class AllocationRequest:
     """One run of a trial, or of a command, on this machine.
 
     Without a trial its fields are 0, empty or None.
-
-    Attributes:
-        allocation_id: ``{task_id}.{run_id}``.
-        run_id: number of the trial's allocations, with this one.
-        directory: of its files, absolute; made with mode 0700.
-        ports: free port by environment variable.
-        config: the experiment config with defaults.
-        steps_completed: batches completed by ``latest_checkpoint``; 0 without one and for a warm start.
-        session_token: opens this trial only; ends with the allocation.
-        user_token: the submitting user's; ends with the allocation.
-        master_url: where the trial reports to.
-        resources_id: a UUID; also the container id.
-        model_definition: gzip tar of the context directory; empty for none.
-        interpreter: Python of the trial, absolute; None for the master's.
-        startup_hook: shell lines of the master's settings that run first.
-        task_type: ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``.
-        working_directory: absolute; None for the directory with the model definition.
-        log_bytes: how much output is kept on disk until it is read; None for all.
-        storage: path of the checkpoint storage; None where it has no marker.
-        links: name in ``events/`` of the directory -> target directory.
-        addresses: of all nodes of the allocation, in rank order.
-        slot_counts: of each node; empty for the slots here alone.
-        variables: environment variables where nothing else sets them.
     """
 
-    allocation_id: str
+    allocation_id: str  # ``{task_id}.{run_id}``
     task_id: str
     trial_id: int
     experiment_id: int
-    run_id: int
-    directory: Path
+    run_id: int  # number of the trial's allocations, with this one
+    directory: Path  # of its files, absolute; made with mode 0700
     slots: tuple[Slot, ...]
-    ports: dict[str, int]
-    config: dict[str, Any]
+    ports: dict[str, int]  # free port by environment variable
+    config: dict[str, Any]  # the experiment config with defaults
     hparams: dict[str, Any]
     trial_seed: int
-    steps_completed: int
+    steps_completed: int  # batches completed by ``latest_checkpoint``; 0 without one and for a warm start
     latest_checkpoint: str | None
-    session_token: str
-    user_token: str
+    session_token: str  # opens this trial only; ends with the allocation
+    user_token: str  # the submitting user's; ends with the allocation
     username: str
-    master_url: str
+    master_url: str  # where the trial reports to
     cluster_id: str
     master_id: str
     agent_id: str
-    resources_id: str
-    model_definition: bytes
+    resources_id: str  # a UUID; also the container id
+    model_definition: bytes  # gzip tar of the context directory; empty for none
     entrypoint: str | list[str]
-    interpreter: str | None = None
-    startup_hook: str = ""
-    task_type: str = TRIAL
-    working_directory: str | None = None
-    log_bytes: int | None = None
-    storage: str | None = None
+    interpreter: str | None = None  # Python of the trial, absolute; None for the master's
+    startup_hook: str = ""  # shell lines of the master's settings that run first
+    task_type: str = TRIAL  # ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``
+    working_directory: str | None = None  # absolute; None for the directory with the model definition
+    log_bytes: int | None = None  # how much output is kept on disk until it is read; None for all
+    storage: str | None = None  # path of the checkpoint storage; None where it has no marker
+    # name in ``events/`` of the directory -> target directory
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    addresses: tuple[str, ...] = ("127.0.0.1",)
+    addresses: tuple[str, ...] = ("127.0.0.1",)  # of all nodes of the allocation, in rank order
     node_rank: int = 0
-    slot_counts: tuple[int, ...] = ()
+    slot_counts: tuple[int, ...] = ()  # of each node; empty for the slots here alone
+    # environment variables that every other source overrides
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the model definition; :meth:`from_json` is the inverse."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["directory"] = str(self.directory)
-        plain["slots"] = [dataclasses.asdict(slot) for slot in self.slots]
-        plain["links"] = {name: str(path) for name, path in self.links.items()}
-        plain["variables"] = dict(self.variables)
+        links = {name: str(path) for name, path in self.links.items()}
+        plain = {**dataclasses.asdict(self), "directory": str(self.directory), "links": links}
         del plain["model_definition"]
         return plain
 

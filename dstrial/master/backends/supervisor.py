@@ -2,17 +2,16 @@
 
     python -I -S supervisor.py DIRECTORY [LINE]
 
-or this file as a fork of a fork server that has imported what the entrypoint imports; the entrypoint is then a fork, too. A LINE
-begins the log.
+or this file as a fork of a fork server that has imported what the entrypoint imports; the entrypoint is then a fork, too. LINE
+is the first line of the log.
 
-It leads a session, adopts what its descendants orphan, starts the entrypoint in a process group of its own, appends
-what that writes to ``output.log``, ends every descendant when the entrypoint has ended, and leaves ``exit.json``. It does
-not need the master to live. SIGTERM is passed on to the entrypoint's process group; SIGUSR1 kills everything. Where
-``spec.json`` names a lease, everything is killed at the lease's end, and there is no ``exit.json``; so too if the agent
-ends whose record it names.
+The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in its own process group, appends the
+entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. It
+outlives the master. SIGTERM is forwarded to the entrypoint's process group; SIGUSR1 kills everything. If ``spec.json`` names a
+lease or an agent's record, everything is killed, without ``exit.json``, when the lease or the agent ends.
 
-A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. Where the output may take only so much of the disk,
-the log goes on in parts, ``output.log.<bytes before it>.<lines before it>``; the first and the newest are kept.
+A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. If the size of the log is limited, it is rotated into
+parts named ``output.log.<bytes before it>.<lines before it>``; the first part and the newest ones are kept.
 """
 
 import contextlib
@@ -31,16 +30,14 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_CHUNK_BYTES = 1 << 18
-_MAX_LINE_BYTES = 8192
-_TRACKERS_END_S = 10.0  # a tracker may still be starting when what it tracks is killed
-_TRAILING_OUTPUT_S = 2.0
-_TABLE_READS = 5
-_TICK_S = 0.5
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-_NUM_PARTS = 8
-_STOPPED_AFTER_S = 10.0
-_STOPPED_AGAIN_S = 600.0
+_CHUNK_BYTES = 1 << 18  # of output read at once
+_MAX_LINE_BYTES = 8192  # longer lines are split
+_TRACKERS_END_S = 10.0  # grace period of resource trackers, which may still be starting
+_TRAILING_OUTPUT_S = 2.0  # for output in the pipes after the entrypoint's end
+_TABLE_READS = 5  # of /proc, until no parent is missing
+_TICK_S = 0.5  # between checks of the lease and signals
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that may pass when there is room
+_NUM_PARTS = 8  # of a log whose size is limited
 _lease_ends_s: "dict[str, float]" = {}
 
 
@@ -51,7 +48,7 @@ def main(directory: str, line: str = "") -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open("spec.json", encoding="utf-8") as file:
         spec: dict[str, Any] = json.load(file)
-    # A cleaner of temporary files skips a directory with a lock (tmpfiles.d(5)); it ends with this process.
+    # Cleaners of temporary files skip locked directories (tmpfiles.d(5)); the lock ends with this process.
     with contextlib.suppress(OSError):
         fcntl.flock(
             os.open(spec["temporary_directory"], os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB
@@ -85,7 +82,7 @@ def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> 
 
 
 class _Requests:
-    """What signals have requested, and a descriptor that wakes the loop."""
+    """Requests by signals, and a descriptor that becomes readable at each."""
 
     def __init__(self, lease: "str | None" = None, agent: "str | None" = None) -> None:
         self._lease = lease
@@ -103,9 +100,9 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def may_try_again(self, error: OSError) -> bool:
-        """Wait briefly for room on a full disk; return False if all is to be killed.
+        """Wait briefly for room on a full disk; return whether to retry.
 
-        Other errors are permanent: a trial may have put something else there, or forbid writing.
+        Other errors are permanent: the trial may have replaced the file or changed its mode.
         """
         if error.errno not in _FULL:
             return False
@@ -123,7 +120,7 @@ class _Requests:
 
 
 class _Fork:
-    """An entrypoint that is a fork, with the used part of ``Popen``."""
+    """An entrypoint that is a fork, with the needed part of ``Popen``."""
 
     def __init__(self, pid: int, stdout: int, stderr: int) -> None:
         self.pid = pid
@@ -132,7 +129,7 @@ class _Fork:
 
 
 def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[bytes] | _Fork, str]":
-    """Start the entrypoint; return it, and a line that says why it is no fork."""
+    """Start the entrypoint; return it, and the log line why it is no fork, if any."""
 
     def in_child() -> None:
         os.setpgid(0, 0)
@@ -158,8 +155,8 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint from this process's spare, if it has one."""
-    client = sys.modules.get("dstrial.fork_server.client")  # which a new process does not import
+    """Start the entrypoint from this process's spare, if there is one."""
+    client = sys.modules.get("dstrial.fork_server.client")  # imported by forks only
     if client is None or client.fork.spare is None:
         return None, ""
     program = client.Program(
@@ -173,7 +170,7 @@ def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
     )
     (stdout, out), (stderr, err), null = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
     try:
-        # The spare itself: it is this process's child already, and its only one.
+        # The spare becomes the entrypoint: it is already this process's only child.
         pid = client.start_program(client.fork.spare, program, [null, out, err])
         return _Fork(pid, stdout, stderr), ""
     except client.ForkRefusedError as reason:
@@ -186,7 +183,7 @@ def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
 
 
 class _Output:
-    """Logs the entrypoint's output, and ends all that it started."""
+    """Logs the entrypoint's output, and kills its descendants at its end."""
 
     def __init__(
         self,
@@ -199,8 +196,9 @@ class _Output:
         self._requests = requests
         self._log = log
         self._part_bytes = None if log_bytes is None else max(log_bytes // _NUM_PARTS, 1)
-        self._parts: list[str] = []  # but for the first one
-        self._num_bytes = self._num_lines = self._size = 0  # of the whole log, and of its newest part
+        self._parts: list[str] = []  # without the first one
+        self._num_bytes = self._num_lines = 0  # of the whole log
+        self._size = 0  # of the newest part
         self._rest: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests.wakeup, selectors.EVENT_READ)
@@ -211,7 +209,6 @@ class _Output:
                 self._selector.register(stream.fileno(), selectors.EVENT_READ)
                 self._streams[stream.fileno()] = tag
         self._status: int | None = None
-        self._stopped = _StoppedWatch(child.pid)
         self.is_given_up = False
 
     def follow(self, lease: "str | None", agent: "str | None") -> int:
@@ -229,7 +226,6 @@ class _Output:
                 was_terminated = True
                 _signal_group(self._child.pid, signal.SIGTERM)
             if self._status is None:
-                self.say(self._stopped.poll(time.monotonic()))
                 continue
             if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
                 continue
@@ -252,7 +248,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Return whether a process may go on to delete what is left in /dev/shm."""
+        """Return whether a process may live on to clean up /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -300,7 +296,7 @@ class _Output:
             try:
                 data = data[os.write(self._log, data) :]
             except OSError as error:
-                # The entrypoint waits for room, too, once its pipe is full.
+                # Meanwhile the entrypoint blocks once its pipe is full.
                 if not self._requests.may_try_again(error):
                     return
 
@@ -310,7 +306,7 @@ class _Output:
         try:
             descriptor = _open_part(name)
         except OSError:
-            return  # A full disk, for example: this part grows until there is another one.
+            return  # If the disk is full, for example, the current part grows.
         os.close(self._log)
         self._log, self._size = descriptor, 0
         self._parts.append(name)
@@ -320,7 +316,7 @@ class _Output:
             del self._parts[0]
 
     def say(self, text: str) -> None:
-        """Write a line of our own, if any, as stderr of the entrypoint."""
+        """Log a text, unless it is empty, as stderr of the entrypoint."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
@@ -346,95 +342,37 @@ class _Output:
 
 
 def _open_part(name: str) -> int:
-    # A trial may have put a pipe there, which nobody reads.
+    # Without O_EXCL a pipe that the trial has put there would block.
     return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
-
-
-class _StoppedWatch:
-    """Finds a stopped launcher: the entrypoint, or a process of its group.
-
-    Its ranks lead groups of their own and go on until their output pipe is full. Nothing else would report it.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._found: int | None = None
-        self._since_s = 0.0
-        self._told_s: float | None = None
-
-    def poll(self, now_s: float) -> str:
-        """Return the log line that is due now; empty if none is."""
-        found = next((pid for pid in _group_of(self._pid) if is_stopped(pid)), None)
-        if found != self._found:
-            was_told = self._told_s is not None
-            self._found, self._since_s, self._told_s = found, now_s, None
-            if was_told:
-                with contextlib.suppress(OSError):
-                    os.unlink("stalled.json")
-                if found is None:
-                    return "stalled: no longer, the launcher goes on"
-        if found is None or now_s - self._since_s < _STOPPED_AFTER_S:
-            return ""
-        if self._told_s is not None and now_s - self._told_s < _STOPPED_AGAIN_S:
-            return ""
-        self._told_s = now_s
-        text = f"the launcher, process {found}, is stopped (SIGSTOP)"
-        with contextlib.suppress(OSError):
-            write_json("stalled.json", {"text": text, "since_s": time.time() - (now_s - self._since_s)})
-        return (
-            f"stalled: {text}; its ranks go on until what they print has no more room, and nobody watches them. "
-            f"Let it go on with `kill -CONT {found}`."
-        )
-
-
-def _group_of(pid: int) -> list[int]:
-    """Return a process and its descendants in its process group."""
-    found = [pid]
-    for one in found:
-        try:
-            with open(f"/proc/{one}/task/{one}/children", encoding="utf-8") as file:
-                children = file.read().split()
-        except OSError:  # it has ended, or a kernel without CONFIG_PROC_CHILDREN
-            continue
-        found += [int(child) for child in children if _stat(child)[2:3] == [str(pid).encode()]]
-    return found
 
 
 def descendants(pid: int) -> "list[int]":
     """Return every living process below ``pid``, parents first."""
-    parents, ended = _parents()
+    for _ in range(_TABLE_READS):
+        table = _process_table()
+        parents = {process: int(fields[1]) for process, fields in table.items()}
+        # A process that ends during the read is missing, and its children are adopted: read again.
+        if all(parent in parents or parent == 0 for parent in parents.values()):
+            break
     below = {process for process, parent in parents.items() if parent == pid}
     found: dict[int, None] = {}
     while below:
         found.update(dict.fromkeys(below))
         below = {process for process, parent in parents.items() if parent in below}.difference(found)
-    return [process for process in found if process not in ended]
+    return [process for process in found if not _has_ended(table[process])]
 
 
-def _parents() -> "tuple[dict[int, int], set[int]]":
-    """Return each process's parent, and the processes that have ended.
-
-    A process that ends during the read is missing, and its children are adopted: the table is read again then.
-    """
-    for _ in range(_TABLE_READS):
-        parents: dict[int, int] = {}
-        ended: set[int] = set()
-        for name in os.listdir("/proc"):
-            fields = _stat(name) if name.isdigit() else []
-            if fields:
-                parents[int(name)] = int(fields[1])
-                if _has_ended(fields):
-                    ended.add(int(name))
-        if all(parent in parents or parent == 0 for parent in parents.values()):
-            break
-    return parents, ended
+def _process_table() -> "dict[int, list[bytes]]":
+    """Return :func:`_stat` of every process by pid."""
+    found = {int(name): _stat(name) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: fields for pid, fields in found.items() if fields}
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
     """Kill all descendants but spared ones; return whether there was any.
 
-    ``is_spared`` is asked just before each signal: a process below an ending one is missed in the table, so an earlier set
-    lacks some. Parents go first: a shell that still saw its child end would exit with 137 in place of ending by the signal.
+    ``is_spared`` is called just before each signal, as a table read earlier may lack processes. Parents are killed first: a shell
+    that saw its child end would exit with 137 instead of by the signal.
     """
     found = descendants(os.getpid())
     for pid in found:
@@ -451,9 +389,9 @@ def _nobody(_: int) -> bool:
 def is_tracker(pid: int) -> bool:
     """Return whether a process is Python's resource tracker.
 
-    It deletes semaphores and shared memory once every process that uses them has ended. Nothing else knows their names: killing
-    it with the others leaves ``/dev/shm/sem.mp-*`` and ``psm_*`` for ever. Source: CPython 3.10 to 3.13
-    ``multiprocessing/resource_tracker.py``, ``ensure_running``.
+    The tracker deletes semaphores and shared memory once every process that uses them has ended. If it is killed,
+    ``/dev/shm/sem.mp-*`` and ``psm_*`` stay for ever. Source: CPython 3.10 to 3.13 ``multiprocessing/resource_tracker.py``,
+    ``ensure_running``.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -466,7 +404,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` behind the name; empty without one.
+    """Return the fields of ``/proc/PID/stat`` after the name; empty without a process.
 
     Source: proc(5): state, parent, process group, and the number of threads as the eighteenth.
     """
@@ -482,30 +420,27 @@ def is_stopped(pid: int) -> bool:
 
 
 def _has_ended(fields: list[bytes]) -> bool:
-    """Return whether all threads have ended; of a zombie perhaps only the first."""
+    """Return whether all threads have ended; a zombie may have lost only its first."""
     return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
 
 
 def start_time(pid: int) -> str | None:
     """Return a living process's start as opaque text, unique among uses of its pid."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-            boot = file.read().strip()
-    except (FileNotFoundError, ProcessLookupError):
+    fields = _stat(str(pid))
+    if not fields or fields[0] in (b"Z", b"X"):
         return None
-    return None if fields[0] in (b"Z", b"X") else f"{boot}/{fields[19].decode()}"
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+        return f"{file.read().strip()}/{fields[19].decode()}"
 
 
 def why_over(lease: str, agent: "str | None") -> str:
-    """Return why nothing may run any more; empty while the lease and the agent live."""
+    """Return why everything has to end; empty while the lease and the agent live."""
     if lease_left_s(lease) < 0:
         return "nothing has been heard of the master for too long"
     if agent is None:
         return ""
     seen = _read_json(agent)
-    # A successor writes its own record before it kills an agent.
+    # An agent's successor writes its record before it kills the agent.
     if seen is None or start_time(seen["pid"]) == seen["start_time"] or _read_json(agent) != seen:
         return ""
     return "the agent that watches the job has ended"
@@ -521,15 +456,15 @@ def _read_json(path: str) -> "dict[str, Any] | None":
 def lease_left_s(path: str) -> float:
     """Return the seconds until a lease ends.
 
-    A lease is a file whose modification time is its end. That is the time
-    since the boot, suspended time included, so that no clock jumps; to set it takes no room on a full disk.
+    A lease is a file whose modification time is its end, in seconds since the boot, including suspended time: that clock never
+    jumps. Setting a modification time needs no room on a full disk.
     """
     try:
         _lease_ends_s[path] = os.stat(path).st_mtime
     except FileNotFoundError:
         return -1.0
     except OSError:
-        pass  # a network file system that does not answer: the last known end counts
+        pass  # If a network file system does not answer, the last known end counts.
     return _lease_ends_s.get(path, -1.0) - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -539,24 +474,18 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _group_lives(group: int) -> bool:
-    found = (_stat(name) for name in os.listdir("/proc") if name.isdigit())
-    return any(int(fields[2]) == group and not _has_ended(fields) for fields in found if fields)
+    return any(int(fields[2]) == group and not _has_ended(fields) for fields in _process_table().values())
 
 
-def members_of_session(session: int) -> set[int]:
+def members_of_session(session: int) -> "set[int]":
     """Return the living processes of a session."""
-    found = {name: _stat(name) for name in os.listdir("/proc") if name.isdigit()}
-    wanted = str(session).encode()
-    return {
-        int(name)
-        for name, fields in found.items()
-        if fields and fields[3] == wanted and not _has_ended(fields)
-    }
+    table = _process_table()
+    return {pid for pid, fields in table.items() if int(fields[3]) == session and not _has_ended(fields)}
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
     """Replace a file of the current directory; ``name`` has no directory."""
-    temporary = f".{name}.{os.urandom(8).hex()}"  # A trial may put something at a name that it can guess.
+    temporary = f".{name}.{os.urandom(8).hex()}"  # a name that a trial cannot guess
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             json.dump(value, file)

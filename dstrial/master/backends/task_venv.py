@@ -43,13 +43,13 @@ _COMPLETE = "complete"
 _POLL_S = 0.1
 _LOG_PERIOD_S = 30.0  # between two lines of a task that waits
 _MIN_DESCRIPTOR = 64  # hooks may use lower ones for redirections
-# Files of a model definition that may say what is installed. Others may change, and the environment stays the same.
+# Suffixes of files that may define what is installed; changes of other files keep the environment.
 _SUFFIXES = (".txt", ".in", ".toml", ".cfg", ".lock", ".sh", ".whl", ".gz", ".zip", ".bz2", "setup.py")
 # Directories, and files of requirements that may name them.
 _LOCAL_REQUIREMENT = re.compile(
     r"^\s*(-[er]|--editable\b|--requirement\b|\.|(\S+\s*@\s*)?file:|(?!.*://)[^#\n]*/)", re.MULTILINE
 )
-# The second line is one of sh and of Python: first lines have no spaces and 127 bytes (pip 23.2.1 _vendor/distlib/scripts.py).
+# Valid sh and Python: a first line may have no spaces and 127 bytes (pip 23.2.1 _vendor/distlib/scripts.py).
 _PIP = """#!/bin/sh
 '''exec' "{python}" "$0" "$@"
 ' '''
@@ -126,7 +126,7 @@ def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> st
 
 
 def acquire(environment: Path, task: str) -> tuple[int, bool]:
-    """Lock an environment: shared if it is complete, else exclusively, to make it.
+    """Lock an environment: shared if it is complete, else exclusive, to fill it.
 
     Returns:
         The descriptor of the lock, which the task's processes inherit, and whether the environment is complete.
@@ -159,7 +159,7 @@ def acquire(environment: Path, task: str) -> tuple[int, bool]:
 
 
 def collect(root: Path, unused_s: float) -> list[str]:
-    """Delete environments that are unfinished or long unused, unless a task has one.
+    """Delete incomplete and unused environments that no task has locked.
 
     Args:
         root: directory of all shared environments.
@@ -174,7 +174,7 @@ def collect(root: Path, unused_s: float) -> list[str]:
     for lock in sorted(root.glob("*.lock")):
         environment = lock.with_suffix("")
         descriptor = os.open(lock, os.O_RDWR)
-        # BlockingIOError: it is in use. Another error: one that cannot be deleted must not keep the others.
+        # BlockingIOError: it is in use. After another error the next environment is tried.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             age_s = time.time() - os.fstat(descriptor).st_mtime
@@ -188,7 +188,7 @@ def collect(root: Path, unused_s: float) -> list[str]:
 
 
 def make(environment: Path, shared: Path | None = None, *, has_commands: bool = False) -> None:
-    """Make an environment that sees the running Python's packages, and a shared one's.
+    """Make a venv that sees the packages of the running Python and of a shared venv.
 
     ``has_commands`` gives it the commands of both (``torchrun``), which see what is installed in it.
     """
@@ -198,11 +198,11 @@ def make(environment: Path, shared: Path | None = None, *, has_commands: bool = 
     # `--system-site-packages` would lead to packages of the Python that the base itself was made of.
     visible = [] if shared is None else [str(path) for path in shared.glob("lib/python*/site-packages")]
     lines = [f"import site; site.addsitedir({path!r})\n" for path in [*visible, *site_directories()]]
-    # Sorted behind the .pth files of what is installed here.
+    # The name sorts after .pth files of installed packages.
     (packages / "zz_dstrial.pth").write_text("".join(lines), encoding="utf-8")
     python = environment / "bin" / "python3"
     for name in ("pip", "pip3", f"pip{sys.version_info[0]}.{sys.version_info[1]}"):
-        # Also where the base has none: PATH goes on with other Pythons' pip.
+        # Even if the base has no pip: later entries of PATH may have another Python's.
         _write_script(environment / "bin" / name, _PIP.format(python=python))
     if has_commands:
         for source in ([] if shared is None else [shared / "bin"]) + [Path(sys.executable).parent]:
@@ -278,7 +278,7 @@ def _enter(environment: Path, shared: Path | None = None) -> None:
 
 
 def _install(spec: dict[str, Any], environment: Path) -> None:
-    """Install the requirements; fail with pip's last lines and what to do."""
+    """Install the requirements; exit with pip's last lines on an error."""
     words = [str(environment / "bin" / "pip"), "install", "-r", spec["requirements"]]
     last: collections.deque[str] = collections.deque(maxlen=8)
     with subprocess.Popen(words, cwd=spec["files"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip:

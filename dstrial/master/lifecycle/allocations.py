@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dstrial.master.backends import AllocationExit, SupervisorHandle
+from dstrial.master.backends.backend import AllocationExit, SupervisorHandle
 from dstrial.master.backends.failures import fingerprint
 from dstrial.master.lifecycle import endings
 from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from dstrial.master.backends import AllocationExit, SupervisorHandle
+from dstrial.master.backends.backend import AllocationExit, SupervisorHandle
 from dstrial.master.clock import now_us
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, tasks, tokens, workspaces

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.experiment_config.command import interpreter_of, seconds_of
-from dstrial.master.backends import AllocationRequest, RunRef
-from dstrial.master.backends.ports import TENSORBOARD
+from dstrial.master.backends.backend import RunRef
+from dstrial.master.backends.environment import TENSORBOARD_PORTS
+from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle import tensorboards
 from dstrial.master.store import commands
@@ -31,7 +32,7 @@ _CONNECT_TIMEOUT_S = 0.2  # of a connection to a TensorBoard that may not listen
 def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
     """Return the ports that a command needs, as ``choose_ports`` takes them."""
     kind = commands.require(connection, task_id).kind
-    return dict(TENSORBOARD) if kind == "TENSORBOARD" else {}
+    return dict(TENSORBOARD_PORTS) if kind == "TENSORBOARD" else {}
 
 
 def request(

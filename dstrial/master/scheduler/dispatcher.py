@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dstrial.master import backends
-from dstrial.master.backends import AllocationRequest
 from dstrial.master.backends.backend import Answer, Key, Node
+from dstrial.master.backends.environment import choose_ports
+from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
@@ -326,7 +326,7 @@ class Dispatcher:
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
     ) -> Allocation | None:
         """Give a trial slots, perhaps fewer than configured, and start its processes."""
-        ports = backends.choose_ports(set(used_ports))
+        ports = choose_ports(set(used_ports))
         tokens, hashes = _new_tokens()
 
         row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
@@ -368,7 +368,7 @@ class Dispatcher:
     def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
         with self._database.read() as connection:
             first_ports = command_start.first_ports(connection, task_id)
-        ports = backends.choose_ports(set(used_ports), first_ports)
+        ports = choose_ports(set(used_ports), first_ports)
         tokens, hashes = _new_tokens()
 
         row = self._assigned(life.assign, task_id, slots, ports, hashes)

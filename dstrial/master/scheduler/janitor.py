@@ -12,8 +12,9 @@ from typing import Any
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.file_writes import remove_tree
-from dstrial.master.backends import remove, task_venv
+from dstrial.master.backends import task_venv
 from dstrial.master.backends.environment import tracebacks_directory
+from dstrial.master.backends.local import remove
 from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub

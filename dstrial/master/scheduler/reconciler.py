@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError
-from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
-from dstrial.master.backends.backend import Output, SlotsGoneError
+from dstrial.master.backends.backend import AllocationExit, Output, RunRef, SlotsGoneError, run_of
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
+from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
@@ -24,7 +24,6 @@ from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.retries import Retries, is_shared_fault
-from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
@@ -83,7 +82,6 @@ class Reconciler:
         self._retries = retries  # by allocation id
         self._states: dict[str, _State] = {}
         self._commands = CommandWatch(services)
-        self._supervisors = SupervisorWatch(services.database, services.backend)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
         """Find the processes that an earlier master has left."""
@@ -156,7 +154,6 @@ class Reconciler:
             self._leave_if_due(row, run)
             self._stop_if_due(state)
             self._commands.poll(row, run)
-            self._supervisors.poll(row, run)
         has_more = self._take_in(state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)
@@ -324,7 +321,6 @@ class Reconciler:
 
         self._database.write(end)
         self._commands.forget(row)
-        self._supervisors.forget(row)
         self._retries.forget(row.id)
         self._backend.forget(run)
 

@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from dstrial.errors import MasterError
-from dstrial.master import backends
-from dstrial.master.backends import run_of
+from dstrial.master.backends import local
+from dstrial.master.backends.backend import run_of
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import detached_runs
 from dstrial.master.lifecycle.storages import StorageWait
@@ -188,8 +188,8 @@ class Scheduler:
         """Remove directories of ended allocations for which there was no time."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
-                backends.kill(backends.find(directory), directory)
-                backends.remove(directory)
+                local.kill(local.find(directory), directory)
+                local.remove(directory)
 
 
 class _HeartbeatTimeout:

@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 from dstrial.master.api.commands import task_state
 from dstrial.master.api.jobs import Entry, engine_jobs, entries
 from dstrial.master.api.webhooks import masked_url, seen_workspaces
-from dstrial.master.backends import Node
-from dstrial.master.backends.engine import shown_engine
-from dstrial.master.backends.fork_servers import shown_servers
+from dstrial.master.backends.backend import Node
+from dstrial.master.backends.status import shown_engine, shown_servers
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none

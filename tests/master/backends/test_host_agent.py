@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from dstrial.hosts.hostfile import Host
 from dstrial.hosts.remote import PREFIX
-from dstrial.hosts.transport import GOODBYE, LEASE_S
-from dstrial.master.backends import AllocationRequest, local
+from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Transport, remote_words
+from dstrial.master.backends import local
+from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
+from dstrial.master.backends.request import AllocationRequest
 
 pytestmark = pytest.mark.process
 _NAME = "1.x.1"
@@ -27,10 +31,18 @@ _LATE_S = 5.0
 class _Agent:
     """An agent with a master that answers its heartbeats until ``stdin`` is closed."""
 
-    def __init__(self, place: Path, live: list[str]) -> None:
+    def __init__(self, place: Path, live: list[str], *, has_actor: bool = False) -> None:
+        """With ``has_actor`` the agent is a child of ``process``, as on Ray."""
         self._place = place
+        actor = [sys.executable, "-c", "import subprocess, sys; subprocess.call(sys.argv[1:])"]
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "dstrial.master.backends.hosts.agent"],
+            [
+                *(actor if has_actor else ()),
+                sys.executable,
+                "-u",
+                "-m",
+                "dstrial.master.backends.hosts.agent",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -39,7 +51,8 @@ class _Agent:
         self.said: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self.send({
-            "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False, "forks_with_accelerators": False,
+            "host": "here", "cluster_id": "c", "slots": [0], "is_warm": False,
+            "ends_with_parent": has_actor, "forks_with_accelerators": False,
             "warm_idle_timeout_s": 1, "live": live, "umask": None,
         })  # fmt: skip
         self._reader = threading.Thread(target=self._answer)
@@ -104,8 +117,8 @@ class _Agent:
 
 
 @contextlib.contextmanager
-def _agent(place: Path, *live: str) -> Iterator[_Agent]:
-    agent = _Agent(place, [*live])
+def _agent(place: Path, *live: str, has_actor: bool = False) -> Iterator[_Agent]:
+    agent = _Agent(place, [*live], has_actor=has_actor)
     try:
         yield agent
     finally:
@@ -154,3 +167,50 @@ def test_a_trial_whose_agent_is_killed_ends_with_the_lease(tmp_path: Path) -> No
         while agent.supervisor is not None:
             assert time.monotonic() < began_s + LEASE_S + _LATE_S
             time.sleep(0.5)
+
+
+def test_trial_on_ray_ends_with_the_actor(tmp_path: Path) -> None:
+    with _agent(tmp_path, has_actor=True) as agent:
+        agent.submit("sleep 300")
+        agent.wait_for_supervisor()
+        agent.process.kill()
+        give_up_at_s = time.monotonic() + _LATE_S
+        while agent.supervisor is not None:
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.1)
+
+
+class _Here(Transport):
+    """Starts agents on this machine."""
+
+    connect_s = 30.0
+    fallback = ("not starting an agent", "")
+
+    def words(self, host: str, python: str) -> list[str]:
+        del host
+        return remote_words(python)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_run_on_a_silent_host_outlives_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    """The engine says that the job is over; behind a cut cable the run goes on until its lease ends."""
+    monkeypatch.setenv("DSTRIAL_STATE_DIR", str(tmp_path))
+    settings = AgentSettings(sys.executable, "c", 9, None, False, False, 1.0, _Here())
+    link = HostLink(1, Host("here", (0,)), settings, lambda: None)
+    link.start()
+    try:
+        assert link.has_tried.wait(30)
+        assert link.node().why_down is None
+        link.recover(_NAME, RemoteRun(tmp_path, None, (0,), "rank 0"))
+        if is_cut:
+            agent = json.loads((tmp_path / "hosts" / "c" / "here" / "agent.json").read_text())
+            os.kill(int(agent["pid"]), signal.SIGSTOP)
+            time.sleep(2 * BEAT_S + 0.5)
+        link.lose_all("the job is over")
+        run = link.run(_NAME)
+        assert run is not None
+        assert (run.exit is None) == is_cut
+    finally:
+        link.close(for_good=True)

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.backends import ports
+from dstrial.master.backends import environment
+from dstrial.master.backends.environment import choose_ports
 
 pytestmark = pytest.mark.process
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.process
 def test_every_allocation_has_ports_of_its_own() -> None:
     used: set[int] = set()
     for _ in range(20):
-        chosen = ports.choose_ports(used)
+        chosen = choose_ports(used)
         assert len(set(chosen.values())) == len(chosen) == 5
         assert not used & set(chosen.values())
         used |= set(chosen.values())
@@ -24,8 +25,7 @@ def test_every_allocation_has_ports_of_its_own() -> None:
 def test_a_port_that_another_program_has_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(ports, "_FIRST", {"C10D_PORT": port})
-        monkeypatch.setattr(ports, "_TRIES", 1)
+        monkeypatch.setattr(environment, "_NUM_PORTS", 1)
 
         with pytest.raises(MasterError, match=f"every port from {port} to {port} is in use"):
-            ports.choose_ports(())
+            choose_ports((), {"C10D_PORT": port})

@@ -20,10 +20,13 @@ from stubborn_trees import make_deep, nobody_changes
 from tmp_cleaner import clean
 from waiting import wait_for
 
-from dstrial.master import backends
-from dstrial.master.backends import AllocationExit, AllocationRequest, Slot, SupervisorHandle
+from dstrial.master.backends import local
+from dstrial.master.backends.backend import AllocationExit, SupervisorHandle
+from dstrial.master.backends.devices import Slot
+from dstrial.master.backends.environment import choose_ports
 from dstrial.master.backends.log_file import read_lines
 from dstrial.master.backends.model_definition import pack
+from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.supervisor import descendants, start_time
 from dstrial.storage_guard import SAVING_DIRECTORY
 
@@ -42,20 +45,20 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         fields: dict[str, Any] = {
             "allocation_id": directory.name, "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
             "directory": directory, "slots": (Slot(0, "cpu", "cpu", "cpu-0"),),
-            "ports": backends.choose_ports([]),
+            "ports": choose_ports([]),
             "config": {"checkpoint_storage": {"type": "shared_fs", "host_path": "/ck", "storage_path": "a"}},
             "hparams": {"lr": len(directories)}, "trial_seed": 1, "steps_completed": 0, "latest_checkpoint": None,
             "session_token": "session", "user_token": "user", "username": "determined",
             "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m", "agent_id": "a",
             "resources_id": "r", "model_definition": b"", "entrypoint": entrypoint, **changes,
         }  # fmt: skip
-        backends.prepare(AllocationRequest(**fields))
-        return directory, backends.start(directory)
+        local.prepare(AllocationRequest(**fields))
+        return directory, local.start(directory)
 
     yield start
     for directory in directories:
-        backends.kill(backends.find(directory), directory)
-        backends.remove(directory)
+        local.kill(local.find(directory), directory)
+        local.remove(directory)
 
 
 def test_the_startup_hook_of_the_files_is_found_in_another_working_directory(
@@ -77,7 +80,7 @@ def test_the_startup_hook_of_the_files_is_found_in_another_working_directory(
 def ended(started: Started) -> AllocationExit:
     give_up_at_s = time.monotonic() + 30
     while True:
-        exit_ = backends.poll_exit(*started)
+        exit_ = local.poll_exit(*started)
         if exit_ is not None:
             return exit_
         assert time.monotonic() < give_up_at_s
@@ -152,7 +155,7 @@ def test_temporary_directory_in_use_survives_a_cleaner(
     clean(root)
 
     assert [path.name for path in root.glob("*/*")] == ["used"]
-    backends.kill(handle, directory)
+    local.kill(handle, directory)
 
 
 def test_whatever_it_started_dies_with_it(run: Callable[..., Started]) -> None:
@@ -166,7 +169,7 @@ def test_killing_ends_everything(run: Callable[..., Started]) -> None:
     started = run("setsid sleep 7651 & sleep 7651")
     wait_for(lambda: len(living("7651")) >= 2)
 
-    backends.kill(started[1], started[0])
+    local.kill(started[1], started[0])
 
     assert ended(started).signal == signal.SIGKILL
     assert living("7651") == []
@@ -178,7 +181,7 @@ def test_what_a_killed_supervisor_leaves_is_found_by_its_marker(run: Callable[..
 
     os.kill(handle.pid, signal.SIGKILL)
     exit_ = ended((directory, handle))
-    backends.kill(None, directory)
+    local.kill(None, directory)
 
     assert exit_.was_lost
     assert living("7652") == []
@@ -194,7 +197,7 @@ def test_a_graceful_end_is_waited_for_behind_a_shell(run: Callable[..., Started]
     directory, handle = run(f"true; python3 {tmp_path / 'program.py'}; true")
     wait_for(lambda: any(text == "ready\n" for _, text in printed(directory)))
 
-    backends.terminate(handle)
+    local.terminate(handle)
     ended((directory, handle))
 
     assert ("stdout", "saved\n") in printed(directory)
@@ -204,22 +207,22 @@ def test_a_supervisor_is_found_by_its_record_and_killed_without_it(run: Callable
     directory, handle = run("sleep 7653")
     record = directory / "supervisor.json"
     wait_for(record.exists)
-    assert backends.find(directory) == handle
+    assert local.find(directory) == handle
 
     with subprocess.Popen(["sleep", "3546"]) as other:
         of_other = json.dumps({"pid": other.pid, "start_time": start_time(other.pid)})
         try:
             for forged in (of_other, "{}", '{"pid": "1", "start_time": 1}', "no JSON"):
                 record.write_text(forged)
-                assert backends.find(directory) is None
+                assert local.find(directory) is None
         finally:
             other.kill()
     record.unlink()
-    assert backends.find(directory) is None
+    assert local.find(directory) is None
 
-    backends.kill(None, directory)
+    local.kill(None, directory)
 
-    wait_for(lambda: not backends.is_alive(handle))
+    wait_for(lambda: not local.is_alive(handle))
     assert living("7653") == []
 
 
@@ -302,7 +305,7 @@ def test_exit_record_of_running_trial_is_not_believed(run: Callable[..., Started
     directory, handle = run(f"cd $DSTRIAL_ALLOCATION_DIR && {forged}; sleep 3541; exit 3")
     wait_for(lambda: living("3541"))
 
-    assert promptly(lambda: [backends.poll_exit(directory, handle)]) == [None]
+    assert promptly(lambda: [local.poll_exit(directory, handle)]) == [None]
     for pid in living("3541"):
         os.kill(pid, signal.SIGTERM)
 
@@ -345,10 +348,10 @@ def test_invalid_exit_record_means_failed_allocation(
     directory, handle = run("echo begun; setsid sleep 3542")
     wait_for(lambda: living("3542"))
     os.kill(handle.pid, signal.SIGKILL)
-    wait_for(lambda: not backends.is_alive(handle))
+    wait_for(lambda: not local.is_alive(handle))
     forge(directory / "exit.json", how)
 
-    exit_ = promptly(lambda: backends.poll_exit(directory, handle))
+    exit_ = promptly(lambda: local.poll_exit(directory, handle))
 
     assert (exit_.was_lost, exit_.exit_code) == (False, 1)
     assert living("3542") == []
@@ -372,12 +375,12 @@ def test_kill_reads_no_file_of_the_trial(run: Callable[..., Started], forged: st
     directory, handle = run("setsid sleep 3544")
     wait_for(lambda: living("3544"))
     os.kill(handle.pid, signal.SIGKILL)
-    wait_for(lambda: not backends.is_alive(handle))
+    wait_for(lambda: not local.is_alive(handle))
     (directory / "spec.json").unlink()
     if forged is not None:
         (directory / "spec.json").write_text(forged)
 
-    backends.kill(handle, directory)
+    local.kill(handle, directory)
 
     assert living("3544") == []
 
@@ -418,11 +421,11 @@ def test_notes_of_begun_checkpoints_are_only_uuids(tmp_path: Path) -> None:
     saving.mkdir()
     for name in (uuid, "datasets", ".hidden"):
         (saving / name).touch()
-    assert backends.begun_checkpoints(tmp_path) == [uuid]
+    assert local.begun_checkpoints(tmp_path) == [uuid]
 
     saving.rename(tmp_path / "elsewhere")
     saving.symlink_to(tmp_path / "elsewhere")
-    assert backends.begun_checkpoints(tmp_path) == []
+    assert local.begun_checkpoints(tmp_path) == []
 
 
 def test_what_determineds_harness_writes_stays_in_the_allocation(
@@ -462,7 +465,7 @@ def test_removal_leaves_nothing_read_only_or_deep_and_deletes_nothing_else(
     (tmp_path / "mine").mkdir()
     (started[0] / "spec.json").write_text(json.dumps({"temporary_directory": str(tmp_path / "mine")}))
 
-    backends.remove(started[0])
+    local.remove(started[0])
 
     assert not temporary.exists()
     assert not started[0].exists()
@@ -480,7 +483,7 @@ def test_linked_temporary_directory_changes_no_other_mode(
     assert ended(started).exit_code == 0
     assert [path.is_symlink() for path in shared.iterdir()] == [True]
 
-    backends.remove(started[0])
+    local.remove(started[0])
 
     assert shared.stat().st_mode & 0o7777 == 0o1777
     assert list(shared.iterdir()) == []
@@ -494,7 +497,7 @@ def test_removal_that_fails_is_told_and_raises_nothing(
 
     with nobody_changes(started[0] / "workdir"):
         (started[0] / "deletable").touch()
-        backends.remove(started[0])
+        local.remove(started[0])
 
     assert [path.name for path in started[0].iterdir()] == ["workdir"]
     assert str(started[0]) in caplog.text
@@ -521,10 +524,10 @@ def test_killed_processes_leave_nothing_in_shared_memory(run: Callable[..., Star
 
     if is_lost:
         os.kill(handle.pid, signal.SIGKILL)
-        wait_for(lambda: not backends.is_alive(handle), "the supervisor's end")
-        backends.kill(None, directory)
+        wait_for(lambda: not local.is_alive(handle), "the supervisor's end")
+        local.kill(None, directory)
     else:
-        backends.kill(handle, directory)
+        local.kill(handle, directory)
         ended(started)
 
     wait_for(lambda: not any(place.exists() for place in places), f"{places} to go", deadline_s=5)
@@ -567,9 +570,9 @@ def test_a_process_whose_first_thread_has_ended_is_killed_and_leaves_nothing_in_
     semaphore = Path("/dev/shm", f"sem.{printed(directory)[0][1].strip().removeprefix('/')}")
     assert semaphore.exists()
 
-    backends.kill(handle, directory)
+    local.kill(handle, directory)
 
-    wait_for(lambda: backends.poll_exit(directory, handle), "its end")
+    wait_for(lambda: local.poll_exit(directory, handle), "its end")
     assert not semaphore.exists()
 
 
@@ -583,39 +586,14 @@ def test_a_process_whose_first_thread_has_ended_is_killed_without_its_supervisor
     semaphore = Path("/dev/shm", f"sem.{printed(directory)[0][1].strip().removeprefix('/')}")
 
     os.kill(handle.pid, signal.SIGKILL)
-    wait_for(lambda: backends.poll_exit(directory, handle), "the supervisor's end")
-    backends.kill(handle, directory)
+    wait_for(lambda: local.poll_exit(directory, handle), "the supervisor's end")
+    local.kill(handle, directory)
 
     wait_for(lambda: not semaphore.exists(), "the end of what used it")
 
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-STOPS_ITSELF = """
-import os, signal
-os.kill(os.getpid(), signal.SIGSTOP)
-print("gone on", flush=True)
-"""
-
-
-@pytest.mark.exhaustive("[exec python {program}]")
-@pytest.mark.parametrize("entrypoint", ["exec python {program}", "python {program}; true"])
-def test_a_stopped_launcher_is_told_in_the_log_and_goes_on(
-    run: Callable[..., Started], tmp_path: Path, entrypoint: str
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(STOPS_ITSELF)
-    directory, handle = run(entrypoint.format(program=program))
-    wait_for(lambda: any("stalled: the launcher" in text for _, text in printed(directory)))
-    (line,) = [text for _, text in printed(directory) if "stalled:" in text]
-    pid = int(line.rpartition("kill -CONT ")[2].partition("`")[0])
-    assert f"stalled: the launcher, process {pid}, is stopped (SIGSTOP);" in line
-    assert (directory / "stalled.json").is_file()
-    os.kill(pid, signal.SIGCONT)
-    assert ended((directory, handle)).exit_code == 0
-    assert "gone on" in "".join(text for _, text in printed(directory))
 
 
 def test_session_of_another_boot_is_left_alone(tmp_path: Path) -> None:
@@ -628,7 +606,7 @@ def test_session_of_another_boot_is_left_alone(tmp_path: Path) -> None:
     record = {"pid": leader.pid, "start_time": "another-boot/1"}
     (tmp_path / "supervisor.json").write_text(json.dumps(record))
     try:
-        backends.kill(None, tmp_path)
+        local.kill(None, tmp_path)
         assert start_time(member) is not None
     finally:
         os.kill(member, signal.SIGKILL)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrial.config.experiment_config.command import CommandKind, check_command
-from dstrial.master.backends import AllocationExit, SupervisorHandle
+from dstrial.master.backends.backend import AllocationExit, SupervisorHandle
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.store import allocations, commands, users

@@ -15,7 +15,8 @@ from serving import Master
 from submitting import config
 from waiting import wait_for
 
-from dstrial.master.backends import AllocationExit, LocalBackend, RunRef
+from dstrial.master.backends.backend import AllocationExit, RunRef
+from dstrial.master.backends.local import LocalBackend
 from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler.reconciler import Reconciler
 from dstrial.master.scheduler.retries import Retries

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.backends import Node
+from dstrial.master.backends.backend import Node
 from dstrial.master.backends.devices import Slot
 from dstrial.master.store.nodes import agent_key
 from dstrial.master.web.cluster import SlotCounts, count_slots, pending_reason, usage

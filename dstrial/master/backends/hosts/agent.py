@@ -1,10 +1,10 @@
 """Runs allocations on a host, for a master on another machine.
 
-The other end of :mod:`~dstrial.master.backends.hosts.link`: requests and answers are lines of JSON. Each allocation has a
-supervisor of its own, which outlives this process and kills the allocation at the end of its *lease*. Each heartbeat that the
-master answers extends the lease to ``LEASE_S`` after that heartbeat was sent, so that the master knows when it has ended. Only a
-goodbye says that the master has ended: trials go on for ``ORPHAN_S`` then, and the next master asks for their output and exit.
-The end of a connection says nothing; it may be a cut cable's.
+The other end of :mod:`~dstrial.master.backends.hosts.link`: requests and answers are lines of JSON. Each allocation has its own
+supervisor, which outlives the agent and kills the allocation when the *lease* ends. Each heartbeat that the master answers
+extends the lease to ``LEASE_S`` after the heartbeat was sent, so that the master knows when the lease has ended. Only a goodbye
+means that the master has ended: allocations then continue for ``ORPHAN_S``, and the next master asks for their output and exit.
+The end of a connection means nothing: the network may be cut.
 """
 
 from __future__ import annotations
@@ -34,42 +34,37 @@ from dstrial.hosts.transport import BEAT_S, LEASE_S, ORPHAN_S
 from dstrial.master.backends import local, supervisor, task_venv
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
+from dstrial.master.backends.environment import choose_ports
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.hosts.streams import Streams, account_of
 from dstrial.master.backends.log_file import log_paths
-from dstrial.master.backends.ports import choose_ports
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.trial_files import open_regular, read_json
 
 MIRRORED = ("starting.json", "stalled.json")  # files of an allocation's directory that the master shows
-_LOOK_S = 0.1
-_CHUNK_BYTES = 256 * 1024
-_TRACEBACKS_LAST_S = 30 * 86_400.0
-_BACKLOG = 128
-_COLLECT_PERIOD_S = 3600.0
+_POLL_S = 0.1  # period in which new output and exits are sent
+_CHUNK_BYTES = 256 * 1024  # output sent in one message
+_KEEP_TRACEBACKS_S = 30 * 86_400.0  # after a trial's last training
+_BACKLOG = 128  # connections of trials that wait to be accepted
+_COLLECT_PERIOD_S = 3600.0  # between deletions of unused environments
 _output = threading.Lock()
 
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """An allocation here.
-
-    Attributes:
-        sent: bytes of each log file that the master has; None before it has asked.
-        shown: what the master has of ``MIRRORED``.
-        is_told: whether the master knows how it ended.
-    """
+    """An allocation on this host."""
 
     directory: Path
     handle: SupervisorHandle | None
+    # bytes of each log file that the master has; None before the master asks
     sent: dict[str, int] | None = None
-    shown: dict[str, str] = dataclasses.field(default_factory=dict)
-    is_told: bool = False
+    mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # what the master has of ``MIRRORED``
+    is_reported: bool = False  # whether the master knows how it ended
 
 
-def _say(message: Mapping[str, Any]) -> None:
-    """Send the master a line of JSON, from any thread; block while nobody reads."""
+def _send(message: Mapping[str, Any]) -> None:
+    """Send the master a line of JSON. Thread-safe; blocks while the pipe is full."""
     data = (PREFIX + json.dumps(message) + "\n").encode()
     with _output, contextlib.suppress(OSError):
         while data:
@@ -87,7 +82,7 @@ class Agent:
         self._hello = hello
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
-        # A host has several agents where each of its jobs has one.
+        # With an engine, a host has an agent per job.
         self._place = f"-{place}" if (place := str(hello.get("place", ""))) else ""
         self._allocations = self._directory / f"allocations{self._place}"
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,9 +95,11 @@ class Agent:
         ):  # missing, ended, or of an earlier boot
             self._lease.touch()
             self._set_lease(0.0)
-        self._beat: float | None = None
+        self._answered_beat: float | None = None
         self._lease_ends_s = _boottime() + LEASE_S  # as far as this agent is concerned
-        self._take_over()
+        # Ray's actor, which ends with the job without its children; None if the parent does not matter.
+        self._parent = os.getppid() if hello["ends_with_parent"] else None
+        self._replace_predecessor()
         self._slots = _slots_of(hello["slots"])
         if self._place and len(self._slots) < len(hello["slots"]):
             raise MasterError(
@@ -113,23 +110,23 @@ class Agent:
             ForkSettings(is_on=hello["is_warm"], idle_timeout_s=hello["warm_idle_timeout_s"]),
             self._directory / f"fork-server{self._place}.log",
         )
-        self._streams = Streams(_say)
+        self._streams = Streams(_send)
         self._listener = self._listen()
         self._payload = bytearray()
         # Not a number of an earlier agent's, which the master may still be closing.
         self._num_streams = secrets.randbits(40)
-        self._find_runs(set(hello["live"]))
+        self._recover_runs(set(hello["live"]))
         _remove_old(self._directory / "tracebacks")
 
     def begin(self) -> None:
         with self._lock:
-            runs = {name: _shown_handle(run.handle) for name, run in self._runs.items()}
+            runs = {name: _handle_json(run.handle) for name, run in self._runs.items()}
         slots = [dataclasses.asdict(slot) for slot in self._slots]
-        _say({**self._heartbeat(), "hello": runs, "slots": slots, "ports": _ports()})
-        for run in (self._send_heartbeats, self._watch_lease, self._look, self._accept):
+        _send({**self._heartbeat(), "hello": runs, "slots": slots, "ports": _ports()})
+        for run in (self._send_heartbeats, self._watch_lease, self._poll_runs, self._accept):
             _in_background(run)
 
-    def _take_over(self) -> None:
+    def _replace_predecessor(self) -> None:
         """Kill the agent of an earlier connection."""
         last: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
@@ -140,8 +137,8 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(last["pid"]), signal.SIGKILL)
 
-    def _find_runs(self, live: set[str]) -> None:
-        """Recover what the master knows of, and kill the rest."""
+    def _recover_runs(self, live: set[str]) -> None:
+        """Recover the allocations that the master knows, and kill the others."""
         for directory in self._allocations.iterdir():
             handle = local.find(directory)
             if directory.name in live:
@@ -156,7 +153,7 @@ class Agent:
         port = 0
         with contextlib.suppress(OSError, ValueError, KeyError):
             port = int(json.loads(record.read_text(encoding="utf-8"))["port"])
-        # What just has ended may still hold it.
+        # A process that has just ended may still hold the port.
         for port_tried in (*([port] * 20 if port else []), 0):
             try:
                 listener = socket.create_server(("127.0.0.1", port_tried), backlog=_BACKLOG)
@@ -168,9 +165,9 @@ class Agent:
             return listener
         raise AssertionError("no port is free")
 
-    # What the master asks
+    # Requests of the master
 
-    def take(self, request: dict[str, Any]) -> None:
+    def handle(self, request: dict[str, Any]) -> None:
         """Handle a request; slow ones in a thread of their own."""
         self._renew_lease(request.get("beat"))
         if "stream" in request:
@@ -181,7 +178,7 @@ class Agent:
             return
         what, name = request.get("do"), str(request.get("id"))
         if what == "leave":
-            self._leave()
+            self._release()
         if what == "outlive":
             self._outlive()
         if what == "submit":
@@ -205,8 +202,8 @@ class Agent:
         elif what == "forget":
             _in_background(local.remove, run.directory)
 
-    def _leave(self) -> NoReturn:
-        """Delete the files of this place: no agent comes back to it."""
+    def _release(self) -> NoReturn:
+        """Delete the files of this agent, which has no successor, and end."""
         with self._lock:
             self._fork_servers.close()
         with contextlib.suppress(OSError):
@@ -216,13 +213,13 @@ class Agent:
         os._exit(0)
 
     def _outlive(self) -> NoReturn:
-        """Let the trials go on without a master; the next one asks for them."""
+        """End, and let the allocations continue without a master."""
         if supervisor.lease_left_s(str(self._lease)) > 0:
             self._set_lease(_boottime() + ORPHAN_S)
         self._record.unlink(missing_ok=True)
         with self._lock:
             self._fork_servers.close()
-        # Threads that wait for trials would hold up an orderly end.
+        # An orderly end would wait for threads.
         os._exit(0)
 
     def lose_connection(self) -> None:
@@ -233,10 +230,10 @@ class Agent:
         self._streams.close()
         self._watch_lease()
 
-    def be_asked_to_leave(self, *_: Any) -> None:
+    def on_sigterm(self, *_: Any) -> None:
         """Report a SIGTERM, which Slurm sends some time before it takes the node away."""
         why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
-        _in_background(_say, {"leaving": why})
+        _in_background(_send, {"leaving": why})
 
     def _submit(self, name: str, request: Mapping[str, Any], model_definition: bytes) -> None:
         try:
@@ -254,32 +251,32 @@ class Agent:
                 asked,
                 is_warm=self._hello["is_warm"],
                 forks_with_accelerators=self._hello["forks_with_accelerators"],
-                # Slurm kills what it knows of a job, and supervisors are no children of a later step's.
+                # Slurm may kill the agent alone: supervisors are no descendants of a later step.
                 watch={"lease": str(self._lease), "agent": str(self._record) if self._place else None},
             )
             with self._lock:
                 run = self._runs[name] = _Run(asked.directory, None, sent={})
                 run.handle = local.start(asked.directory, self._fork_servers)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the master has to hear of it
+        except Exception as error:  # noqa: BLE001  # reported to the master
             if not isinstance(error, (DstrialError, OSError)):
                 traceback.print_exc()
-            _say({"id": name, "refused": str(error) or type(error).__name__})
+            _send({"id": name, "refused": str(error) or type(error).__name__})
             return
-        _say({"id": name, **_shown_handle(run.handle), "ports": _ports()})
+        _send({"id": name, **_handle_json(run.handle), "ports": _ports()})
 
-    # What is told without being asked
+    # Reports to the master
 
     def _send_heartbeats(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            _say(self._heartbeat())
+            _send(self._heartbeat())
 
     def _heartbeat(self) -> dict[str, float]:
         return {"beat": _boottime(), "lease_s": supervisor.lease_left_s(str(self._lease))}
 
     def _renew_lease(self, beat: float | None) -> None:
-        if beat is not None and beat != self._beat:
-            self._beat = beat
+        if beat is not None and beat != self._answered_beat:
+            self._answered_beat = beat
             self._lease_ends_s = beat + LEASE_S
             self._set_lease(self._lease_ends_s)
 
@@ -287,16 +284,16 @@ class Agent:
         os.utime(self._lease, (ends_s, ends_s))
 
     def _watch_lease(self) -> None:
-        while _boottime() < self._lease_ends_s:
+        while _boottime() < self._lease_ends_s and self._parent in (None, os.getppid()):
             time.sleep(BEAT_S)
         try:
-            # Supervisors kill what runs, unless they are stopped.
+            # Supervisors do the same at the lease's end, unless they are stopped.
             for run in list(self._runs.values()):
                 local.kill(run.handle, run.directory, leaves_record=False)
         finally:
             os._exit(1)
 
-    def _look(self) -> None:
+    def _poll_runs(self) -> None:
         collected_s = 0.0
         while True:
             if time.monotonic() > collected_s + _COLLECT_PERIOD_S:
@@ -308,22 +305,22 @@ class Agent:
                 self._fork_servers.poll(is_busy=bool(runs))
             for name, run in runs:
                 try:
-                    self._tell(name, run)
-                except Exception:  # noqa: BLE001  # the others are told of, and this one again
+                    self._report(name, run)
+                except Exception:  # noqa: BLE001  # the others are reported, and this one is retried
                     traceback.print_exc()
                     time.sleep(BEAT_S)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def _tell(self, name: str, run: _Run) -> None:
+    def _report(self, name: str, run: _Run) -> None:
         """Send an allocation's new output, then its exit."""
-        if run.sent is None or run.is_told:
+        if run.sent is None or run.is_reported:
             return
         exit_ = local.poll_exit(run.directory, run.handle)
         self._send_log(name, run)
-        self._send_shown(name, run)
+        self._send_mirrored(name, run)
         if exit_ is not None:
-            run.is_told = True
-            _say(
+            run.is_reported = True
+            _send(
                 {
                     "id": name,
                     **dataclasses.asdict(exit_),
@@ -349,19 +346,19 @@ class Agent:
                     run.sent[part] = at + len(data)
                     self._send_file(name, part, data, at)
 
-    def _send_shown(self, name: str, run: _Run) -> None:
+    def _send_mirrored(self, name: str, run: _Run) -> None:
         for file in MIRRORED:
             text = ""
             with contextlib.suppress(OSError, ValueError):
                 text = json.dumps(read_json(run.directory / file))
-            if text != run.shown.get(file, ""):
-                run.shown[file] = text
+            if text != run.mirrored.get(file, ""):
+                run.mirrored[file] = text
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
         """Send a file, whole or from an offset on; None for a file that is gone."""
         text = None if data is None else base64.b64encode(data).decode()
-        _say({"id": name, "file": file, "at": at, "data": text})
+        _send({"id": name, "file": file, "at": at, "data": text})
 
     def _accept(self) -> None:
         """Forward connections of this host's trials to the master."""
@@ -370,13 +367,13 @@ class Agent:
             try:
                 connection, peer = self._listener.accept()
             except OSError:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 continue
             if account_of(peer, connection.getsockname()) not in (own, 0):
                 connection.close()
                 continue
             self._num_streams += 1
-            _say({"open": self._num_streams})
+            _send({"open": self._num_streams})
             self._streams.add(self._num_streams, connection)
 
 
@@ -406,7 +403,7 @@ def _network_variables(request: AllocationRequest) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
-def _shown_handle(handle: SupervisorHandle | None) -> dict[str, Any]:
+def _handle_json(handle: SupervisorHandle | None) -> dict[str, Any]:
     return {} if handle is None else {"pid": handle.pid, "start_time": handle.start_time}
 
 
@@ -421,7 +418,7 @@ def _remove_old(tracebacks: Path) -> None:
     """Delete tracebacks of trials that have not trained for a month."""
     with contextlib.suppress(OSError):
         for path in tracebacks.iterdir():
-            if path.stat().st_mtime < time.time() - _TRACEBACKS_LAST_S:
+            if path.stat().st_mtime < time.time() - _KEEP_TRACEBACKS_S:
                 remove_tree(path)
 
 
@@ -429,23 +426,23 @@ def main() -> None:
     os.umask(0o077)
     with io.BufferedReader(io.FileIO(0, "rb", closefd=False)) as lines:
         hello = json.loads(lines.readline().strip() or "{}")
-        if "host" not in hello:  # the master has ended
+        if "host" not in hello:  # the connection has ended
             sys.exit(1)
         local.trial_umask = hello["umask"]
         try:
             agent = Agent(hello)
         except (DstrialError, OSError) as error:
-            _say({"error": str(error)})
+            _send({"error": str(error)})
             sys.exit(1)
-        signal.signal(signal.SIGTERM, agent.be_asked_to_leave)
+        signal.signal(signal.SIGTERM, agent.on_sigterm)
         agent.begin()
         for text in lines:
             try:
                 request = json.loads(text) if text.strip() else None
             except ValueError:
-                continue  # a master that was killed in the middle of a line; a goodbye may follow
+                continue  # the master was killed in the middle of a line; a goodbye may follow
             if request is not None:
-                agent.take(request)
+                agent.handle(request)
     agent.lose_connection()
 
 

@@ -1,17 +1,16 @@
-"""Runs what has slots on hosts of a hostfile, and the rest on this machine."""
+"""Runs allocations with slots on hosts of a hostfile, others on this machine."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
-from dstrial.file_writes import remove_tree, replace_file
+from dstrial.file_writes import remove_tree
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
@@ -27,44 +26,20 @@ from dstrial.master.backends.backend import (
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
 from dstrial.master.backends.local import LocalBackend, begun_checkpoints
 from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile
 from dstrial.master.clock import now_us
 
-SHOWN_NAME = "hosts.json"  # file of the state directory that `shown_hosts` reads
 _BEGIN_S = 8.0
 _ENDS_BY_ITSELF_S = 5.0  # grace period of the other nodes after one has failed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownHost:
-    """A host in ``dstrial status``; ``why_down`` is None while it can be used."""
-
-    name: str
-    num_slots: int
-    why_down: str | None
-    since_us: int
-
-
-def shown_hosts(state_dir: Path) -> list[ShownHost]:
-    """Return the hosts of a state directory's master; empty without one."""
-    try:
-        found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [ShownHost(**one) for one in found]
-
-
 class LinkedBackend(abc.ABC):
-    """Runs what has slots on machines with links, and the rest on the master's own.
+    """Runs allocations with slots on linked machines, others on the master's."""
 
-    ``shown_in`` is the file that ``shown_hosts`` reads.
-    """
-
-    def __init__(self, local: LocalBackend, shown_in: Path) -> None:
+    def __init__(self, local: LocalBackend, state_dir: Path) -> None:
         self._local = local
-        self._shown_in = shown_in
-        self._shown: list[ShownHost] = []
-        shown_in.unlink(missing_ok=True)  # of a master before this one
-        # Allocations that end because of a node's failure, and that failure where the node cannot tell itself.
+        self._status = StatusFile(state_dir / HOSTS_NAME)
+        # Allocations that are killed because a node failed, with its exit if the node cannot report it.
         self._terminating: dict[str, NodeExit | None] = {}
 
     @abc.abstractmethod
@@ -115,11 +90,11 @@ class LinkedBackend(abc.ABC):
         return RemoteRun(mirror, request, link.numbers_of(share.slots), _ranks_of(run, share))
 
     def _mirror(self, run: RunRef, share: Share) -> Path:
-        # What shows an allocation's state looks into its directory: that is the first node's.
+        # The run's directory mirrors the first node, because status and page read it.
         return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return each share's link and state; recover what another master has sent."""
+        """Return each share's link and state, also of a run that another master started."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for share in run.shares:
             link = self._link_to(run, share)
@@ -164,16 +139,13 @@ class LinkedBackend(abc.ABC):
                     exit_ = NodeExit(share.node_id, 137, 9, "unreachable", why)
                     self._terminating.setdefault(run.allocation_id, exit_)
         if first is not None:
-            # The others' ranks notice it, and say so.
+            # Ranks on other nodes notice the failure and end by themselves.
             waits = first.exit is not None and first.exit.cause in ("exited", "refused")
             if not waits or time.monotonic() > first.heard_s + _ENDS_BY_ITSELF_S:
                 self._terminating.setdefault(run.allocation_id, None)
         if run.allocation_id in self._terminating:
             self.kill(run)
         return None
-
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        return self._local.stopped_supervisor(run) if run.is_on_own_node else None
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         if run.is_on_own_node:
@@ -224,16 +196,13 @@ class LinkedBackend(abc.ABC):
 
     def poll(self, *, is_busy: bool) -> None:
         self._local.poll(is_busy=is_busy)
-        shown = [ShownHost(node.name, len(node.slots), node.why_down, node.since_us) for node in self.nodes()]
-        if shown != self._shown:
-            self._shown = shown
-            text = json.dumps([dataclasses.asdict(one) for one in shown])
-            with contextlib.suppress(OSError):  # The next change shows it.
-                replace_file(self._shown_in, text, sync=False, is_private=True)
+        self._status.write(
+            ShownHost(node.name, len(node.slots), node.why_down, node.since_us) for node in self.nodes()
+        )
 
 
 class HostsBackend(OwnNodes, LinkedBackend):
-    """Runs what has slots on hosts that belong to the master for good.
+    """Runs allocations with slots on the hosts of a hostfile.
 
     ``tell`` wakes the scheduler; any thread calls it.
     """
@@ -244,9 +213,9 @@ class HostsBackend(OwnNodes, LinkedBackend):
         hosts: dict[int, Host],
         settings: AgentSettings,
         tell: Callable[[], None],
-        shown_in: Path,
+        state_dir: Path,
     ) -> None:
-        super().__init__(local, shown_in)
+        super().__init__(local, state_dir)
         self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
 
     def begin(self) -> None:
@@ -274,7 +243,7 @@ def _is_right(part: RemoteRun) -> bool:
 
 
 def _order_of_blame(part: RemoteRun) -> tuple[bool, bool, float]:
-    """Order parts by who failed first.
+    """Order parts by which one failed first.
 
     What was ended because of another's failure is no cause, though it may be heard of first.
     """
@@ -283,7 +252,7 @@ def _order_of_blame(part: RemoteRun) -> tuple[bool, bool, float]:
 
 
 def _ranks_of(run: RunRef, share: Share) -> str:
-    """Return a share's ranks for people, one for each slot."""
+    """Return the ranks of a share for messages: ``ranks 2 to 3``."""
     first = sum(len(one.slots) for one in run.shares[: run.shares.index(share)])
     last = first + len(share.slots) - 1
     return f"rank {first}" if first == last else f"ranks {first} to {last}"

@@ -1,8 +1,8 @@
 """The master's end of the connection to a host.
 
-A thread a host connects, turns the connection into an agent (:mod:`~dstrial.master.backends.hosts.agent`), and reconnects when
-it ends. What the agent reports of an allocation is mirrored into a local directory, which the scheduler reads like that of a
-local allocation. The scheduler's thread changes what is wanted and never waits for a host.
+Each host has a thread that connects, starts the agent (:mod:`~dstrial.master.backends.hosts.agent`) over the connection, and
+reconnects when it ends. The agent's reports about an allocation are mirrored into a local directory, which the scheduler reads
+like that of a local allocation. The scheduler's thread leaves requests and never waits for a host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from dstrial.file_writes import replace_file
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.preflight import fact_problems, facts_of, own_versions
+from dstrial.hosts.preflight import fact_problems, facts_of, named_interface, own_versions, place_of
 from dstrial.hosts.transport import (
     BEAT_S,
     CONNECT_S,
@@ -46,15 +46,16 @@ from dstrial.visible_text import visible_line
 logger = logging.getLogger("dstrial.master.hosts")
 
 _AGENT = "dstrial.master.backends.hosts.agent"
-_AGAIN_S = 0.5
-_LATER_S = 5.0
-_SOON_S = 60.0
-_TELL_AGAIN_S = 600.0
-_CONNECT_AGAIN_S = 4.0
-_HELLO_S = 30.0
-_LEAVE_S = 2.0
+_RETRY_S = 0.5  # between attempts to connect, in the first minute of a disconnect
+_FAST_RETRIES_S = 60.0
+_SLOW_RETRY_S = 5.0  # between later attempts
+_LOG_PERIOD_S = 600.0  # between log lines about one host whose problem changes
+_RECONNECT_GRACE_S = 4.0  # after a disconnect: only the host's agent may be gone
+_HELLO_TIMEOUT_S = 30.0  # of an agent's start, which imports dstrial
+_LEAVE_S = 2.0  # for an agent to delete its files
+_SILENT_END_S = 2 * BEAT_S  # silence before a connection's end by which the host may only be cut off
 _MARGIN_S = 2.0  # waited beyond a host's lease before its allocations restart elsewhere: supervisors poll
-_KILLED = 137
+_KILLED = 137  # exit code of SIGKILL in a shell
 _MAY_RUN = (
     "What the last master left there may go on, and begins again elsewhere once the host answers, at the latest after "
     f"{ORPHAN_S / 3600:g} hours"
@@ -63,18 +64,12 @@ _MAY_RUN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What agents are told of the master.
+    """Settings of the master for its agents."""
 
-    Attributes:
-        python: interpreter on every host.
-        master_port: on the master's loopback address.
-        umask: of entrypoints; None for that of a login there.
-    """
-
-    python: str
+    python: str  # interpreter on every host
     cluster_id: str
-    master_port: int
-    umask: int | None
+    master_port: int  # on the master's loopback address
+    umask: int | None  # of entrypoints; None for that of a login there
     is_warm: bool
     forks_with_accelerators: bool
     warm_idle_timeout_s: float
@@ -83,39 +78,30 @@ class AgentSettings:
 
 @dataclasses.dataclass(slots=True)
 class RemoteRun:
-    """An allocation's part on a host, as far as the master knows.
+    """An allocation's part on a host, as last reported."""
 
-    Attributes:
-        mirror: local copy of the host's directory.
-        request: what the host has not confirmed; None once it has, or if another master has sent it.
-        is_sent: whether the host may have received it.
-        slots: numbers of its slots on the host.
-        ranks: for people, as ``ranks 2 to 3``.
-        is_consequence: whether a rank elsewhere failed first.
-        heard_s: when its end was known, monotonic seconds.
-    """
-
-    mirror: Path
+    mirror: Path  # local copy of the host's directory
+    # the request until the host confirms it; None after that, or if an earlier master sent it
     request: AllocationRequest | None
-    slots: tuple[int, ...]
-    ranks: str
+    slots: tuple[int, ...]  # indices of its slots on the host
+    ranks: str  # for people, as ``ranks 2 to 3``
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
-    is_consequence: bool = False
+    is_consequence: bool = False  # whether a rank on another host failed first
     time_us: int = 0
-    heard_s: float = 0.0
+    heard_s: float = 0.0  # when its end became known, monotonic seconds
     is_stopping: bool = False
-    kill: bool | None = None
-    is_sent: bool = False
+    kill: bool | None = None  # ``leaves_record`` of the requested kill; None without one
+    is_sent: bool = False  # whether the host may have received the request
     notes: list[Note] = dataclasses.field(default_factory=list)
 
 
 class HostLink:
-    """A host of the master's.
+    """The connection to one host, and the allocations there.
 
     Args:
-        tell: wakes the scheduler; any thread calls it.
-        slot_ids: of the host's slots, in their order; by number if left out.
+        notify: wakes the scheduler; any thread calls it.
+        slot_ids: of the host's slots, in their order; by index if left out.
         place: distinguishes agents of several links to one host; empty for the only one.
     """
 
@@ -124,7 +110,7 @@ class HostLink:
         node_id: int,
         host: Host,
         settings: AgentSettings,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         *,
         slot_ids: Sequence[int] | None = None,
         place: str = "",
@@ -132,17 +118,17 @@ class HostLink:
         self.node_id = node_id
         self.host = host
         self._settings = settings
-        self._tell = tell
+        self._notify = notify
         self._place = place
         ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
         self._ids = dict(zip(host.slots, ids, strict=True))
-        self._leaves: str | None = None
-        self._is_given_back = False
+        self._leaving_reason: str | None = None
+        self._is_released = False
         self._lock = threading.RLock()
         self._runs: dict[str, RemoteRun] = {}
         self._connection: HostConnection | None = None
-        self._is_up = False  # whether the connection is one to an agent that has answered
-        # When what a master before has left there has ended. A goodbye may be heard until the lease's end.
+        self._is_up = False  # whether the agent has answered on the connection
+        # Allocations of an earlier master have ended then. Until the lease's end the agent may receive its goodbye.
         self._lease_ends_s = time.monotonic() + ORPHAN_S + LEASE_S
         self._streams = Streams(self._send)
         self._slots: tuple[Slot, ...] = tuple(
@@ -154,11 +140,13 @@ class HostLink:
         self._since_us = now_us()
         self._down_s = time.monotonic()
         self._was_silent = False
-        self._told_s = -_TELL_AGAIN_S
+        self._may_be_cut_off = False  # whether the last agent was silent when its connection ended
+        self._lost_reason: str | None = None  # why the host was taken away
+        self._logged_s = -_LOG_PERIOD_S
         self._is_closing = threading.Event()
         self.has_tried = threading.Event()
         """Set when it is known whether the host can be used."""
-        self._thread = threading.Thread(target=self._keep, name=f"dstrial-link-{host.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=f"dstrial-link-{host.name}", daemon=True)
 
     def start(self) -> None:
         if self._thread.ident is None:  # `Backend.begin` is called again if it raised
@@ -169,20 +157,20 @@ class HostLink:
         return tuple(by_id[slot_id] for slot_id in slot_ids)
 
     def close(self, *, for_good: bool = False) -> None:
-        """Disconnect; what runs there goes on.
+        """Disconnect; allocations there continue.
 
         ``for_good``: nothing runs there and no agent returns, so that its files there are deleted.
         """
         with self._lock:
             connection = self._connection
             is_up = self._is_up
-            self._is_given_back = self._is_given_back or for_good
+            self._is_released = self._is_released or for_good
         if for_good and is_up and connection is not None:
             self._send({"do": "leave"})
             connection.wait(_LEAVE_S)
         self._is_closing.set()
         if connection is not None:
-            if self._is_given_back:
+            if self._is_released:
                 connection.abandon()
             connection.close()
         if self._thread.is_alive():
@@ -199,7 +187,7 @@ class HostLink:
                 self._since_us,
             )
 
-    # What the scheduler wants
+    # Requests of the scheduler
 
     def submit(self, name: str, run: RemoteRun) -> None:
         with self._lock:
@@ -241,14 +229,14 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation there; one that the host has not received never starts."""
+        """Kill an allocation there; if the host has not received it, it never starts."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
                 return
             run.kill = leaves_record
             if run.request is not None and not run.is_sent:
-                self._ended(run, NodeExit(self.node_id, _KILLED, 9, "preempted"))
+                self._end(run, NodeExit(self.node_id, _KILLED, 9, "preempted"))
             self._send({"do": "kill", "id": name, "leaves_record": leaves_record})
 
     def forget(self, name: str) -> None:
@@ -263,7 +251,7 @@ class HostLink:
         """
         with self._lock:
             if self._why_down is None or (
-                not self._was_silent and time.monotonic() < self._down_s + _CONNECT_AGAIN_S
+                not self._was_silent and time.monotonic() < self._down_s + _RECONNECT_GRACE_S
             ):
                 return None
             return f"{self.host.name} is {self._why_down}"
@@ -275,31 +263,39 @@ class HostLink:
 
     def why_leaving(self) -> str | None:
         """Return why the host will be taken away soon, by its agent; None if it stays."""
-        return self._leaves
+        return self._leaving_reason
 
     def lose_all(self, why: str) -> None:
-        """Count what runs there as lost: the host is taken away."""
+        """Count what runs there as lost, because the host was taken away.
+
+        If the host is silent, it may only be cut off: then its lease has to end first.
+        """
         with self._lock:
-            self._is_given_back = True
-            for run in self._runs.values():
-                if run.exit is None:
-                    self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
+            self._is_released = True
+            self._lost_reason = why
+            if self._is_up and self._connection is not None:
+                self._may_be_cut_off = time.monotonic() > self._connection.heard_s + _SILENT_END_S
+            if not self._may_be_cut_off:
+                for run in self._runs.values():
+                    if run.exit is None:
+                        self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
 
     def _lose_if_late(self, run: RemoteRun) -> None:
-        """Count a run on a host that is down as lost once its lease has ended it there."""
+        """Count a run on a host that is down as lost after the end of its lease."""
         # A connection that is not up yet may have renewed the lease.
         newest_s = self._connection.lease_ends_s if self._connection is not None else None
         ends_s = max(self._lease_ends_s, newest_s or 0.0)
         if run.exit is None and self._why_down is not None and time.monotonic() > ends_s + _MARGIN_S:
-            why = f"{self.host.name} is {self._why_down}"
-            self._ended(run, NodeExit(self.node_id, _KILLED, 9, "unreachable", why))
+            why = self._lost_reason or f"{self.host.name} is {self._why_down}"
+            cause: Cause = "unreachable" if self._lost_reason is None else "lost"
+            self._end(run, NodeExit(self.node_id, _KILLED, 9, cause, why))
 
-    def _ended(self, run: RemoteRun, exit_: NodeExit) -> None:
+    def _end(self, run: RemoteRun, exit_: NodeExit) -> None:
         with self._lock:
             run.exit = exit_
             run.time_us = run.time_us or now_us()
             run.heard_s = time.monotonic()
-        self._tell()
+        self._notify()
 
     def _submit(self, name: str, run: RemoteRun) -> None:
         if run.request is not None:
@@ -314,20 +310,20 @@ class HostLink:
 
     # The connection
 
-    def _keep(self) -> None:
+    def _run_loop(self) -> None:
         while not self._is_closing.is_set():
             try:
                 why = self._connect_and_follow()
             except Exception:
                 logger.exception("%s had a problem and is connected again", self.host.name)
                 why = "not usable: the master had a problem with it, which its log has"
-            self._now_down(why)
+            self._mark_down(why)
             self.has_tried.set()
             down_s = time.monotonic() - self._down_s
-            self._is_closing.wait(_AGAIN_S if down_s < _SOON_S else _LATER_S)
+            self._is_closing.wait(_RETRY_S if down_s < _FAST_RETRIES_S else _SLOW_RETRY_S)
 
-    def _now_down(self, why: str) -> None:
-        is_wanted = not self._is_closing.is_set() and not self._is_given_back
+    def _mark_down(self, why: str) -> None:
+        is_wanted = not self._is_closing.is_set() and not self._is_released
         with self._lock:
             was_up = self._why_down is None
             if was_up:
@@ -341,11 +337,11 @@ class HostLink:
                         self._note(run, f"is lost: {why}" if was_up else f"is not reached: {why}. {_MAY_RUN}")
         self._streams.close()
         now_s = time.monotonic()
-        if is_wanted and (was_up or (changed and now_s > self._told_s + _TELL_AGAIN_S)):
-            self._told_s = now_s
+        if is_wanted and (was_up or (changed and now_s > self._logged_s + _LOG_PERIOD_S)):
+            self._logged_s = now_s
             logger.warning("%s is down: %s", self.host.name, why)
         if was_up:
-            self._tell()
+            self._notify()
 
     def _connect_and_follow(self) -> str:
         """Serve one connection to its end; return why the host is down."""
@@ -353,22 +349,24 @@ class HostLink:
         with self._lock:
             self._connection = connection
         try:
-            why = self._become_agent(connection)
+            why = self._start_agent(connection)
             return why if why is not None else self._follow(connection)
         finally:
+            silent_s = time.monotonic() - connection.heard_s
             with self._lock:
+                if self._is_up:
+                    self._may_be_cut_off = silent_s > _SILENT_END_S
                 self._is_up = False
-            # A goodbye is for what runs there and is to go on without a master.
-            is_silent = time.monotonic() > connection.heard_s + SILENT_S
-            if is_silent or self._is_given_back or not self._is_closing.is_set():
+            # Only allocations that shall continue without a master get a goodbye.
+            if silent_s > SILENT_S or self._is_released or not self._is_closing.is_set():
                 connection.abandon()
             connection.close()
             # Not before: until then heartbeats are answered.
             if connection.lease_ends_s is not None:
                 self._lease_ends_s = connection.lease_ends_s
 
-    def _become_agent(self, connection: HostConnection) -> str | None:
-        """Check the host and start the agent; return what is wrong with the host."""
+    def _start_agent(self, connection: HostConnection) -> str | None:
+        """Check the host and start its agent; return the host's problem, if any."""
         answer = None
         try:
             answer = connection.next(self._settings.transport.connect_s + 1)
@@ -378,12 +376,15 @@ class HostLink:
             refusal = connection.refusal()
             return f"{visible_line(refusal.got)}. {refusal.fix}"
         facts = facts_of(answer)
-        problems = fact_problems([self.host], [facts], own_versions(), environ=os.environ, interface=None)
+        interface = named_interface(os.environ)
+        problems = fact_problems(
+            [self.host], [facts], own_versions(), environ=os.environ, interface=interface
+        )
         if problems:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
         settings, home = self._settings, facts.environment.get("HOME", "/")
         with self._lock:
-            self._address = next((address for _, address in facts.addresses), "127.0.0.1")
+            self._address = place_of(facts, interface)[0] or "127.0.0.1"
             live = [name for name, run in self._runs.items() if run.exit is None]
         connection.send(
             {
@@ -397,6 +398,7 @@ class HostLink:
             {
                 "host": self.host.name,
                 "place": self._place,
+                "ends_with_parent": settings.transport.ends_with_parent,
                 "cluster_id": settings.cluster_id,
                 "slots": list(self.host.slots),
                 "umask": settings.umask,
@@ -413,7 +415,7 @@ class HostLink:
         began_s = time.monotonic()
         is_up = is_told = False
         while not self._is_closing.is_set():
-            limit_s = LOST_S if is_up else _HELLO_S
+            limit_s = LOST_S if is_up else _HELLO_TIMEOUT_S
             silent_s = time.monotonic() - max(connection.heard_s, began_s)
             if silent_s > limit_s:
                 self._was_silent = True
@@ -432,13 +434,13 @@ class HostLink:
                 return visible_line(str(frame["error"]))
             if "hello" in frame:
                 is_up = True
-                self._greet(frame)
+                self._on_hello(frame)
             else:
-                self._take(frame)
+                self._on_frame(frame)
         return "given back: the master ends"
 
-    def _greet(self, frame: Mapping[str, Any]) -> None:
-        """Reconcile what runs there with what should, and mark the host as up."""
+    def _on_hello(self, frame: Mapping[str, Any]) -> None:
+        """Reconcile the allocations there with the master's, and mark the host as up."""
         with self._lock:
             self._slots = tuple(
                 dataclasses.replace(Slot(**slot), id=self._ids[int(slot["id"])]) for slot in frame["slots"]
@@ -450,12 +452,12 @@ class HostLink:
             self._since_us = now_us()
             for name, run in self._runs.items():
                 if run.exit is None:
-                    self._found_or_not(name, run, frame["hello"])
+                    self._reconcile(name, run, frame["hello"])
         logger.info("%s is up with %d slots", self.host.name, len(self._slots))
         self.has_tried.set()
-        self._tell()
+        self._notify()
 
-    def _found_or_not(self, name: str, run: RemoteRun, there: Mapping[str, Mapping[str, Any]]) -> None:
+    def _reconcile(self, name: str, run: RemoteRun, there: Mapping[str, Mapping[str, Any]]) -> None:
         found = there.get(name)
         if found is not None:
             if run.handle is not None:
@@ -470,18 +472,18 @@ class HostLink:
             self._submit(name, run)
         else:
             why = f"{self.host.name} knows nothing of it any more"
-            self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
+            self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
         if run.kill is not None:
             self._send({"do": "kill", "id": name, "leaves_record": run.kill})
 
-    def _take(self, frame: Mapping[str, Any]) -> None:
+    def _on_frame(self, frame: Mapping[str, Any]) -> None:
         if "stream" in frame:
             self._streams.take(frame)
         elif "open" in frame:
             self._open_stream(int(frame["open"]))
         elif "leaving" in frame:
-            self._leaves = visible_line(str(frame["leaving"]))
-            self._tell()
+            self._leaving_reason = visible_line(str(frame["leaving"]))
+            self._notify()
         else:
             with self._lock:
                 run = self._runs.get(frame["id"])
@@ -489,21 +491,21 @@ class HostLink:
             if run is None:
                 return
             if "file" in frame:
-                _take_file(run.mirror, frame)
+                _write_mirror(run.mirror, frame)
             elif "exit_code" in frame:
-                self._take_exit(run, frame)
+                self._on_exit(run, frame)
             elif "refused" in frame:
                 text = f"could not be started on {self.host.name}: {frame['refused']}"
-                self._ended(run, NodeExit(self.node_id, 1, None, "refused", text))
+                self._end(run, NodeExit(self.node_id, 1, None, "refused", text))
             else:
                 with self._lock:
                     run.request = None
                     run.handle = SupervisorHandle(int(frame["pid"]), str(frame["start_time"]))
                 if run.is_stopping:  # requested while the host was still preparing
                     self._send({"do": "stop", "id": frame["id"]})
-                self._tell()
+                self._notify()
 
-    def _take_exit(self, run: RemoteRun, frame: Mapping[str, Any]) -> None:
+    def _on_exit(self, run: RemoteRun, frame: Mapping[str, Any]) -> None:
         saving = run.mirror / SAVING_DIRECTORY
         for uuid in frame["begun"]:
             saving.mkdir(mode=0o700, exist_ok=True)
@@ -513,7 +515,7 @@ class HostLink:
         with self._lock:
             run.is_consequence = bool(frame["is_consequence"])
             run.time_us = int(frame["time_us"])
-        self._ended(run, NodeExit(self.node_id, int(frame["exit_code"]), frame["signal"], cause, text))
+        self._end(run, NodeExit(self.node_id, int(frame["exit_code"]), frame["signal"], cause, text))
 
     def _note_all(self, what: str) -> None:
         logger.warning("%s %s", self.host.name, what)
@@ -521,7 +523,7 @@ class HostLink:
             for run in self._runs.values():
                 if run.exit is None:
                     self._note(run, what)
-        self._tell()
+        self._notify()
 
     def _note(self, run: RemoteRun, what: str) -> None:
         text = f"{self.host.name} ({run.ranks}) {what}"
@@ -537,7 +539,7 @@ class HostLink:
         self._streams.add(number, connection)
 
 
-def _take_file(mirror: Path, frame: Mapping[str, Any]) -> None:
+def _write_mirror(mirror: Path, frame: Mapping[str, Any]) -> None:
     """Write a file of the host's into the mirror: whole, or from an offset on."""
     path, at = mirror / _plain(frame["file"]), frame["at"]
     if frame["data"] is None:

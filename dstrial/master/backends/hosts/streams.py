@@ -22,12 +22,12 @@ _ESTABLISHED = "01"
 
 
 class Streams:
-    """The streams of one end of a tunnel; thread-safe. ``send`` may wait."""
+    """The streams of one end of a tunnel. Thread-safe; ``send`` may block."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
-        # By number: a connection, and what is to be written to it; None is the end.
+        # Connection and queue of data to write to it, by number; None ends the stream.
         self._open: dict[int, tuple[socket.socket, queue.Queue[bytes | None]]] = {}
 
     def add(self, number: int, connection: socket.socket) -> None:
@@ -86,7 +86,7 @@ class Streams:
 def _abandon(connection: socket.socket, arrived: queue.Queue[bytes | None]) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(queue.Full):  # what writes fails by itself then
+    with contextlib.suppress(queue.Full):  # the writer fails at its next write
         arrived.put_nowait(None)
 
 

@@ -33,19 +33,12 @@ from dstrial.master.backends.backend import (
     SlotsGoneError,
     SupervisorHandle,
 )
-from dstrial.master.backends.engine import (
-    SHOWN_NAME,
-    Engine,
-    EngineJob,
-    EngineRefusedError,
-    JobRequest,
-    ShownEngine,
-)
-from dstrial.master.backends.hosts.backend import SHOWN_NAME as SHOWN_HOSTS_NAME
+from dstrial.master.backends.engine import Engine, EngineJob, EngineRefusedError, JobRequest
 from dstrial.master.backends.hosts.backend import LinkedBackend
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink
 from dstrial.master.backends.local import LocalBackend
 from dstrial.master.backends.queued.jobs import (
+    NodeTable,
     Plan,
     TrackedJob,
     WaitingRequest,
@@ -55,27 +48,27 @@ from dstrial.master.backends.queued.jobs import (
     size_of,
     submitted_text,
 )
-from dstrial.master.backends.queued.nodes import NodeTable
 from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.status import ENGINE_NAME, ShownEngine, StatusFile
 from dstrial.master.store.nodes import index_of, slot_id_of
 from dstrial.visible_text import visible_line
 
 logger = logging.getLogger("dstrial.master.engine")
 
 _JOB_NAME = "job.json"  # file of an allocation's directory: its job, for the next master
-_BEGIN_S = 8.0  # timeout of the first poll and of the links to what runs
-_POLL_S = 1.0  # period of polls; a poll is one or two commands of the engine's
+_BEGIN_S = 8.0  # timeout of the first poll and of links to running allocations
+_POLL_S = 1.0  # period of polls; a poll is one or two commands of the engine
 _IDLE_POLL_S = 10.0  # period of polls when nothing has changed for `_BUSY_S`
 _BUSY_S = 60.0
 _RETRY_S = 5.0  # backoff after the engine has not answered
 _NODES_PERIOD_S = 20.0  # between queries of all nodes, which are many on a large cluster
 _REJECTED_RETRY_S = 30.0  # backoff of a rejected request
 _CLOSE_LINKS_S = 3.0  # after it, links to nodes that do not answer close in the background
-_CLOSE_S = 15.0  # for cancelling what nothing runs in, when the master ends
+_CLOSE_S = 15.0  # for cancelling unused jobs when the master ends
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs what has slots in jobs of an engine, and the rest on the master's machine.
+    """Runs allocations with slots in jobs of an engine, others on this machine.
 
     Args:
         engine: the engine; one thread calls it.
@@ -95,16 +88,15 @@ class QueuedBackend(LinkedBackend):
         *,
         wants_devices: bool,
     ) -> None:
-        super().__init__(local, state_dir / SHOWN_HOSTS_NAME)
+        super().__init__(local, state_dir)
         self._engine = engine
         self._settings = settings
         self._tell_scheduler = tell
-        self._shown_engine_in = state_dir / SHOWN_NAME
-        self._shown_engine: ShownEngine | None = None
+        self._engine_status = StatusFile(state_dir / ENGINE_NAME)
         self._wants_devices = wants_devices
         self._lock = threading.RLock()
         self._waiting: dict[str, WaitingRequest] = {}
-        self._has_requests = False  # whether the scheduler has said what waits
+        self._has_requests = False  # whether the scheduler has called `request`
         self._jobs: dict[str, TrackedJob] = {}
         self._job_of: dict[str, TrackedJob] = {}  # by allocation
         self._nodes = NodeTable(ids_of, engine.name, "cuda" if wants_devices else "cpu")
@@ -159,7 +151,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots of a job in which an allocation can begin now; None without one."""
+        """Return slots of a running, unused job; None without one."""
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -242,12 +234,8 @@ class QueuedBackend(LinkedBackend):
         with self._lock:
             there = [job.seen for job in self._jobs.values() if job.end is None and not job.is_cancelled]
             jobs = [f"{job.text} for {job.key}" for job in there]
-            shown = ShownEngine(self._engine.name, self._why_away, jobs)
-        if shown != self._shown_engine:
-            self._shown_engine = shown
-            with contextlib.suppress(OSError):  # The next change shows it.
-                text = json.dumps(dataclasses.asdict(shown))
-                replace_file(self._shown_engine_in, text, sync=False, is_private=True)
+            why_away = self._why_away
+        self._engine_status.write([ShownEngine(self._engine.name, why_away, jobs)])
 
     def close(self) -> None:
         self._is_closing.set()
@@ -255,7 +243,7 @@ class QueuedBackend(LinkedBackend):
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
         _close_links(self._jobs.values())
-        self._shown_engine_in.unlink(missing_ok=True)
+        self._engine_status.delete()
         self._local.close()
 
     # An allocation's job; under the lock
@@ -266,7 +254,7 @@ class QueuedBackend(LinkedBackend):
         if job is None and not run.is_on_own_node:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 job_id = str(json.loads((run.directory / _JOB_NAME).read_text(encoding="utf-8"))["job"])
-                seen = EngineJob(job_id, "", "running", "")  # The first poll says more, or that it has ended.
+                seen = EngineJob(job_id, "", "running", "")  # updated by the first poll
                 job = self._jobs.setdefault(job_id, TrackedJob(seen, self._engine.job_name(job_id)))
                 job.begin(run)
                 self._job_of[run.allocation_id] = job
@@ -305,7 +293,7 @@ class QueuedBackend(LinkedBackend):
         self._engine.close()
 
     def _poll(self) -> None:
-        """Poll the engine once; cancel and submit what follows."""
+        """Poll the engine once; cancel and submit jobs accordingly."""
         if time.monotonic() > self._capacity_s + _NODES_PERIOD_S:
             self._update_capacity()
         seen = {job.id: job for job in self._engine.jobs()}
@@ -318,7 +306,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel([job for job, _ in todo.cancelled])
         for name, waiting in submitted:
             self._submit(name, waiting)
-        # Only now: a controller that has just begun answers, and rejects what it cannot place yet.
+        # Not earlier: a controller that has just started answers, but rejects jobs that it cannot place yet.
         with self._lock:
             self._why_away = None
             over = [job for job in self._jobs.values() if job.end is not None and job.run is None]
@@ -340,7 +328,7 @@ class QueuedBackend(LinkedBackend):
     def _note_away(self, why: str) -> None:
         with self._lock:
             is_new = self._why_away is None or not self._has_tried.is_set()
-            if is_new:  # Each command says it in other words.
+            if is_new:  # Each command words it differently.
                 self._why_away = visible_line(why)
         if is_new:
             logger.warning("%s does not answer, and is asked again: %s", self._engine.name, why)
@@ -391,7 +379,7 @@ class QueuedBackend(LinkedBackend):
                 slot_ids=share.slots,
                 place=job.seen.id,
             )
-            if run is not None:  # An agent ends what it does not know.
+            if run is not None:  # An agent kills allocations that it does not know.
                 link.recover(run.allocation_id, self._new_part(run, share, link, None))
             link.start()
         job.shares = tuple(shares.values())
@@ -401,7 +389,7 @@ class QueuedBackend(LinkedBackend):
         self._tell_scheduler()
 
     def _plan(self) -> Plan:
-        """Decide what to do; nothing before the scheduler's first request."""
+        """Return which jobs to cancel and submit; none before the first request."""
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -455,7 +443,7 @@ class QueuedBackend(LinkedBackend):
             return
         without = f" without {', '.join(sorted(excluded))}" if excluded else ""
         with self._lock:
-            if size_of(waiting.request) == size_of(request):  # else another size is requested meanwhile
+            if size_of(waiting.request) == size_of(request):  # else another size was requested meanwhile
                 waiting.retry_s = time.monotonic() + _REJECTED_RETRY_S
             waiting.text = f"{self._engine.name} has nothing for it now{without}, and is asked again: {first}"
 
@@ -476,7 +464,7 @@ class QueuedBackend(LinkedBackend):
 
 
 def _close_links(jobs: Iterable[TrackedJob], *, for_good: bool = False) -> None:
-    """Close links side by side; those to dead nodes go on closing behind the caller."""
+    """Close links concurrently; links to dead nodes close in the background."""
     threads = [
         threading.Thread(target=link.close, kwargs={"for_good": for_good}, name="dstrial-close", daemon=True)
         for job in jobs

@@ -1,14 +1,17 @@
-"""A job from its submission to its end, and which jobs to cancel or to submit."""
+"""Jobs from submission to end, which to cancel or submit, and the engine's nodes."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from dstrial.master.backends.backend import ResourceRequest, RunRef, Share
-from dstrial.master.backends.engine import EngineJob, JobState
+from dstrial.master.backends.backend import Node, ResourceRequest, RunRef, Share
+from dstrial.master.backends.devices import Slot, SlotKind
+from dstrial.master.backends.engine import EngineJob, JobState, NodeCapacity
 from dstrial.master.backends.hosts.link import HostLink
+from dstrial.master.clock import now_us
+from dstrial.master.store.nodes import OWN_NODE, index_of, node_of, slot_id_of
 
 logger = logging.getLogger("dstrial.master.engine")
 
@@ -17,25 +20,17 @@ _MAX_FAILURES = 3  # consecutive job failures after which a request fails
 
 @dataclasses.dataclass(slots=True)
 class WaitingRequest:
-    """A request until its allocation begins, or the scheduler makes it no more.
-
-    Attributes:
-        num_failures: consecutive jobs that have ended before the allocation began.
-        failure: why it is given up; None while it is not.
-        retry_s: when another job may be submitted, monotonic.
-        text: why it has no job.
-        logged: the last message for its log.
-    """
+    """A request until its allocation begins or the scheduler drops it."""
 
     request: ResourceRequest
-    num_failures: int = 0
-    failure: str | None = None
-    retry_s: float = 0.0
-    text: str = ""
-    logged: str = ""
+    num_failures: int = 0  # consecutive jobs that have ended before the allocation began
+    failure: str | None = None  # why it is given up; None while it is not
+    retry_s: float = 0.0  # when another job may be submitted, monotonic
+    text: str = ""  # why it has no job
+    logged: str = ""  # the last message for its log
 
     def count_failure(self, key: str, why: str) -> None:
-        """Count a job in which no allocation has begun; some in a row fail the request."""
+        """Count a job that ended unused; ``_MAX_FAILURES`` in a row fail the request."""
         logger.warning("for %s: %s", key, why)
         self.num_failures += 1
         if self.num_failures >= _MAX_FAILURES:
@@ -45,29 +40,18 @@ class WaitingRequest:
 
 @dataclasses.dataclass(slots=True)
 class TrackedJob:
-    """A job from its submission until no allocation uses it.
+    """A job from its submission until no allocation uses it."""
 
-    Attributes:
-        seen: the engine's last report.
-        name: for people.
-        size: :func:`size_of` its request; None for a job of an earlier master.
-        shares: its slots once it has nodes, in rank order; no other job has them.
-        links: by node id.
-        run: the allocation in it.
-        was_used: whether an allocation has begun in it; no second one does.
-        is_cancelled: whether the engine was asked to end it.
-        end: how it ended; None while the engine has it.
-    """
-
-    seen: EngineJob
-    name: str
+    seen: EngineJob  # the engine's last report
+    name: str  # for people
+    # :func:`size_of` its request; None for a job of an earlier master
     size: tuple[int, bool, frozenset[int]] | None = None
-    shares: tuple[Share, ...] = ()
-    links: dict[int, HostLink] = dataclasses.field(default_factory=dict)
-    run: RunRef | None = None
-    was_used: bool = False
-    is_cancelled: bool = False
-    end: str | None = None
+    shares: tuple[Share, ...] = ()  # its slots once it has nodes, in rank order; no other job has them
+    links: dict[int, HostLink] = dataclasses.field(default_factory=dict)  # by node id
+    run: RunRef | None = None  # the allocation in it
+    was_used: bool = False  # whether an allocation has begun in it; there is no second one
+    is_cancelled: bool = False  # whether the engine was asked to end it
+    end: str | None = None  # how it ended; None while the engine has it
 
     @property
     def state(self) -> JobState:
@@ -98,7 +82,7 @@ class TrackedJob:
         self.run, self.was_used, self.shares = run, True, self.shares or run.shares
 
     def cancel(self) -> bool:
-        """Let nothing begin in the job; return whether that is new.
+        """Mark the job as cancelled; return whether that is new.
 
         Its slots are free for the next job, though the engine still ends this one.
         """
@@ -106,14 +90,14 @@ class TrackedJob:
         return is_new
 
     def leaving_reason(self) -> str | None:
-        """Return why it loses its nodes soon, by the engine or one of its agents."""
+        """Return why it loses its nodes soon, according to the engine or an agent."""
         if self.seen.state == "leaving":
             return self.seen.text
         reason = next(filter(None, (link.why_leaving() for link in self.links.values())), None)
         return None if reason is None else f"{self.name} is being ended: {reason}"
 
     def unusable_nodes(self) -> dict[int, str]:
-        """Return the nodes on which nothing can begin, with the reason."""
+        """Return the nodes that cannot start programs, with the reason."""
         return {
             node_id: reason
             for node_id, link in self.links.items()
@@ -151,17 +135,11 @@ class TrackedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do.
+    """What to do."""
 
-    Attributes:
-        cancelled: jobs to cancel, with the reason.
-        submitted: keys for which a job is submitted, in this order.
-        deferred: keys that wait until fewer jobs are pending.
-    """
-
-    cancelled: tuple[tuple[TrackedJob, str], ...] = ()
-    submitted: tuple[str, ...] = ()
-    deferred: tuple[str, ...] = ()
+    cancelled: tuple[tuple[TrackedJob, str], ...] = ()  # jobs to cancel, with the reason
+    submitted: tuple[str, ...] = ()  # keys for which a job is submitted, in this order
+    deferred: tuple[str, ...] = ()  # keys that wait until fewer jobs are pending
 
 
 def plan(
@@ -199,7 +177,7 @@ def plan(
 
 
 def size_of(request: ResourceRequest) -> tuple[int, bool, frozenset[int]]:
-    """Return what a job is submitted for; another size needs another job."""
+    """Return the part of a request that a job is submitted for."""
     return request.num_slots, request.is_on_one_node, request.excluded_nodes
 
 
@@ -239,3 +217,74 @@ def submitted_text(job_name: str, engine: str, num_slots: int, request: Resource
     where = " on one node" if request.is_on_one_node else ""
     fewer = "" if num_slots == request.num_slots else f", for {request.num_slots} are more than there are"
     return f"{job_name}: pending ({engine} is asked for {slots}{where} for {title}{fewer})"
+
+
+class NodeTable:
+    """The engine's nodes as the scheduler sees them; a slot keeps its id for ever.
+
+    Written by the engine's thread; any thread reads ``nodes``.
+
+    Args:
+        ids_of: returns permanent ids of nodes by name.
+        engine: its name.
+        kind: of slots.
+    """
+
+    def __init__(
+        self, ids_of: Callable[[Sequence[str]], Mapping[str, int]], engine: str, kind: SlotKind
+    ) -> None:
+        self._ids_of = ids_of
+        self._engine = engine
+        self._kind: SlotKind = kind
+        self._capacity: Mapping[str, NodeCapacity] = {}
+        self._silent: dict[int, str] = {}  # nodes that do not answer though the engine calls them up, and why
+        self.ids: dict[str, int] = {}
+        self.nodes: tuple[Node, ...] = ()
+
+    def set_capacity(self, capacity: Mapping[str, NodeCapacity]) -> None:
+        self.learn(capacity.keys())
+        self._capacity = dict(capacity)
+
+    def learn(self, names: Collection[str]) -> None:
+        """Give new nodes their ids."""
+        if new := sorted(name for name in names if name not in self.ids):
+            self.ids = {**self.ids, **self._ids_of(new)}
+
+    def names_of(self, excluded: frozenset[int]) -> frozenset[str]:
+        """Return the names of excluded nodes, and of those that are silent."""
+        return frozenset(name for name, id_ in self.ids.items() if id_ in excluded or id_ in self._silent)
+
+    def update(self, jobs: Iterable[TrackedJob]) -> bool:
+        """Rebuild the nodes from capacity and links; return whether one has changed."""
+        jobs = [job for job in jobs if job.end is None]
+        links = [link for job in jobs for link in job.links.values()]
+        ends = [link.node() for link in links]
+        up = {end.id for end in ends if end.why_down is None}
+        # The engine may notice minutes later that a node is dead.
+        self._silent = {
+            link.node_id: self._silent.get(link.node_id) or link.why_lost() or "silent"
+            for link in links
+            if link.is_silent and link.node_id not in up
+        }
+        known = {slot.id: slot for end in ends if end.why_down is None for slot in end.slots}
+        used = [slot_id for job in jobs for share in job.shares for slot_id in share.slots]
+        before = {node.id: node for node in self.nodes}
+        nodes = []
+        for name, node_id in sorted(self.ids.items(), key=lambda pair: pair[1]):
+            if node_id == OWN_NODE:
+                continue
+            old, capacity = before.get(node_id), self._capacity.get(name, NodeCapacity(0, is_up=False))
+            counts = [index_of(slot_id) + 1 for slot_id in used if node_of(slot_id) == node_id]
+            count = max([capacity.num_slots, 0 if old is None else len(old.slots), *counts])
+            slots = tuple(
+                known.get(slot_id_of(node_id, index))
+                or Slot(slot_id_of(node_id, index), self._kind, "", f"{name}-{index}")
+                for index in range(count)
+            )
+            why = self._silent.get(node_id) if capacity.is_up else f"down, as {self._engine} says"
+            is_same = old is not None and (old.why_down is None) == (why is None)
+            since_us = old.since_us if old is not None and is_same else now_us()
+            nodes.append(Node(node_id, name, name, slots, why, since_us))
+        changed = tuple(nodes) != self.nodes
+        self.nodes = tuple(nodes)
+        return changed

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
-from dstrial.hosts.transport import Refusal as HostRefusal
-from dstrial.hosts.transport import Transport, last_line, remote_words
+from dstrial.hosts.transport import Transport, remote_words
 from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import (
     MAX_PENDING,
@@ -112,7 +111,7 @@ class RayEngine:
         return str(answer["id"])
 
     def max_pending(self, num_slots: int) -> int:
-        """There may be as many as there is room for, and at least one.
+        """Return how many jobs of that size fit now, at least one.
 
         Ray tries the newest waiting group first (gcs_placement_group_manager.cc orders them by the time of the last attempt and
         a delay that grows to a second): an old one would wait as long as new ones come.
@@ -140,7 +139,7 @@ class RayEngine:
     def cancel(self, job_id: str) -> None:
         """What the group's actors have started on the nodes ends with them."""
         self._bridge.ask("remove", id=job_id)
-        self._places.pop(job_id, None)  # not before: a group whose removal failed must not look new
+        self._places.pop(job_id, None)  # after a removal that succeeded: a group must not look new
 
     def transport(self, job_id: str) -> Transport:
         return RayTransport(job_id, self._bridge.socket)
@@ -149,47 +148,36 @@ class RayEngine:
         self._bridge.close()
 
 
-class RayTransport:
+_RAY_SAYS = (
+    (("exec format error",), "another kind of machine than {python} is for", "Use a cluster whose nodes are of one kind."),
+    (("no such file or directory", 127), "without Python at {python}",
+     "Put the environment on a file system that all nodes mount, or name another interpreter."),
+    (("is over", "has no node"), "not the job's any more ({line})", "Nothing is to be done: another job is submitted."),
+)  # fmt: skip
+
+
+class RayTransport(Transport):
     """Starts programs in a placement group; the bridge's ``socket`` may appear later."""
 
     connect_s = _CONNECT_S
+    ends_with_parent = True  # the job's actor
+    says = _RAY_SAYS
+    silent = (
+        f"silent (Ray has started no actor there within {_CONNECT_S:g} s)",
+        "Look at `ray status`, and on {host} at /tmp/ray/session_latest/logs/raylet.out.",
+    )
+    fallback = (
+        "not starting a program",
+        "Look at `ray status`, and at `ray list actors --filter state=ALIVE`.",
+    )
 
     def __init__(self, job_id: str, socket: Path) -> None:
-        self._job_id = job_id
+        self.job = job_id
         self._socket = socket
 
     def words(self, host: str, python: str) -> list[str]:
-        place = [str(self._socket), self._job_id, host]
+        place = [str(self._socket), self.job, host]
         return [sys.executable, "-I", "-S", str(Path(relay.__file__)), *place, *remote_words(python)]
-
-    def environment(self) -> Mapping[str, str] | None:
-        return None
-
-    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> HostRefusal:
-        text = errors.lower()
-        if exit_code is None:
-            return HostRefusal(
-                f"silent (Ray has started no actor there within {_CONNECT_S:g} s)",
-                f"Look at `ray status`, and on {host} at /tmp/ray/session_latest/logs/raylet.out.",
-            )
-        if "exec format error" in text:
-            return HostRefusal(
-                f"another kind of machine than {python} is for", "Use a cluster whose nodes are of one kind."
-            )
-        if "no such file or directory" in text or exit_code == 127:
-            return HostRefusal(
-                f"without Python at {python}",
-                "Put the environment on a file system that all nodes mount, or name another interpreter.",
-            )
-        if "is over" in text or "has no node" in text:
-            return HostRefusal(
-                f"not the job's any more ({last_line(errors)})",
-                "Nothing is to be done: another job is submitted.",
-            )
-        return HostRefusal(
-            f"not starting a program (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}",
-            "Look at `ray status`, and at `ray list actors --filter state=ALIVE`.",
-        )
 
 
 def usable(nodes: Sequence[RayNode]) -> list[RayNode]:

@@ -25,8 +25,8 @@ from dstrial.master.backends.engine import (
 )
 from dstrial.master.store.nodes import MOST_SLOTS
 from dstrial.slurm import client
+from dstrial.slurm.allocation import expand_counts, expand_nodes
 from dstrial.slurm.jobs import SINFO, SQUEUE, Job, is_up, parse_nodes, parse_queue
-from dstrial.slurm.nodelist import expand_counts, expand_nodes
 from dstrial.slurm.script import (
     ALIVE_NAME,
     CANCELLED_SUFFIX,
@@ -92,7 +92,7 @@ class SlurmEngine:
 
     def _query(self, words: Sequence[str]) -> str:
         """Return the output of a query."""
-        self._touch()  # Also while Slurm is away: the jobs go on, and the master lives.
+        self._touch()  # also while Slurm does not answer: the jobs must not end
         code, output, errors = client.run_slurm(list(words))
         if code:
             raise ConnectionError(client.why_away(errors or output, words[0], code))
@@ -140,7 +140,7 @@ class SlurmEngine:
         return script_of(request, self._settings, name, self._directory)
 
     def max_pending(self, num_slots: int) -> int:
-        """Slurm keeps an order of its own; the limit is what other users put up with."""
+        """Return a fixed limit: Slurm's queue has its own order."""
         del num_slots
         return MAX_PENDING
 
@@ -169,7 +169,7 @@ class SlurmEngine:
         return EngineJob(job.job_id, key, "pending", f"{text}, where it begins")
 
     def _parts_of(self, job: Job) -> tuple[Part, ...]:
-        """Return what the job's script reports of its nodes; nothing before it has begun."""
+        """Return the nodes that the job's script has reported; empty before that."""
         if job.job_id not in self._parts:
             with contextlib.suppress(OSError, ValueError):
                 text = (self._directory / f"{job.job_id}{NODES_SUFFIX}").read_text(encoding="utf-8")
@@ -226,7 +226,7 @@ def text_of(job: Job, unwritten: Path | None = None) -> str:
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """Parse what a job's script has written: its nodes, and the tasks on each. Pure.
+    """Parse the file of a job's script: its nodes and the tasks on each. Pure.
 
     Raises:
         ValueError: it is something else.
@@ -239,7 +239,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return what Slurm says of a job as a problem of the experiment's config. Pure."""
+    """Return Slurm's rejection of a job as a problem of the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
     is_for_nodes = client.is_not_yet(said)

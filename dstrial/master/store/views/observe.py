@@ -18,8 +18,6 @@ from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
-STOPPED_SUPERVISOR_NAME = "stopped_supervisor.json"  # in the directory of a stopped supervisor's allocation
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialView:
@@ -161,7 +159,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
-    """Return trials whose ranks have stalled or whose launcher is stopped."""
+    """Return trials whose ranks have stalled."""
     with _connection(state) as connection:
         live = connection.execute(_LIVE).fetchall()
     found = []
@@ -174,9 +172,7 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
     """Return an allocation's stall as (text, epoch time of its start), if any."""
-    # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.watch, and for a stopped launcher by
-    # dstrial.master.backends.supervisor. A stopped supervisor has a file of its own, as the launcher cannot see it.
-    return _report(directory / STOPPED_SUPERVISOR_NAME, "text") or _report(directory / "stalled.json", "text")
+    return _report(directory / "stalled.json", "text")  # written by dstrial.launch.stalls.watch
 
 
 def untrained_phase_in(directory: Path) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 from waiting import wait_for
 
 from dstrial.errors import DstrialError, MasterError
-from dstrial.hosts.transport import Refusal
+from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import ResourceRequest, RunRef, Share, SlotsGoneError
 from dstrial.master.backends.engine import (
     EngineJob,
@@ -34,22 +34,16 @@ pytestmark = pytest.mark.process
 
 
 @dataclasses.dataclass
-class Nodes:
+class Nodes(Transport):
     """Reaches nodes by a command that never answers."""
 
     command: tuple[str, ...] = ("cat",)
     connect_s: float = 600.0
+    fallback = ("not there", "Look for it.")
 
     def words(self, host: str, python: str) -> list[str]:
         del host, python
         return [*self.command]
-
-    def environment(self) -> None:
-        pass
-
-    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        del python, exit_code, errors
-        return Refusal(f"not there ({host})", "Look for it.")
 
 
 @dataclasses.dataclass

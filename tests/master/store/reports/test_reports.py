@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
-from dstrial.master.backends import AllocationExit, SupervisorHandle
+from dstrial.master.backends.backend import AllocationExit, SupervisorHandle
 from dstrial.master.lifecycle import allocations, experiments, trials
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows

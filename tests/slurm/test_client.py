@@ -1,4 +1,4 @@
-"""What is made of sbatch's answers, which a script of ours gives in its place."""
+"""What sbatch's answers mean: as text, and as given by a script in the place of sbatch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,37 @@ import pytest
 
 from dstrial.errors import LaunchError, NodesUnknownError
 from dstrial.slurm import client
+from dstrial.slurm.client import fix_for, is_refusal
 
-pytestmark = pytest.mark.process
+_POLICY = "allocation failure: Job violates accounting/QOS policy"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (0, "sbatch: Job 1 to start at 2026-11-25T19:54:11 using 1 processors on nodes host1", False),
+        (1, "sbatch: error: invalid partition specified: nope", True),
+        (1, "allocation failure: Requested node configuration is not available", True),
+        (0, "allocation failure: Requested node configuration is not available", True),
+        (255, "sbatch: unrecognized option '--frobnicate'", True),
+        (1, "allocation failure: Required partition not available (inactive or drain)", False),
+        (1, "allocation failure: Required node not available (down, drained or reserved)", False),
+        (1, f"{_POLICY} (job submit limit)", False),
+        (1, f"sbatch: error: AssocMaxSubmitJobLimit\n{_POLICY}", False),
+        (1, f"sbatch: error: QOSGrpSubmitJobsLimit\n{_POLICY}", False),
+        (1, f"sbatch: error: QOSMaxCpuPerJobLimit\n{_POLICY}", True),
+        (1, f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{_POLICY} (and so on)", True),
+    ],
+)
+def test_what_may_be_otherwise_later_is_no_refusal(code: int, said: str, *, expected: bool) -> None:
+    assert is_refusal(code, said) == expected
+
+
+def test_fix_for_full_queue_differs_from_job_limit() -> None:
+    full, large = f"AssocMaxSubmitJobLimit\n{_POLICY}", f"QOSMaxCpuPerJobLimit\n{_POLICY}"
+    assert (fix_for(full) or "").startswith("Wait until jobs of yours have ended")
+    assert (fix_for(large) or "").startswith("Ask for less, or name another QOS or account")
+    assert fix_for("anything else") is None
 
 
 @pytest.fixture
@@ -28,6 +57,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return write
 
 
+@pytest.mark.process
 def test_a_job_of_another_cluster_is_none_of_ours(
     command: Callable[[str, str], None], tmp_path: Path
 ) -> None:
@@ -42,6 +72,7 @@ def test_a_job_of_another_cluster_is_none_of_ours(
     assert not client.is_away(str(raised.value)), "it would be asked again"
 
 
+@pytest.mark.process
 def test_a_job_of_the_cluster_that_all_commands_mean_is_ours(
     command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +84,7 @@ def test_a_job_of_the_cluster_that_all_commands_mean_is_ours(
 _NOT_AVAILABLE = "sbatch: error: allocation failure: Requested node configuration is not available"
 
 
+@pytest.mark.process
 def test_a_refusal_counts_where_all_nodes_have_registered(command: Callable[[str, str], None]) -> None:
     command("sinfo", "echo idle")
     command("sbatch", f"echo '{_NOT_AVAILABLE}' >&2; exit 1")
@@ -64,6 +96,7 @@ def test_a_refusal_counts_where_all_nodes_have_registered(command: Callable[[str
     assert client.rejection_of(Path("/x.sh")) is not None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("nodes", ["echo idle; echo 'unknown*'", "echo 'Unable to contact' >&2; exit 1"])
 def test_a_refusal_does_not_count_while_nodes_are_not_known(
     command: Callable[[str, str], None], nodes: str

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from dstrial.determined_imports import SITE
+from dstrial.fork_server import NVML_CHECK_VARIABLE, differing, is_free, key_of
 from dstrial.fork_server.client import trains_trial_class
-from dstrial.fork_server.key import NVML_CHECK_VARIABLE, differing, is_free, key_of
 
 _ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/ada", "OMP_NUM_THREADS": "1", "API_KEY": "secret"}
 

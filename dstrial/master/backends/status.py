@@ -1,0 +1,81 @@
+"""Files by which ``dstrial status`` shows hosts, jobs and fork servers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dstrial.file_writes import replace_file
+from dstrial.process_state import read_state
+
+HOSTS_NAME, ENGINE_NAME, SERVERS_NAME = "hosts.json", "engine.json", "fork-servers.json"
+
+_Shown = TypeVar("_Shown")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownHost:
+    name: str
+    num_slots: int
+    why_down: str | None  # None while the host can be used
+    since_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownEngine:
+    name: str
+    why_away: str | None  # None while it answers
+    jobs: list[str]  # a line for people per job
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownServer:
+    pid: int
+    python: str
+    state: str  # ``importing`` or ``ready``
+    num_forks: int  # number of trials that it has started
+
+
+class StatusFile:
+    """Writes a list of records to a file whenever it changes; deletes an old file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: list[dict[str, Any]] = []
+        path.unlink(missing_ok=True)  # of a master before this one
+
+    def write(self, records: Iterable[ShownHost | ShownEngine | ShownServer]) -> None:
+        found = [dataclasses.asdict(one) for one in records]
+        if found != self._written:
+            self._written = found
+            with contextlib.suppress(OSError):  # The next change shows it.
+                replace_file(self._path, json.dumps(found), sync=False, is_private=True)
+
+    def delete(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def shown_hosts(state_dir: Path) -> list[ShownHost]:
+    """Return the hosts of a state directory's master; empty without one."""
+    return _read(state_dir / HOSTS_NAME, ShownHost)
+
+
+def shown_engine(state_dir: Path) -> ShownEngine | None:
+    """Return the engine of a state directory's master; None without one."""
+    return next(iter(_read(state_dir / ENGINE_NAME, ShownEngine)), None)
+
+
+def shown_servers(state_dir: Path) -> list[ShownServer]:
+    """Return the living fork servers of a state directory's master."""
+    return [one for one in _read(state_dir / SERVERS_NAME, ShownServer) if read_state(one.pid) is not None]
+
+
+def _read(path: Path, kind: type[_Shown]) -> list[_Shown]:
+    try:
+        return [kind(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
