@@ -12,7 +12,7 @@ from dstrial.config.secrets import masked
 from dstrial.errors import DstrialError
 from dstrial.master.advice import text_of
 from dstrial.master.http.access import require_owner
-from dstrial.master.http.messages import message
+from dstrial.master.http.responses import message
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.lifecycle import experiments
 from dstrial.master.store import experiments as experiment_rows

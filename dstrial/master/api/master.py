@@ -17,9 +17,8 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message
+from dstrial.master.http.responses import NdjsonResponse, message, ndjson
 from dstrial.master.http.router import ADMIN, PUBLIC, USER, ApiRequest, route
-from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import VERSION
 from dstrial.master.store.database import SqlError, ping
 

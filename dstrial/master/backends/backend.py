@@ -244,9 +244,6 @@ class Backend(Protocol):
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how a run ended, None while it runs; processes of a lost one are killed."""
 
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        """Return the pid of a supervisor held by SIGSTOP or a debugger; None without one."""
-
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         """Return where the output is, first of all that of the node that failed first."""
 

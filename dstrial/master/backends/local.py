@@ -269,11 +269,6 @@ def is_alive(handle: SupervisorHandle) -> bool:
     return supervisor.start_time(handle.pid) == handle.start_time
 
 
-def is_stopped(handle: SupervisorHandle) -> bool:
-    """Return whether SIGSTOP or a debugger holds this very process."""
-    return supervisor.is_stopped(handle.pid) and is_alive(handle)
-
-
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how the allocation ended, None while its supervisor lives.
 
@@ -544,10 +539,6 @@ class LocalBackend(OwnNodes):
         if name not in self._exits and (exit_ := poll_exit(run.directory, handle)) is not None:
             self._exits[name] = exit_
         return self._exits.get(name)
-
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        handle = self.find(run)
-        return handle.pid if handle is not None and is_stopped(handle) else None
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         return (Output(OWN_NODE, run.directory),)

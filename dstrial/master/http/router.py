@@ -12,11 +12,12 @@ import enum
 import functools
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 import orjson
+from determined.common.api import bindings
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -25,10 +26,16 @@ from dstrial.errors import RequestError
 from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
 from dstrial.master.http.connection import connection_of
-from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
-from dstrial.master.http.messages import to_json
-from dstrial.master.http.streams import NdjsonResponse
+from dstrial.master.http.responses import (
+    NdjsonResponse,
+    Page,
+    error_response,
+    page_of,
+    status_and_text,
+    to_json,
+)
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -94,6 +101,27 @@ def route(
     """Return a route below ``/api/v1``; a path like ``//info`` is below the root."""
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
+
+
+def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
+    """Return a handler that runs in a reader thread, in one snapshot."""
+
+    @functools.wraps(handle)
+    async def run(request: ApiRequest) -> Answer:
+        return await request.services.read(handle, request)
+
+    return run
+
+
+def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handler:
+    """Return a handler that runs in one transaction; None is answered as ``{}``."""
+
+    @functools.wraps(handle)
+    async def run(request: ApiRequest) -> Answer:
+        answer = await request.services.write(lambda tx: handle(tx, request))
+        return {} if answer is None else answer
+
+    return run
 
 
 class ApiRequest:
@@ -232,6 +260,26 @@ class ApiRequest:
     def query_choice(self, name: str, choices: type[enum.Enum]) -> str | None:
         values = self.query_choices(name, choices)
         return values[-1] if values else None
+
+    @property
+    def is_descending(self) -> bool:
+        return self.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+
+    def ordered(
+        self, rows: Iterable[T], keys: Mapping[str, Callable[[T], Any]], choices: type[enum.Enum]
+    ) -> list[T]:
+        """Sort rows as the query asks; ``keys[""]`` is the default order."""
+        sort_by = self.query_choice("sortBy", choices) or ""
+        return sorted(rows, key=keys.get(sort_by, keys[""]), reverse=self.is_descending)
+
+    def page_of(self, total: int) -> Page:
+        """Return the range of ``total`` rows that the query's offset and limit ask for."""
+        return page_of(total, self.query_int("offset"), self.query_int("limit"))
+
+    def page(self, rows: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
+        """Return the rows of the requested page, and its ``v1Pagination``."""
+        page = self.page_of(len(rows))
+        return rows[page.start : page.end], page.to_json()
 
     def wrong_query(self, name: str, expected: str) -> RequestError:
         return RequestError(

@@ -9,37 +9,6 @@ from pathlib import Path
 
 from dstrial.errors import RequestError
 
-NOUNS = {
-    "agents": "single agents and slots; `det agent list` shows all of them",
-    "allocations": "requests of containers",
-    "auth": "the login of the web interface",
-    "config-policies": "config policies",
-    "experiment": "lists of labels",
-    "experiments": "charts, histories and files of experiments",
-    "experiments-search": "tables of experiments",
-    "groups": "user groups",
-    "job-queues": "the former job queue; `det job list` has the present one",
-    "k8s-resource-managers": "Kubernetes",
-    "master": "cluster messages and telemetry",
-    "models": "moves of models",
-    "namespace-bindings": "Kubernetes",
-    "oauth2": "single sign-on",
-    "permissions": "role-based access control",
-    "projects": "tables, notes, moves and bulk actions of projects",
-    "resource-pools": "changes of the bindings of resource pools",
-    "roles": "role-based access control",
-    "runs": "tables of runs and actions on them",
-    "task": "logs over HTTP",
-    "tasks": "counts, accelerators, contexts and log fields of tasks",
-    "template": "renames of templates",
-    "templates": "replacements of templates",
-    "trials": "charts, former reports and log fields of trials",
-    "user": "projects last looked at",
-    "users": "roles, web settings and bulk changes of users",
-    "workspaces": "namespaces, quotas, pins and roles of workspaces",
-}
-"""First path segment below ``/api/v1`` or the root -> the features of it that are not implemented."""
-
 INSTEAD = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
     "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
@@ -65,8 +34,7 @@ def refusal(method: str, path: str) -> RequestError:
         instead = INSTEAD.get(noun, "Use a Determined cluster for it")
         return RequestError(
             501,
-            f"{shown} ({NOUNS.get(noun, noun)}) is not offered by the embedded master. {instead}; the README lists what is "
-            "offered.",
+            f"{shown} is not offered by the embedded master. {instead}; the README lists what is offered.",
         )
     return RequestError(
         404, f"{shown} does not exist; expected a request of Determined 0.38.1. Check the path."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,10 @@ from typing import Any
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
+from dstrial.master.store import checkpoints
+from dstrial.master.store.checkpoints import CheckpointInfo
+from dstrial.master.store.database import Connection
+from dstrial.master.store.reports.metric_values import as_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +27,11 @@ class Candidate:
     trial_id: int
     steps: int  # batches completed
     metric: float | None  # searcher metric of the validation at the same batch
+
+    @classmethod
+    def of_row(cls, row: CheckpointInfo) -> Candidate:
+        validation = json.loads(row.validation) if row.validation else {}
+        return cls(row.uuid, row.trial_id, row.steps, as_number(validation.get(row.searcher_metric)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +49,13 @@ class Policy:
             int(storage["save_trial_best"]),
             int(storage["save_trial_latest"]),
         )
+
+
+def unused(connection: Connection, experiment_id: int) -> list[CheckpointInfo]:
+    """Return an experiment's complete checkpoints that nothing uses."""
+    rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id, states=("COMPLETED",))
+    in_use = checkpoints.in_use(connection)
+    return [row for row in rows if row.uuid not in in_use]
 
 
 def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: bool) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import detached_runs, endings
-from dstrial.master.lifecycle.states import TERMINAL
+from dstrial.master.lifecycle.endings import TERMINAL
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import trials as trial_rows

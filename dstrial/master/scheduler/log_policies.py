@@ -1,4 +1,4 @@
-"""``log_policies``: what a trial's output says about trying it again."""
+"""``log_policies``: patterns in a trial's output that restrict its restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LogPolicy:
     """One compiled policy."""
 
     name: str | None  # ``logPolicyMatched``
-    text: str  # the pattern, as the config has it
+    text: str  # the pattern, as written in the config
     pattern: Any  # compiled; searched in every line
     action: str | None  # ``cancel_retries``, ``exclude_node`` or None
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from dstrial.master.http.responses import EventStream
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.http.streams import EventStream
 from dstrial.master.services import Services
 
 _GAP_S = 0.5  # minimum time between events; changes within it are batched

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.placement import by_node, could_ever_fit, place
+from dstrial.master.scheduler.queue import by_node, could_ever_fit, place
 from dstrial.master.store.nodes import node_of, slot_id_of
 
 

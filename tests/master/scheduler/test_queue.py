@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.queue import SlotUser, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.queue import Waiting, assignments
+from dstrial.master.scheduler.wait_reasons import SlotUser, waiting_text
 from dstrial.master.store.nodes import slot_id_of
 
 

@@ -1,4 +1,4 @@
-"""A stopped supervisor, whose trial nobody watches: told in the log, the status and the page, and ended when asked to."""
+"""A trial whose supervisor is stopped by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -31,36 +31,7 @@ def begun(master: MasterForTest) -> tuple[int, int]:
     return int(trial["id"]), supervisor_of(master)
 
 
-def told(master: MasterForTest, trial_id: int) -> list[str]:
-    fields = json.loads(master.dstrial("status", "--json").stdout)
-    return [one["text"] for one in fields["stalled"] if one["trial"] == trial_id]
-
-
-def test_a_stopped_supervisor_is_told_until_it_goes_on(tmp_path: Path) -> None:
-    with master_for_test(tmp_path, num_slots=1) as master:
-        trial_id, pid = begun(master)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            wait_for(lambda: told(master, trial_id))
-            text = f"the supervisor of its processes, process {pid}, is stopped (SIGSTOP)"
-            assert told(master, trial_id) == [text]
-            assert master.client().get(f"/page/trials/{trial_id}")["trial"]["stall"] == text
-            log = master.det("trial", "logs", str(trial_id)).stdout
-            assert f"stalled: {text}; " in log
-            assert f"`kill -CONT {pid}`" in log
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: not told(master, trial_id))
-        assert master.client().get(f"/page/trials/{trial_id}")["trial"]["stall"] == ""
-        wait_for(
-            lambda: (
-                "stalled: no longer, the supervisor goes on"
-                in master.det("trial", "logs", str(trial_id)).stdout
-            )
-        )
-
-
-def test_a_trial_whose_supervisor_is_stopped_is_killed_when_asked_to(tmp_path: Path) -> None:
+def test_kill_stopped_supervisor_ends_the_trial(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=1) as master:
         trial_id, pid = begun(master)
         os.kill(pid, signal.SIGSTOP)

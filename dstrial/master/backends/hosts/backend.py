@@ -172,9 +172,6 @@ class LinkedBackend(abc.ABC):
             self.kill(run)
         return None
 
-    def stopped_supervisor(self, run: RunRef) -> int | None:
-        return self._local.stopped_supervisor(run) if run.is_on_own_node else None
-
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         if run.is_on_own_node:
             return self._local.outputs(run)

@@ -17,8 +17,6 @@ from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
-STOPPED_SUPERVISOR_NAME = "stopped_supervisor.json"  # in the directory of a stopped supervisor's allocation
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialView:
@@ -190,9 +188,8 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
     """Return an allocation's stall as (text, epoch time of its start), if any."""
-    # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.watch, and for a stopped launcher by
-    # dstrial.master.backends.supervisor. A stopped supervisor has a file of its own, as the launcher cannot see it.
-    return _report(directory / STOPPED_SUPERVISOR_NAME, "text") or _report(directory / "stalled.json", "text")
+    # Written by dstrial.launch.stalls.watch, and for a stopped launcher by dstrial.master.backends.supervisor.
+    return _report(directory / "stalled.json", "text")
 
 
 def untrained_phase_in(directory: Path) -> str | None:
