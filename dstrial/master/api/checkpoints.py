@@ -76,8 +76,8 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
             raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task.")
         trials.report_checkpoint(
             tx,
+            trial,
             uuid=uuid,
-            trial=trial,
             allocation_id=allocation_id,
             storage_id=body.integer("storageId"),
             state=state,

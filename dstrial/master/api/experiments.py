@@ -475,36 +475,32 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
+_POLICY = {
+    "save_experiment_best": "saveExperimentBest",
+    "save_trial_best": "saveTrialBest",
+    "save_trial_latest": "saveTrialLatest",
+}
+
+
 async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
     body = request.body()
-    fields: dict[str, Any] = {}
-    for name in ("name", "description", "notes"):
-        value = body.text(name)
-        if value is not None:
-            fields[name] = value
-    labels = body.texts("labels")
-    if labels is not None:
-        fields["labels"] = labels
-    resources = body.fields("resources")
-    if resources is not None:
-        if "maxSlots" in resources:
-            fields["max_slots"] = resources.integer("maxSlots", 0, 10**6)
-        if resources.get("priority") is not None:
-            fields["priority"] = resources.required_integer("priority")
-        if resources.get("weight") is not None:
-            fields["weight"] = resources.number("weight")
-    storage = body.fields("checkpointStorage")
-    if storage is not None:
-        names = {
-            "save_experiment_best": "saveExperimentBest",
-            "save_trial_best": "saveTrialBest",
-            "save_trial_latest": "saveTrialLatest",
-        }
-        fields["checkpoint_storage"] = {
-            ours: storage.required_integer(theirs, 0, 10**9)
-            for ours, theirs in names.items()
-            if storage.get(theirs) is not None
-        }
+    resources = body.fields("resources") or Fields({})
+    storage = body.fields("checkpointStorage") or Fields({})
+    policy = {ours: storage.integer(theirs, 0, 10**9) for ours, theirs in _POLICY.items()}
+    given = {
+        **{name: body.text(name) for name in ("name", "description", "notes")},
+        "labels": body.texts("labels"),
+        "priority": resources.integer("priority", 1, 99),
+        "weight": resources.number("weight"),
+        "checkpoint_storage": {key: number for key, number in policy.items() if number is not None} or None,
+    }
+    fields: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if "maxSlots" in resources:
+        fields["max_slots"] = resources.integer("maxSlots", 0, 10**6)
+    if not fields.get("name", "x").strip():
+        raise body.wrong("name", "a text")
+    if not 0 < fields.get("weight", 1) < 1e9:
+        raise resources.wrong("weight", "a number above 0")
     experiment_id = request.path_params["experiment_id"]
     await request.services.write(lambda tx: experiments.patch(tx, experiment_id, **fields))
     return {"experiment": await shown(request.services, experiment_id)}

@@ -10,7 +10,7 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us, parse_time
-from dstrial.master.http.responses import NdjsonResponse, message, ndjson
+from dstrial.master.http.responses import Stream, message, ndjson
 from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route, writes
 from dstrial.master.http.serializers import as_data
 from dstrial.master.services import Services
@@ -57,14 +57,14 @@ def _time_us(request: ApiRequest, name: str) -> int | None:
         raise request.wrong_query(name, "a time") from error
 
 
-async def stream_trial_logs(request: ApiRequest) -> NdjsonResponse:
+async def stream_trial_logs(request: ApiRequest) -> Stream:
     trial_id = request.path_params["trial_id"]
     await request.services.read(trial_rows.require, trial_id)
     wanted = _filter(request, trial_id, None)
     return ndjson(_lines(request, wanted, f"logs:trial:{trial_id}"))
 
 
-async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
+async def stream_task_logs(request: ApiRequest) -> Stream:
     task_id = request.path_params["task_id"]
     await request.services.read(_task, task_id)
     wanted = _filter(request, None, task_id)

@@ -14,7 +14,7 @@ from dstrial.config.secrets import SecretNames
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.http.fields import shown
-from dstrial.master.http.responses import NdjsonResponse, message, ndjson
+from dstrial.master.http.responses import Stream, message, ndjson
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
 from dstrial.master.http.serializers import (
     as_data,
@@ -282,7 +282,7 @@ def report_time_us(text: str | None) -> int:
 
 
 def _streaming(group: str | None) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> NdjsonResponse:
+    async def handle(request: ApiRequest) -> Stream:
         chosen = request.query("group") or "" if group is None else group
         trial_ids = request.query_ints("trialIds")
         for trial_id in trial_ids:

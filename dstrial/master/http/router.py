@@ -7,6 +7,7 @@ methods.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import enum
 import functools
@@ -28,8 +29,8 @@ from dstrial.master.http import unsupported
 from dstrial.master.http.connection import connection_of
 from dstrial.master.http.fields import Fields, camel, shown
 from dstrial.master.http.responses import (
-    NdjsonResponse,
     Page,
+    Stream,
     error_response,
     page_of,
     status_and_text,
@@ -52,6 +53,8 @@ _MAX_DEPTH = 100  # maximum nesting of a body; orjson cannot serialise more than
 _MAX_VALUES = 500_000  # maximum number of values in a body; a batch of metrics or logs has some thousands
 
 _MAX_ID = 2**31 - 1
+
+_PARAMETER = re.compile(r"\{[^}]*\}")
 
 
 class Access(enum.Enum):
@@ -371,37 +374,24 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-@dataclasses.dataclass(slots=True)
-class _Node:
-    words: dict[str, _Node] = dataclasses.field(default_factory=dict)
-    parameter: _Node | None = None
-    routes: dict[str, tuple[Route, list[tuple[str, str]]]] = dataclasses.field(default_factory=dict)
-
-
 class Api:
     """The ASGI application: matches the route, checks access, calls the handler."""
 
     def __init__(self, services: Services, routes: Sequence[Route]) -> None:
         self.routes = tuple(routes)
         self._services = services
-        self._root = _Node()
+        # Number of segments -> routes, those with words before those with parameters in the same place.
+        self._by_length: dict[int, list[tuple[list[str], Route]]] = collections.defaultdict(list)
+        known: set[tuple[str, str]] = set()
         for one in routes:
-            self._add(one)
-
-    def _add(self, added: Route) -> None:
-        node = self._root
-        parameters: list[tuple[str, str]] = []
-        for segment in added.path.split("/")[1:]:
-            if segment.startswith("{"):
-                name, _, kind = segment.strip("{}").partition(":")
-                parameters.append((name, kind))
-                node.parameter = node.parameter or _Node()
-                node = node.parameter
-            else:
-                node = node.words.setdefault(segment, _Node())
-        if added.method in node.routes:
-            raise ValueError(f"{added.method} {added.path} has two handlers; expected one. Remove one route.")
-        node.routes[added.method] = (added, parameters)
+            words = one.path.split("/")[1:]
+            key = (one.method, _PARAMETER.sub("{}", one.path))
+            if key in known:
+                raise ValueError(f"{one.method} {one.path} has two handlers; expected one. Remove one route.")
+            known.add(key)
+            self._by_length[len(words)].append((words, one))
+        for found in self._by_length.values():
+            found.sort(key=lambda pair: [word.startswith("{") for word in pair[0]])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -441,38 +431,39 @@ class Api:
                 raise
             connection_of(scope).authenticate()
         request.path_params = {
-            name: _number(name, value) if kind == "int" else value for (name, kind), value in values
+            name: _number(name, value) if kind == "int" else value for name, kind, value in values
         }
         await _check_access(request)
         if found.method != "GET":
             request.content = await _read_body(headers, receive, found.max_body_bytes)
         response = _response(await found.handler(request))
-        if isinstance(response, NdjsonResponse) and found.access not in (Access.OWNER, Access.PUBLIC):
+        if isinstance(response, Stream) and found.access not in (Access.OWNER, Access.PUBLIC):
             response.is_still_known = functools.partial(guard.is_known, self._services, headers, found.method)
         return response
 
-    def _find(self, scope: Scope) -> tuple[Route, list[tuple[tuple[str, str], str]]]:
+    def _find(self, scope: Scope) -> tuple[Route, list[tuple[str, str, str]]]:
+        """Return the route of a request, and name, kind and value of its path parameters."""
         # The raw path keeps an encoded slash within its segment.
         raw = scope.get("raw_path") or scope["path"].encode()
         path = raw.split(b"?", 1)[0].decode("latin-1")
-        node: _Node | None = self._root
-        values: list[str] = []
-        for segment in path.split("/")[1:]:
-            assert node is not None
-            below = node.words.get(segment)
-            if below is None and node.parameter is not None and segment:
-                below = node.parameter
-                values.append(unquote(segment))
-            node = below
-            if node is None:
-                break
-        method = scope["method"]
-        if node is None or method not in node.routes:
-            raise _no_route_error(method, path, sorted(node.routes) if node is not None else [])
-        found, parameters = node.routes[method]
-        if unsupported.is_word(method, path) and path != found.path:
-            raise unsupported.refusal(method, path)
-        return found, list(zip(parameters, values, strict=True))
+        segments = path.split("/")[1:]
+        methods = []
+        for words, found in self._by_length[len(segments)]:
+            if all(
+                word == segment or (segment and word.startswith("{"))
+                for word, segment in zip(words, segments, strict=True)
+            ):
+                methods.append(found.method)
+                if found.method == scope["method"]:
+                    if unsupported.is_word(found.method, path) and path != found.path:
+                        raise unsupported.refusal(found.method, path)
+                    return found, [
+                        (name, kind, unquote(segment))
+                        for word, segment in zip(words, segments, strict=True)
+                        if word.startswith("{")
+                        for name, _, kind in [word.strip("{}").partition(":")]
+                    ]
+        raise _no_route_error(scope["method"], path, sorted(set(methods)))
 
 
 async def _check_access(request: ApiRequest) -> None:

@@ -8,7 +8,7 @@ import fnmatch
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,15 @@ def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experimen
 
 def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
     directory = tensorboard_directory(storage, cluster_id, experiment_id)
-    try:
+    with _deleting(directory):
         if directory.is_dir() and not directory.is_symlink():
             remove_tree(directory)
+
+
+@contextlib.contextmanager
+def _deleting(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise MasterError(
             f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
@@ -134,7 +140,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
         return {}
     if not globs:
         return remaining(directory)
-    try:
+    with _deleting(directory):
         if any(pattern in ("**/*", "**", "*") for pattern in globs):
             remove_tree(directory)
             return {}
@@ -144,11 +150,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
                     Path(entry).rmdir()
             elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
                 Path(entry).unlink()
-        return remaining(directory)
-    except OSError as error:
-        raise MasterError(
-            f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
-        ) from error
+    return remaining(directory)
 
 
 def swept_text(uuids: Sequence[str], num_bytes: int) -> str:

@@ -269,40 +269,21 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
     if row.state in DELETING:
         raise InvalidError(f"experiment {experiment_id} is being deleted; expected one that stays.")
     config = json.loads(row.config)
-    _check_fields(fields)
-    for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
-        if name in fields:
-            experiment_rows.update(tx, experiment_id, **{name: fields[name]})
+    policy = fields.pop("checkpoint_storage", None)
+    if policy:
+        config["checkpoint_storage"].update(policy)
+        background_jobs.request(tx, "gc", experiment_id)
     if "labels" in fields:
-        labels = sorted(set(fields["labels"]))
-        experiment_rows.update(tx, experiment_id, labels=json.dumps(labels))
-        config["labels"] = labels
+        config["labels"] = sorted(set(fields["labels"]))
+        fields["labels"] = json.dumps(config["labels"])
     for name in ("name", "description"):
         if name in fields:
             config[name] = fields[name]
     for name in ("max_slots", "priority", "weight"):
         if name in fields:
             config["resources"][name] = fields[name]
-    if fields.get("checkpoint_storage"):
-        config["checkpoint_storage"].update(fields["checkpoint_storage"])
-        background_jobs.request(tx, "gc", experiment_id)
-    experiment_rows.update(tx, experiment_id, config=json.dumps(config))
+    experiment_rows.update(tx, experiment_id, **fields, config=json.dumps(config))
     tx.publish(f"experiment:{experiment_id}", "scheduler")
-
-
-def _check_fields(fields: dict[str, Any]) -> None:
-    priority, weight, max_slots = fields.get("priority"), fields.get("weight"), fields.get("max_slots")
-    if priority is not None and not 1 <= priority <= 99:
-        raise InvalidError(f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another.")
-    if weight is not None and not 0 < weight < 1e9:
-        raise InvalidError(f"weight is {weight}; expected a number above 0. Choose another.")
-    if max_slots is not None and max_slots < 0:
-        raise InvalidError(f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
-    for name, value in (fields.get("checkpoint_storage") or {}).items():
-        if not isinstance(value, int) or value < 0:
-            raise InvalidError(f"{name} is {value!r}; expected an integer of at least 0. Choose another.")
-    if fields.get("name") is not None and not str(fields["name"]).strip():
-        raise InvalidError("name is empty; expected a text. Choose a name.")
 
 
 def project_of_config(

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -279,12 +279,12 @@ class Dispatcher:
         started = []
         for key, slots in begins:
             row = rows[key]
-            if not isinstance(row, jobs.WaitingTrial):
-                allocation = self._start_command(row.task_id, slots, ports)
-            elif self._storage_wait.holds_up(row):
-                allocation = None
-            else:
-                allocation = self._start_trial(row.id, slots, row.slots_per_trial, ports)
+            num_wanted = None
+            if isinstance(row, jobs.WaitingTrial):
+                if self._storage_wait.holds_up(row):
+                    continue
+                num_wanted = row.slots_per_trial
+            allocation = self._start(key, slots, ports, num_wanted)
             if allocation is not None:
                 ports |= set(allocation.ports.values())
                 started.append(allocation)
@@ -320,40 +320,34 @@ class Dispatcher:
         with self._database.read() as connection:
             return describe(connection, key)
 
-    def _start_trial(
-        self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
+    def _start(
+        self, key: Key, slots: list[int], used_ports: Iterable[int], num_wanted: int | None
     ) -> Allocation | None:
-        """Assign slots to a trial, perhaps fewer than configured, and start it."""
-        ports = backends.choose_ports(set(used_ports))
+        """Assign slots to a trial or command and start it; None if it no longer waits.
+
+        A trial may get fewer slots than ``num_wanted``, its configured number.
+        """
+        first_ports = {}
+        if isinstance(key, str):
+            with self._database.read() as connection:
+                first_ports = command_start.first_ports(connection, key)
         tokens, hashes = _new_tokens()
+        resources: dict[str, Any] = {
+            "slots": slots,
+            "ports": backends.choose_ports(set(used_ports), first_ports),
+            "resources_id": str(uuid.uuid4()),
+            "directory": str(self._directory),
+            "token_hashes": hashes,
+        }
 
-        row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
-        if row is None:
-            return None
-        self._reconciler.launch(row, lambda: self._request(row, slots, tokens))
-        return row
-
-    def _assigned(
-        self,
-        assign: Callable[..., Allocation | None],
-        key: Key,
-        slots: list[int],
-        ports: dict[str, int],
-        hashes: dict[str, str],
-        num_wanted: int | None = None,
-    ) -> Allocation | None:
-        def write(tx: Transaction) -> Allocation | None:
+        def assign(tx: Transaction) -> Allocation | None:
             # Checked in the transaction, so that `Scheduler.stop` sees every allocation.
             if self.is_draining:
                 return None
-            allocation = assign(
-                tx,
-                key,
-                slots=slots,
-                ports=ports,
-                resources_id=str(uuid.uuid4()),
-                directory=str(self._directory),
-                token_hashes=hashes,
+            allocation = (
+                life.assign(tx, key, **resources)
+                if isinstance(key, str)
+                else allocations.assign(tx, key, **resources)
             )
             if allocation is not None:
                 _add_parts(tx, allocation.id, slots)
@@ -361,28 +355,16 @@ class Dispatcher:
                     note_slots(tx, allocation, len(slots), num_wanted)
             return allocation
 
-        return self._database.write(write)
-
-    def _start_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
-        with self._database.read() as connection:
-            first_ports = command_start.first_ports(connection, task_id)
-        ports = backends.choose_ports(set(used_ports), first_ports)
-        tokens, hashes = _new_tokens()
-
-        row = self._assigned(life.assign, task_id, slots, ports, hashes)
-        if row is None:
-            return None
-
-        def request() -> AllocationRequest:
-            common = self._common_fields(row, slots, tokens)
-            with self._database.read() as connection:
-                return command_start.request(self._services, connection, row, common)
-
-        self._reconciler.launch(row, request)
+        row = self._database.write(assign)
+        if row is not None:
+            self._reconciler.launch(row, lambda: self._request(row, slots, tokens))
         return row
 
     def _request(self, row: Allocation, slots: list[int], tokens: dict[str, str]) -> AllocationRequest:
+        common = self._common_fields(row, slots, tokens)
         with self._database.read() as connection:
+            if row.is_command:
+                return command_start.request(self._services, connection, row, common)
             trial = trial_rows.require(connection, row.trial_id)
             experiment = experiment_rows.require(connection, row.experiment_id)
             owner = users.find_by_id(connection, experiment.owner_id)
@@ -390,7 +372,7 @@ class Dispatcher:
         config = json.loads(experiment.config)
         storage = self._services.storages.secure(config["checkpoint_storage"])
         return AllocationRequest(
-            **self._common_fields(row, slots, tokens),
+            **common,
             trial_id=trial.id,
             experiment_id=experiment.id,
             config=config,

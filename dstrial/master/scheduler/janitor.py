@@ -140,7 +140,8 @@ class Janitor:
         if row.kind == "gc":
             self._collect(experiment_id)
         elif row.kind == "delete_checkpoints":
-            self._delete_checkpoints(payload["uuids"], payload["globs"])
+            for uuid in payload["uuids"]:
+                self._delete_checkpoint(uuid, payload["globs"])
         elif row.kind == "sweep":
             self._sweep(experiment_id, payload["uuids"], payload["allocation_id"])
         elif row.kind == "delete_tensorboard":
@@ -210,32 +211,30 @@ class Janitor:
         storage = json.loads(experiment.config)["checkpoint_storage"]
         policy = checkpoint_gc.Policy.from_storage(storage)
         uuids = checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
-        self._delete_checkpoints(uuids, ["**/*"])
-
-    def _delete_checkpoints(self, uuids: list[str], globs: list[str]) -> None:
         for uuid in uuids:
-            with self._database.read() as connection:
-                row = checkpoints.get_checkpoint(connection, uuid)
-            if row is None:
-                continue
-            used_as = None
-            if globs:
-                used_as = self._database.write(lambda tx, uuid=uuid: checkpoints.claim(tx, uuid))  # type: ignore[misc]
-            if used_as is not None:
-                logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
-                continue
-            storage = json.loads(row.experiment_config)["checkpoint_storage"]
-            try:
-                left = checkpoint_gc.delete_files(storage, uuid, globs)
-            except DstrialError as error:
-                logger.error("checkpoint %s: %s", uuid, error)
-                self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
-                continue
-            trouble = self._storages.trouble(storage)
-            if trouble is not None:  # lost meanwhile: the files may still exist
-                self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
-                raise _StorageAwayError(trouble)
-            self._database.write(lambda tx, uuid=uuid, left=left: checkpoints.set_resources(tx, uuid, left))  # type: ignore[misc]
+            self._delete_checkpoint(uuid, ["**/*"])
+
+    def _delete_checkpoint(self, uuid: str, globs: list[str]) -> None:
+        with self._database.read() as connection:
+            row = checkpoints.get_checkpoint(connection, uuid)
+        if row is None:
+            return
+        used_as = self._database.write(lambda tx: checkpoints.claim(tx, uuid)) if globs else None
+        if used_as is not None:
+            logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
+            return
+        storage = json.loads(row.experiment_config)["checkpoint_storage"]
+        try:
+            left = checkpoint_gc.delete_files(storage, uuid, globs)
+        except DstrialError as error:
+            logger.error("checkpoint %s: %s", uuid, error)
+            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
+            return
+        trouble = self._storages.trouble(storage)
+        if trouble is not None:  # lost meanwhile: the files may still exist
+            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
+            raise _StorageAwayError(trouble)
+        self._database.write(lambda tx: checkpoints.set_resources(tx, uuid, left))
 
     def _delete_experiment(self, experiment_id: int) -> None:
         with self._database.read() as connection:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dstrial.master.http.responses import EventStream
+from dstrial.master.http.responses import Stream, event_stream
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.services import Services
 
@@ -33,13 +33,13 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
             await asyncio.sleep(_GAP_S)
 
 
-async def get_events(request: ApiRequest) -> EventStream:
+async def get_events(request: ApiRequest) -> Stream:
     """Stream server-sent events.
 
     The first is ``{"master": id}``, with a new id after a restart. Changes follow as ``{"topics": […]}``, or ``{"all": true}`` if
     there are too many.
     """
-    return EventStream(_events(request.services))
+    return event_stream(_events(request.services))
 
 
 routes = [route("GET", "//page/events", get_events, access=USER)]

@@ -194,30 +194,24 @@ def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path
     }
 
 
-def test_download_file_turned_pipe_breaks_off(fresh_master: Master, tmp_path: Path) -> None:
-    file = _large_checkpoint(fresh_master, tmp_path).with_name("small")
-    file.touch()
+@pytest.mark.parametrize("change", ["pipe", "shorter"])
+def test_download_of_changed_file_breaks_off(fresh_master: Master, tmp_path: Path, change: str) -> None:
+    large = _large_checkpoint(fresh_master, tmp_path)
+    small = large.with_name("small")
+    small.touch()
     downloads = [_download(fresh_master) for _ in range(8)]
     for _, answer in downloads:
         answer.read(1024)  # the files are listed
-    file.unlink()
-    os.mkfifo(file)
+    if change == "pipe":
+        small.unlink()
+        os.mkfifo(small)
+    else:
+        os.truncate(large, 1024)
 
     for connection, answer in downloads:
         with pytest.raises(http.client.IncompleteRead):
             answer.read()
         connection.close()
-
-
-def test_a_download_whose_file_shrinks_breaks_off(fresh_master: Master, tmp_path: Path) -> None:
-    file = _large_checkpoint(fresh_master, tmp_path)
-    connection, answer = _download(fresh_master)
-    answer.read(1024)
-    os.truncate(file, 2**20)
-
-    with pytest.raises(http.client.IncompleteRead):
-        answer.read()
-    connection.close()
 
 
 def test_a_download_ends_when_its_client_leaves(fresh_master: Master, tmp_path: Path) -> None:

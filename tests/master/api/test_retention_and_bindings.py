@@ -29,15 +29,11 @@ def test_the_pool_is_bound_to_no_workspace(session: api.Session) -> None:
     assert found.workspaceIds == []
     assert found.pagination is not None
     assert (found.pagination.limit, found.pagination.total) == (5, 0)
+    with pytest.raises(errors.APIException, match="expected at least -2"):
+        bindings.get_ListWorkspacesBoundToRP(session, resourcePoolName="default", limit=-3)
     with pytest.raises(errors.NotFoundException, match="expected 'default', the only one"):
         bindings.get_ListWorkspacesBoundToRP(session, resourcePoolName="other")
     body = bindings.v1BindRPToWorkspaceRequest(resourcePoolName="default", workspaceIds=[1])
     with pytest.raises(errors.APIException, match="is not offered") as refused:
         bindings.post_BindRPToWorkspace(session, body=body, resourcePoolName="default")
     assert refused.value.status_code == 501
-
-
-def test_bindings_of_the_pool_are_for_users(served: Master) -> None:
-    pool = "/api/v1/resource-pools/default/workspace-bindings"
-    assert [served.get(pool, token).status for token in (None, "other", "trial-1")] == [401, 200, 403]
-    assert served.get(f"{pool}?limit=-3").status == 400

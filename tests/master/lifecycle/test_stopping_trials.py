@@ -156,6 +156,9 @@ def test_a_trial_that_ignores_a_cancellation_is_canceled_after_its_timeout(maste
         pytest.param({}, FAIL_IN_TWO_WAYS, 3, "max_restarts is 2", id="in another way each time"),
         pytest.param({"entrypoint": "exit 3"}, "", 3, "(exit code 3)", id="without a traceback"),
         pytest.param({"entrypoint": "kill -SEGV $$"}, "", 3, "SIGSEGV", id="by a signal"),
+        pytest.param(
+            {"entrypoint": "kill -9 $$"}, "", 3, "out of host memory, or killed by a user", id="killed"
+        ),
         pytest.param({"entrypoint": "exit 247"}, "", 3, "out of host memory", id="by a signal, passed on"),
         pytest.param({"entrypoint": ["/no/such/program"]}, "", 3, "command was not found", id="not found"),
         pytest.param(
