@@ -59,9 +59,13 @@ async def log_in(request: ApiRequest) -> Response:
 
 def _new_token(tx: Transaction, user_id: int) -> tuple[str, tokens.User]:
     row = users.find_by_id(tx.connection, user_id)
+    _require_active(row)
+    return tokens.create_token(tx, user_id), row.without_password()
+
+
+def _require_active(row: users.StoredUser) -> None:
     if not row.active:
         raise RequestError(403, "user is not active")
-    return tokens.create_token(tx, user_id), row.without_password()
 
 
 def _with_cookie(token: str, user: tokens.User) -> Response:
@@ -81,6 +85,7 @@ def log_owner_in(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 async def make_link(request: ApiRequest) -> dict[str, Any]:
     row = await request.services.read(require_by_name, request.body().required_text("username"))
+    _require_active(row)
     return {"code": request.services.links.create(row.id)}
 
 
