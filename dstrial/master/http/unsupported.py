@@ -25,7 +25,7 @@ def refusal(method: str, path: str) -> RequestError:
     segments = [segment for segment in path.split("/") if segment]
     if segments[:2] == ["api", "v1"]:
         noun = segments[2] if len(segments) > 2 else ""
-        is_known = any(known == method and pattern.fullmatch(path) for known, pattern in client_requests())
+        is_known = any(known == method and pattern.fullmatch(path) for known, pattern in _client_requests())
     else:
         noun = segments[0] if segments else ""
         is_known = noun in _ROOT_NOUNS
@@ -46,30 +46,21 @@ def is_word(method: str, path: str) -> bool:
 
     Such a path must not match a route that has a parameter in that place.
     """
-    return (method, path) in _words()
+    return (method, path) in client_templates()
 
 
 @functools.lru_cache(maxsize=1)
-def _words() -> frozenset[tuple[str, str]]:
-    return frozenset(request for request in client_templates() if "{" not in request[1])
-
-
-@functools.lru_cache(maxsize=1)
-def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """Return method and path pattern of every request in the generated client."""
     return tuple(
-        (method, re.compile("".join(_pattern_of(template)))) for method, template in client_templates()
+        (method, re.compile("[^/]+".join(map(re.escape, _PARAMETER.split(template)))))
+        for method, template in client_templates()
     )
 
 
 @functools.lru_cache(maxsize=1)
-def client_templates() -> tuple[tuple[str, str], ...]:
+def client_templates() -> frozenset[tuple[str, str]]:
     spec = importlib.util.find_spec("determined.common.api.bindings")
     assert spec is not None
     assert spec.origin is not None
-    return tuple(_REQUEST.findall(Path(spec.origin).read_text(encoding="utf-8")))
-
-
-def _pattern_of(template: str) -> list[str]:
-    words = _PARAMETER.split(template)
-    return [re.escape(words[0]), *("[^/]+" + re.escape(word) for word in words[1:])]
+    return frozenset(_REQUEST.findall(Path(spec.origin).read_text(encoding="utf-8")))
