@@ -90,14 +90,8 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
     """Change the log's level and colour until the master exits."""
     body = request.body()
-    mask = body.get("fieldMask")
-    paths = (
-        mask.split(",")
-        if isinstance(mask, str)
-        else (Fields(mask).texts("paths") if isinstance(mask, dict) else None)
-    )
-    config = body.fields("config")
-    log = config.fields("log") if config is not None else None
+    paths = (body.fields("fieldMask") or Fields({})).texts("paths")
+    log = (body.fields("config") or Fields({})).fields("log")
     unknown = sorted(set(paths or ()) - {"log", "log.level", "log.color"})
     if not paths or log is None or unknown:
         raise RequestError(

@@ -216,7 +216,8 @@ async def _lines(items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
 
 def event_stream(items: AsyncIterator[Mapping[str, Any] | None]) -> Stream:
     """Return server-sent events: one JSON object per event; None sends a heartbeat."""
-    return Stream(_events(items), media_type="text/event-stream", headers={"cache-control": "no-store"})
+    headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
+    return Stream(_events(items), headers=headers)
 
 
 async def _events(items: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterator[bytes]:

@@ -127,45 +127,25 @@ def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handle
     return run
 
 
+@dataclasses.dataclass(slots=True)
 class ApiRequest:
     """An authenticated request with parsed path parameters."""
 
-    __slots__ = (
-        "_query",
-        "_receive",
-        "content",
-        "headers",
-        "identity",
-        "path_params",
-        "route",
-        "scope",
-        "services",
-    )
-
-    def __init__(
-        self,
-        services: Services,
-        route: Route,
-        scope: Scope,
-        headers: Headers,
-        path_params: dict[str, Any],
-        receive: Receive,
-    ) -> None:
-        self.services = services
-        self.route = route
-        self.scope = scope
-        self.headers = headers
-        self.path_params = path_params
-        self.identity: Identity | None = None
-        self.content = b""
-        self._query: dict[str, list[str]] | None = None
-        self._receive = receive
+    services: Services
+    route: Route
+    scope: Scope
+    headers: Headers
+    receive: Receive
+    path_params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    identity: Identity | None = None
+    content: bytes = b""
+    _query: dict[str, list[str]] | None = None
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """Await ``work``; cancel it if the client disconnects first."""
 
         async def leave() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
+            while (await self.receive())["type"] != "http.disconnect":
                 pass
 
         working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(leave())
@@ -231,17 +211,18 @@ class ApiRequest:
 
     def query_int(self, name: str) -> int | None:
         text = self.query(name)
-        if text is None or text == "":
+        if not text:
             return None
-        if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID:
+        number = _parse_int32(text)
+        if number is None:
             raise self.wrong_query(name, "a whole number of 32 bits")
-        return int(text)
+        return number
 
     def query_ints(self, name: str) -> list[int]:
-        values = self.queries(name)
-        if any(not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID for text in values):
+        numbers = [_parse_int32(text) for text in self.queries(name)]
+        if None in numbers:
             raise self.wrong_query(name, "whole numbers of 32 bits")
-        return [int(text) for text in values]
+        return [number for number in numbers if number is not None]
 
     def query_flag(self, name: str) -> bool | None:
         text = self.query(name)
@@ -414,7 +395,7 @@ class Api:
         headers = Headers(scope=scope)
         guard.check_host_and_origin(headers)
         found, values = self._find(scope)
-        request = ApiRequest(self._services, found, scope, headers, {}, receive)
+        request = ApiRequest(self._services, found, scope, headers, receive)
         if found.access is Access.OWNER:
             if not connection_of(scope).is_at_owner_socket:
                 raise RequestError(
@@ -493,13 +474,18 @@ def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
     )
 
 
+def _parse_int32(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) and abs(int(text)) <= _MAX_ID else None
+
+
 def _number(name: str, text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID:
+    number = _parse_int32(text)
+    if number is None:
         raise RequestError(
             400,
             f"{name} is {shown(text)}; expected a whole number of 32 bits. Give the number that a list shows.",
         )
-    return int(text)
+    return number
 
 
 def _response(answer: Answer) -> Response:
