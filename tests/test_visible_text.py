@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dstrial.master.http.messages import to_json
+from dstrial.master.http.responses import to_json
 from dstrial.master.server import LogFormatter
 from dstrial.visible_text import visible, visible_line
 

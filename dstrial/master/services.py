@@ -24,7 +24,7 @@ from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.local import LocalBackend
 from dstrial.master.backends.status import HOSTS_NAME
 from dstrial.master.clock import now_us
-from dstrial.master.http.login import LoginLinks, ServiceGrants
+from dstrial.master.http.access import LoginLinks, ServiceGrants
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import StateDirectory
@@ -32,8 +32,8 @@ from dstrial.master.store import nodes, users
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Database, Transaction, make_cluster_id
 from dstrial.master.store.tokens import TokenStore
-from dstrial.master.webhooks.log_triggers import LogTriggers
-from dstrial.master.webhooks.sender import Sender, load_key
+from dstrial.master.webhooks.delivery import Sender, load_key
+from dstrial.master.webhooks.events import LogTriggers
 
 if TYPE_CHECKING:
     from dstrial.config.secrets import SecretNames

@@ -239,7 +239,7 @@ def fingerprints(scratch: Path) -> dict[str, str]:
     from dstrial.cli.run_submission import fingerprint as of_submission
     from dstrial.master.backends.failures import fingerprint as of_failure
     from dstrial.master.store.users import client_hash
-    from dstrial.master.webhooks.sender import signature
+    from dstrial.master.webhooks.delivery import signature
 
     traceback = 'Traceback\n  File "/tmp/x/train.py", line 3, in main\nValueError: 3 at 0x7f12'
     file = v1File(content="eA==", gid=0, mode=420, mtime="0", path="train.py", type=48, uid=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import RequestError
-from dstrial.master.http.errors import status_and_text
+from dstrial.master.http.responses import status_and_text
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError, StoreError
 
 MASTER = Path(__file__).parents[2] / "dstrial" / "master"

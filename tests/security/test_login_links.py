@@ -11,7 +11,7 @@ import pytest
 
 from dstrial.errors import RequestError
 from dstrial.master.client import Client
-from dstrial.master.http.login import LIFETIME_S, LoginLinks, ServiceGrants
+from dstrial.master.http.access import LIFETIME_S, LoginLinks, ServiceGrants
 from dstrial.master.login import browser_link
 from dstrial.testing.master import MasterForTest
 

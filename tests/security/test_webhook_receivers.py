@@ -15,7 +15,7 @@ from waiting import wait_for
 
 from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.webhooks import check_url
-from dstrial.master.webhooks.sender import DeliveryResult, Sender
+from dstrial.master.webhooks.delivery import DeliveryResult, Sender
 
 pytestmark = pytest.mark.process
 

@@ -12,17 +12,22 @@ from dstrial.errors import RequestError
 from dstrial.master.backends.backend import Node
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import shown
-from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import ADMIN, USER, ApiRequest, Handler, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import ADMIN, USER, ApiRequest, reads, route, writes
 from dstrial.master.services import VERSION, Services
 from dstrial.master.store import allocations, jobs
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Connection
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.nodes import OWN_NODE, agent_key, index_of, node_of, slot_id_of
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
 _MAX_AUX_CONTAINERS = 100
 _MAX_NAMED = 10
+_CLOUD_FIELDS = (  # of a resource pool; empty here
+    *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage", "accelerator"),
+    *("containerStartupScript", "imageId", "instanceType", "location", "masterCertName", "masterUrl"),
+    "startupScript",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,10 +142,6 @@ def _agent(
     )
 
 
-async def _current_usage(request: ApiRequest) -> _Usage:
-    return await request.services.read(_read_usage, devices_of(request.services))
-
-
 def _node_in_path(request: ApiRequest) -> Node:
     asked = request.path_params["agent_id"]
     found = request.services.backend.nodes()
@@ -169,57 +170,49 @@ def _slot_in_path(request: ApiRequest) -> tuple[Node, int]:
     )
 
 
-async def list_agents(request: ApiRequest) -> dict[str, Any]:
-    usage = await _current_usage(request)
+@reads
+def list_agents(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    usage = _read_usage(connection, devices_of(request.services))
+    has_slots = not request.query_flag("excludeSlots")
+    has_containers = not request.query_flag("excludeContainers")
+    nodes, pagination = request.page(request.services.backend.nodes())
     agents = [
-        _agent(
-            request.services,
-            usage,
-            node,
-            has_slots=not request.query_flag("excludeSlots"),
-            has_containers=not request.query_flag("excludeContainers"),
-        )
-        for node in request.services.backend.nodes()
+        _agent(request.services, usage, node, has_slots=has_slots, has_containers=has_containers)
+        for node in nodes
     ]
-    page = page_of(len(agents), request.query_int("offset"), request.query_int("limit"))
-    return {"agents": agents[page.start : page.end], "pagination": page.to_json()}
+    return {"agents": agents, "pagination": pagination}
 
 
-def _switch_agent(*, is_on: bool) -> Handler:
-    async def switch(request: ApiRequest) -> dict[str, Any]:
-        node = _node_in_path(request)
-        key = agent_key(node.id)
+def _switch(tx: Transaction, request: ApiRequest, slot_id: int, what: str) -> _Usage:
+    """Enable or disable a slot or agent, as the path says; return the new usage."""
+    if request.route.path.endswith("/enable"):
+        jobs.enable_slot(tx, slot_id)
+    else:
         drain = request.body().flag("drain") or False
-        reason = "the agent was disabled" if node.id == OWN_NODE else f"agent {node.name} was disabled"
-        if is_on:
-            await request.services.write(lambda tx: jobs.enable_slot(tx, key))
-        else:
-            await request.services.write(lambda tx: jobs.disable_slot(tx, key, drain=drain, reason=reason))
-        return {"agent": _agent(request.services, await _current_usage(request), node)}
-
-    return switch
+        jobs.disable_slot(tx, slot_id, drain=drain, reason=f"{what} was disabled")
+    return _read_usage(tx.connection, devices_of(request.services))
 
 
-def _switch_slot(*, is_on: bool) -> Handler:
-    async def switch(request: ApiRequest) -> dict[str, Any]:
-        node, slot_id = _slot_in_path(request)
-        drain = request.body().flag("drain") or False
-        where = "" if node.id == OWN_NODE else f" of {node.name}"
-        reason = f"slot {index_of(slot_id)}{where} was disabled"
-        if is_on:
-            await request.services.write(lambda tx: jobs.enable_slot(tx, slot_id))
-        else:
-            await request.services.write(
-                lambda tx: jobs.disable_slot(tx, slot_id, drain=drain, reason=reason)
-            )
-        return {"slot": _slots(await _current_usage(request), node)[str(index_of(slot_id))]}
-
-    return switch
+@writes
+def switch_agent(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    node = _node_in_path(request)
+    what = "the agent" if node.id == OWN_NODE else f"agent {node.name}"
+    usage = _switch(tx, request, agent_key(node.id), what)
+    return {"agent": _agent(request.services, usage, node)}
 
 
-async def list_pools(request: ApiRequest) -> dict[str, Any]:
+@writes
+def switch_slot(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    node, slot_id = _slot_in_path(request)
+    what = f"slot {index_of(slot_id)}" + ("" if node.id == OWN_NODE else f" of {node.name}")
+    usage = _switch(tx, request, slot_id, what)
+    return {"slot": _slots(usage, node)[str(index_of(slot_id))]}
+
+
+@reads
+def list_pools(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     services = request.services
-    usage = await _current_usage(request)
+    usage = _read_usage(connection, devices_of(request.services))
     places = services.backend.nodes()
     kinds = {_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED") for slot in services.slots}
     pool = message(
@@ -255,24 +248,10 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
         maxAgents=0,
         maxAgentStartingPeriod=0.0,
         maxIdleAgentPeriod=0.0,
-        **dict.fromkeys(
-            (
-                *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage"),
-                *(
-                    "containerStartupScript",
-                    "imageId",
-                    "instanceType",
-                    "location",
-                    "masterCertName",
-                    "masterUrl",
-                ),
-                *("startupScript", "accelerator"),
-            ),
-            "",
-        ),
+        **dict.fromkeys(_CLOUD_FIELDS, ""),
     )
-    page = page_of(1, request.query_int("offset"), request.query_int("limit"))
-    return {"resourcePools": [pool][page.start : page.end], "pagination": page.to_json()}
+    pools, pagination = request.page([pool])
+    return {"resourcePools": pools, "pagination": pagination}
 
 
 async def list_bindings(request: ApiRequest) -> dict[str, Any]:
@@ -282,8 +261,8 @@ async def list_bindings(request: ApiRequest) -> dict[str, Any]:
             404,
             f"resource pool {shown(asked)} does not exist; expected {pool_name!r}, the only one. Name that one.",
         )
-    page = page_of(0, request.query_int("offset"), request.query_int("limit"))
-    return message(bindings.v1ListWorkspacesBoundToRPResponse, workspaceIds=[], pagination=page.to_json())
+    pagination = request.page_of(0).to_json()
+    return message(bindings.v1ListWorkspacesBoundToRPResponse, workspaceIds=[], pagination=pagination)
 
 
 def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
@@ -292,10 +271,11 @@ def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
 
 routes = [
     route("GET", "/agents", list_agents, access=USER),
-    route("POST", "/agents/{agent_id}/enable", _switch_agent(is_on=True), access=ADMIN),
-    route("POST", "/agents/{agent_id}/disable", _switch_agent(is_on=False), access=ADMIN),
-    route("POST", "/agents/{agent_id}/slots/{slot_id}/enable", _switch_slot(is_on=True), access=ADMIN),
-    route("POST", "/agents/{agent_id}/slots/{slot_id}/disable", _switch_slot(is_on=False), access=ADMIN),
+    *(
+        route("POST", f"/agents/{{agent_id}}{path}/{verb}", handler, access=ADMIN)
+        for path, handler in (("", switch_agent), ("/slots/{slot_id}", switch_slot))
+        for verb in ("enable", "disable")
+    ),
     route("GET", "/resource-pools", list_pools, access=USER),
     route("GET", "/resource-pools/{pool}/workspace-bindings", list_bindings, access=USER),
 ]

@@ -1,7 +1,13 @@
-"""Login, logout, and the current user."""
+"""Login, logout, the current user, and access tokens (``det token``).
+
+Source: Determined 0.38.1 ``master/internal/api_auth.go`` and ``master/internal/token``. In Determined access tokens are an
+Enterprise feature, and only administrators create them; here users may also create, see and change their own.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -9,13 +15,15 @@ from determined.common.api import bindings
 from starlette.responses import Response
 
 from dstrial.errors import RequestError
-from dstrial.master.api.users import user_json
+from dstrial.master.api.users import require_by_name, user_json
+from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.access import COOKIE
 from dstrial.master.http.fields import shown
-from dstrial.master.http.messages import message
-from dstrial.master.http.router import OWNER, PUBLIC, USER, ApiRequest, route
+from dstrial.master.http.responses import message, page_of
+from dstrial.master.http.router import OWNER, PUBLIC, USER, ApiRequest, reads, route, writes
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.tokens import AccessToken
 
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
@@ -38,18 +46,26 @@ async def log_in(request: ApiRequest) -> Response:
 
     if not await request.unless_gone(compare()) or row is None:
         raise RequestError(401, "invalid credentials")
-    if not row.active:
-        raise RequestError(403, "user is not active")
     user_id = row.id
 
-    def give_token(tx: Transaction) -> str:
+    def give_token(tx: Transaction) -> tuple[str, tokens.User]:
         # The password may have changed since the comparison above.
-        now = users.find_by_id(tx.connection, user_id)
-        if now.password_hash != stored or not now.active:
+        if users.find_by_id(tx.connection, user_id).password_hash != stored:
             raise RequestError(401, "invalid credentials")
-        return tokens.create_token(tx, user_id)
+        return _new_token(tx, user_id)
 
-    return _with_cookie(await services.write(give_token), row.without_password())
+    return _with_cookie(*await services.write(give_token))
+
+
+def _new_token(tx: Transaction, user_id: int) -> tuple[str, tokens.User]:
+    row = users.find_by_id(tx.connection, user_id)
+    _require_active(row)
+    return tokens.create_token(tx, user_id), row.without_password()
+
+
+def _require_active(row: users.StoredUser) -> None:
+    if not row.active:
+        raise RequestError(403, "user is not active")
 
 
 def _with_cookie(token: str, user: tokens.User) -> Response:
@@ -59,37 +75,18 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
     return response
 
 
-async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
+@writes
+def log_owner_in(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     """Return a new token of any user; the owner can read the database anyway."""
-    username = request.body().required_text("username")
-
-    def give_token(tx: Transaction) -> tuple[str, tokens.User]:
-        row = _require_active(tx.connection, username)
-        return tokens.create_token(tx, row.id), row.without_password()
-
-    token, user = await request.services.write(give_token)
+    row = require_by_name(tx.connection, request.body().required_text("username"))
+    token, user = _new_token(tx, row.id)
     return message(bindings.v1LoginResponse, token=token, user=user_json(user))
 
 
-def _require_active(connection: Connection, username: str) -> users.StoredUser:
-    row = users.find_by_name(connection, username)
-    if row is None:
-        raise RequestError(
-            404,
-            f"user {username!r} does not exist; expected one that does. Name another one, admin for example.",
-        )
-    if not row.active:
-        raise RequestError(
-            403,
-            f"user {username!r} is not active; expected one that is. Name another one, admin for example.",
-        )
-    return row
-
-
 async def make_link(request: ApiRequest) -> dict[str, Any]:
-    username = request.body().required_text("username")
-    row = await request.services.read(_require_active, username)
-    return {"code": request.services.links.create(int(row.id))}
+    row = await request.services.read(require_by_name, request.body().required_text("username"))
+    _require_active(row)
+    return {"code": request.services.links.create(row.id)}
 
 
 async def spend_link(request: ApiRequest) -> Response:
@@ -108,14 +105,7 @@ async def spend_link(request: ApiRequest) -> Response:
             "the login link is unknown, has been used or is too old; expected one of the last ten minutes. Print another "
             "one with `dstrial login`.",
         )
-
-    def give_token(tx: Transaction) -> tuple[str, tokens.User]:
-        row = users.find_by_id(tx.connection, user_id)
-        if row is None or not row.active:
-            raise RequestError(403, "user is not active")
-        return tokens.create_token(tx, user_id), row.without_password()
-
-    return _with_cookie(*await request.services.write(give_token))
+    return _with_cookie(*await request.services.write(lambda tx: _new_token(tx, user_id)))
 
 
 async def log_out(request: ApiRequest) -> Response:
@@ -132,6 +122,120 @@ async def show_me(request: ApiRequest) -> dict[str, Any]:
     return {"user": user_json(request.user)}
 
 
+_DAY_US = 24 * 3600 * 1_000_000
+_MAX_DAYS = 36500
+_UNLIMITED = -1  # days
+_HOURS = re.compile(r"(\d{1,7})h")
+_ORDER: dict[str, Callable[[AccessToken], Any]] = {
+    "": lambda one: one.id,
+    "SORT_BY_USER_ID": lambda one: one.user_id,
+    "SORT_BY_EXPIRY": lambda one: (one.expires_us is None, one.expires_us or 0),
+    "SORT_BY_CREATED_AT": lambda one: one.created_us,
+    "SORT_BY_REVOKED": lambda one: (one.revoked_us is None, one.revoked_us or 0),
+    "SORT_BY_DESCRIPTION": lambda one: one.description,
+}
+
+
+def _token_json(token: AccessToken) -> dict[str, Any]:
+    return message(
+        bindings.v1TokenInfo,
+        id=token.id,
+        userId=token.user_id,
+        createdAt=format_us(token.created_us),
+        expiry=None if token.expires_us is None else format_us(token.expires_us),
+        description=token.description,
+        revoked=token.revoked_us is not None,
+        tokenType=bindings.v1TokenType.ACCESS_TOKEN.value,
+    )
+
+
+def _expiry_us(request: ApiRequest, lifespan: str | None) -> int | None:
+    """Return a new token's expiry; None for never. ``lifespan`` is in hours, or -1."""
+    settings = request.services.settings
+    limit = settings.token_max_days
+    days: float = settings.token_default_days if lifespan is None else _UNLIMITED
+    if lifespan not in (None, str(_UNLIMITED)):
+        found = _HOURS.fullmatch(lifespan or "")
+        days = int(found[1]) / 24 if found else 0
+        if not 0 < days <= _MAX_DAYS:
+            raise RequestError(
+                400,
+                f"lifespan is {shown(lifespan)}; expected hours, 48h for example, above zero and of at most {_MAX_DAYS} "
+                "days, or -1 for the longest. Pass a number of days to --expiration-days.",
+            )
+        if limit != _UNLIMITED and days > limit:
+            raise RequestError(
+                400,
+                f"lifespan is {shown(lifespan)}; expected at most {limit} days. Ask for less, or raise "
+                "security.token.max_lifespan_days in the master's settings.",
+            )
+    if days == _UNLIMITED:
+        days = limit
+    return None if days == _UNLIMITED else now_us() + int(days * _DAY_US)
+
+
+@writes
+def create_token(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    body, identity = request.body(), request.identity
+    user_id, description = body.required_integer("userId"), body.text("description") or ""
+    _require_allowed(request, user_id, "make access tokens of other users")
+    assert identity is not None
+    if identity.is_of_task or identity.is_access_token:
+        raise RequestError(
+            403,
+            "the token of a task or a script makes no other tokens, which could outlive it; expected that of a login. Log in "
+            "with `det user login`.",
+        )
+    expires_us = _expiry_us(request, body.text("lifespan"))
+    token_id, token = tokens.create_access_token(tx, user_id, description, expires_us)
+    return message(bindings.v1PostAccessTokenResponse, token=token, tokenId=token_id)
+
+
+@reads
+def list_tokens(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    username = request.query("username") or None
+    user_id = None if request.user.admin else request.user.id
+    if username is not None:
+        user_id = require_by_name(connection, username).id
+        _require_allowed(request, user_id, "see access tokens of other users")
+    ids, now = request.query_ints("tokenIds"), now_us()
+    shows_all = request.query_flag("showInactive") or bool(ids)
+    found = request.ordered(
+        (
+            token
+            for token in tokens.list_access_tokens(connection, user_id)
+            if (shows_all or token.is_active(now)) and (not ids or token.id in ids)
+        ),
+        _ORDER,
+        bindings.v1GetAccessTokensRequestSortBy,
+    )
+    # Without a limit, return every token: `det token list` never requests a second page.
+    page = page_of(len(found), request.query_int("offset"), request.query_int("limit") or -1)
+    return message(
+        bindings.v1GetAccessTokensResponse,
+        tokenInfo=[_token_json(token) for token in found[page.start : page.end]],
+        pagination=page.to_json(),
+    )
+
+
+@writes
+def patch_token(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    body, token_id = request.body(), request.path_params["token_id"]
+    description, is_revoked = body.text("description"), body.flag("setRevoked") or False
+    owner_id = tokens.require_access_token(tx.connection, token_id).user_id
+    _require_allowed(request, owner_id, "change access tokens of other users")
+    changed = tokens.change_access_token(tx, token_id, description, is_revoked=is_revoked)
+    return message(bindings.v1PatchAccessTokenResponse, tokenInfo=_token_json(changed))
+
+
+def _require_allowed(request: ApiRequest, user_id: int, what: str) -> None:
+    if not request.user.admin and user_id != request.user.id:
+        raise RequestError(
+            403,
+            f"user {request.user.username!r} is no administrator; expected one to {what}. Ask with `det -u admin`.",
+        )
+
+
 routes = [
     # Read before authentication.
     route("POST", "/auth/login", log_in, access=PUBLIC, max_body_bytes=_MAX_LOGIN_BYTES),
@@ -140,4 +244,7 @@ routes = [
     route("POST", "/auth/link", spend_link, access=PUBLIC, max_body_bytes=_MAX_LINK_BYTES),
     route("POST", "/auth/logout", log_out, access=USER),
     route("GET", "/me", show_me, access=USER),
+    route("GET", "/tokens", list_tokens, access=USER),
+    route("POST", "/tokens", create_token, access=USER),
+    route("PATCH", "/tokens/{token_id:int}", patch_token, access=USER),
 ]

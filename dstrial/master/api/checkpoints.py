@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import tarfile
 import threading
-import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from determined.common.api import bindings
 from starlette.responses import StreamingResponse
@@ -20,11 +18,11 @@ from starlette.responses import StreamingResponse
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
-from dstrial.master.api.metrics import report_json
-from dstrial.master.clock import format_us, now_us, parse_time
-from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
-from dstrial.master.http.serializers import checkpoint_json, sizes_as_texts
+from dstrial.master.api.trials import report_json, report_time_us
+from dstrial.master.clock import format_us
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
+from dstrial.master.http.serializers import checkpoint_json
 from dstrial.master.lifecycle import checkpoint_gc, trials
 from dstrial.master.store import background_jobs, experiments
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -68,12 +66,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
     state = (body.text("state") or "STATE_COMPLETED").removeprefix("STATE_")
     if state not in ("ACTIVE", "COMPLETED", "ERROR", "DELETED", "PARTIALLY_DELETED"):
         raise body.wrong("state", "a state of a checkpoint")
-    time_text = body.text("reportTime")
-    try:
-        report_us = now_us() if time_text is None else parse_time(time_text)
-    except (ValueError, OverflowError) as error:
-        raise body.wrong("reportTime", "a time") from error
-
+    report_us = report_time_us(body.text("reportTime"))
     if allocation_id is not None and state == "COMPLETED":
         await _require_storage(request, task_id)
 
@@ -83,8 +76,8 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
             raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task.")
         trials.report_checkpoint(
             tx,
+            trial,
             uuid=uuid,
-            trial=trial,
             allocation_id=allocation_id,
             storage_id=body.integer("storageId"),
             state=state,
@@ -119,14 +112,14 @@ async def _require_storage(request: ApiRequest, task_id: str) -> None:
             raise RequestError(409, trouble)
 
 
-async def show_checkpoint(request: ApiRequest) -> dict[str, Any]:
-    row = await request.services.read(
-        checkpoint_rows.require_checkpoint, request.path_params["checkpoint_uuid"]
-    )
-    return message(
-        bindings.v1GetCheckpointResponse,
-        checkpoint=checkpoint_json(row, request.services.secret_names),
-    )
+def _shown(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    row = checkpoint_rows.require_checkpoint(connection, request.path_params["checkpoint_uuid"])
+    return checkpoint_json(row, request.services.secret_names)
+
+
+@reads
+def show_checkpoint(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    return message(bindings.v1GetCheckpointResponse, checkpoint=_shown(connection, request))
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
@@ -149,106 +142,88 @@ async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
-async def delete_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    await _remove(request, ["**/*"])
-    return {}
+@writes
+def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
+    _remove(tx, request, ["**/*"])
 
 
-async def remove_files(request: ApiRequest) -> dict[str, Any]:
+@writes
+def remove_files(tx: Transaction, request: ApiRequest) -> None:
     """Delete matching files; without patterns, only rescan each checkpoint's files."""
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
-    await _remove(request, globs)
-    return {}
+    _remove(tx, request, globs)
 
 
-async def _remove(request: ApiRequest, globs: list[str]) -> None:
-    uuids = request.body().texts("checkpointUuids") or []
-
-    def perform(tx: Transaction) -> None:
-        in_use = checkpoint_rows.in_use(tx.connection)
-        by_experiment: dict[int, list[str]] = {}
-        for uuid in uuids:
-            row = checkpoint_rows.require_checkpoint(tx.connection, uuid)
-            if uuid in in_use and globs:
-                raise RequestError(
-                    400,
-                    f"checkpoint {uuid} is {in_use[uuid]}; expected one that is not in use. Keep it, or delete the version "
-                    "of the model first.",
-                )
-            by_experiment.setdefault(row.experiment_id, []).append(uuid)
-        for experiment_id, chosen in by_experiment.items():
-            background_jobs.request(
-                tx, "delete_checkpoints", experiment_id, {"uuids": chosen, "globs": globs}
+def _remove(tx: Transaction, request: ApiRequest, globs: list[str]) -> None:
+    in_use = checkpoint_rows.in_use(tx.connection)
+    by_experiment: dict[int, list[str]] = {}
+    for uuid in request.body().texts("checkpointUuids") or []:
+        row = checkpoint_rows.require_checkpoint(tx.connection, uuid)
+        if uuid in in_use and globs:
+            raise RequestError(
+                400,
+                f"checkpoint {uuid} is {in_use[uuid]}; expected one that is not in use. Keep it, or delete the version "
+                "of the model first.",
             )
+        by_experiment.setdefault(row.experiment_id, []).append(uuid)
+    for experiment_id, chosen in by_experiment.items():
+        background_jobs.request(tx, "delete_checkpoints", experiment_id, {"uuids": chosen, "globs": globs})
 
-    await request.services.write(perform)
 
-
-async def set_metadata(request: ApiRequest) -> dict[str, Any]:
+@writes
+def set_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     uuid = request.path_params["checkpoint_uuid"]
     given = request.body().fields("checkpoint")
     if given is None:
         raise request.body().wrong("checkpoint", "an object")
-    metadata = given.mapping("metadata") or {}
-
-    def perform(tx: Transaction) -> None:
-        # The client modifies the metadata it received and sends back the whole mapping.
-        before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid).metadata)
-        checkpoint_rows.set_metadata(tx, uuid, unmasked(metadata, [before], "the checkpoint's metadata"))
-
-    await request.services.write(perform)
-    row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
-    return message(
-        bindings.v1PostCheckpointMetadataResponse,
-        checkpoint=checkpoint_json(row, request.services.secret_names),
-    )
+    # The client modifies the metadata it received and sends back the whole mapping.
+    before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid).metadata)
+    metadata = unmasked(given.mapping("metadata") or {}, [before], "the checkpoint's metadata")
+    checkpoint_rows.set_metadata(tx, uuid, metadata)
+    return message(bindings.v1PostCheckpointMetadataResponse, checkpoint=_shown(tx.connection, request))
 
 
-async def list_metrics(request: ApiRequest) -> dict[str, Any]:
+@reads
+def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return the metric reports of trials that use this checkpoint."""
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
-
-    def read(connection: Connection) -> list[metrics.Report]:
-        checkpoint_rows.require_checkpoint(connection, uuid)
-        return metrics.reports(connection, checkpoint_rows.users_of(connection, uuid, kind), group)
-
-    rows = await request.services.read(read)
+    checkpoint_rows.require_checkpoint(connection, uuid)
+    rows = metrics.reports(connection, checkpoint_rows.users_of(connection, uuid, kind), group)
     return message(
         bindings.v1GetTrialMetricsByCheckpointResponse, metrics=[report_json(row, group) for row in rows]
     )
 
 
 async def download(request: ApiRequest) -> StreamingResponse:
-    """Stream a checkpoint as the archive format (tar or zip) that ``Accept`` requests."""
+    """Stream a checkpoint as tar.gz, whatever ``Accept`` requests."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
     storage = json.loads(row.experiment_config)["checkpoint_storage"]
     directory = checkpoint_gc.checkpoint_directory(storage, uuid)
     if row.state == "DELETED" or not directory.is_dir():
         raise RequestError(404, f"checkpoint {uuid} has no files any more; expected one that is not deleted.")
-    accepted = request.headers.get("accept", "")
-    kind = "zip" if "zip" in accepted and "gzip" not in accepted else "tar" if "x-tar" in accepted else "gzip"
-    suffix = {"zip": "zip", "tar": "tar", "gzip": "tar.gz"}[kind]
-    media = {"zip": "application/zip", "tar": "application/x-tar", "gzip": "application/gzip"}[kind]
     return StreamingResponse(
-        _archive(directory, kind),
-        media_type=media,
-        headers={"Content-Disposition": f'attachment; filename="{uuid}.{suffix}"'},
+        _archive(directory),
+        media_type="application/gzip",
+        headers={"Content-Disposition": f'attachment; filename="{uuid}.tar.gz"'},
     )
 
 
-async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
+async def _archive(directory: Path) -> AsyncIterator[bytes]:
     """Yield an archive of files; abort the stream if a file becomes unreadable."""
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
     def write() -> None:
         try:
-            with os.fdopen(write_end, "wb") as file:
-                _write_archive(directory, kind, file)
+            with os.fdopen(write_end, "wb") as file, tarfile.open(fileobj=file, mode="w|gz") as tar:
+                for path in _files_below(directory):
+                    with open_regular(path, is_own=False) as source:
+                        name = path.relative_to(directory).as_posix()
+                        tar.addfile(tar.gettarinfo(arcname=name, fileobj=source), source)
         except Exception as error:  # noqa: BLE001 - raised below, or the reader has gone
             problems.append(error)
 
@@ -280,107 +255,67 @@ def _files_below(directory: Path) -> list[Path]:
     return sorted(found)
 
 
-def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
-    paths = _files_below(directory)
-    if kind == "zip":
-        # ZIP supports timestamps from 1980 to 2107 and text names only; tar has neither limit.
-        with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
-            for path in paths:
-                name = os.fsencode(path.relative_to(directory).as_posix()).decode(errors="backslashreplace")
-                info = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
-                with open_regular(path, is_own=False) as source, archive.open(info, "w") as target:
-                    shutil.copyfileobj(source, target)
-        return
-    with tarfile.open(fileobj=file, mode="w|gz" if kind == "gzip" else "w|") as tar:
-        for path in paths:
-            with open_regular(path, is_own=False) as source:
-                tar.addfile(
-                    tar.gettarinfo(arcname=path.relative_to(directory).as_posix(), fileobj=source), source
-                )
-
-
-async def preview_gc(request: ApiRequest) -> dict[str, Any]:
+@reads
+def preview_gc(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return the checkpoints that the given retention policy would delete."""
-    experiment_id = request.path_params["experiment_id"]
+    experiment = experiments.require(connection, request.path_params["experiment_id"])
     policy = checkpoint_gc.Policy(
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
     )
-
-    def read(connection: Connection) -> dict[str, Any]:
-        experiment = experiments.require(connection, experiment_id)
-        rows = checkpoint_rows.list_checkpoints(
-            connection, experiment_id=experiment_id, states=("COMPLETED",)
-        )
-        in_use = checkpoint_rows.in_use(connection)
-        rows = [row for row in rows if row.uuid not in in_use]
-        metric = experiment.searcher_metric
-        values = {row.uuid: json.loads(row.validation) if row.validation else {} for row in rows}
-        candidates = [
-            checkpoint_gc.Candidate(
-                row.uuid, row.trial_id, row.steps, as_number(values[row.uuid].get(metric))
-            )
-            for row in rows
-        ]
-        chosen = set(
-            checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
-        )
-        return {
-            "metric_name": metric,
-            "checkpoints": [
-                {
-                    "TrialID": row.trial_id,
-                    "StepsCompleted": row.steps,
-                    "State": row.state,
-                    "UUID": row.uuid,
-                    "Resources": {path: int(size) for path, size in sizes_as_texts(row.resources).items()},
-                    "ValidationMetrics": values[row.uuid],
-                    "ReportTime": format_us(row.report_us),
-                    "step": {
-                        "trial_id": row.trial_id,
-                        "total_batches": row.steps,
-                        "validation": values[row.uuid] or None,
-                    },
-                }
-                for row in rows
-                if row.uuid in chosen
-            ],
-        }
-
-    return await request.services.read(read)
+    rows = {row.uuid: row for row in checkpoint_gc.unused(connection, experiment.id)}
+    chosen = checkpoint_gc.plan(
+        [checkpoint_gc.Candidate.of_row(row) for row in rows.values()],
+        policy,
+        smaller_is_better=bool(experiment.smaller_is_better),
+    )
+    return {
+        "metric_name": experiment.searcher_metric,
+        "checkpoints": [_previewed(rows[uuid]) for uuid in chosen],
+    }
 
 
-async def list_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    return await _page(request, experiment_id=request.path_params["experiment_id"])
+def _previewed(row: checkpoint_rows.CheckpointInfo) -> dict[str, Any]:
+    validation = json.loads(row.validation) if row.validation else {}
+    return {
+        "TrialID": row.trial_id,
+        "StepsCompleted": row.steps,
+        "State": row.state,
+        "UUID": row.uuid,
+        "Resources": json.loads(row.resources),
+        "ValidationMetrics": validation,
+        "ReportTime": format_us(row.report_us),
+        "step": {"trial_id": row.trial_id, "total_batches": row.steps, "validation": validation or None},
+    }
 
 
-async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    return await _page(request, trial_id=request.path_params["trial_id"])
+_COLUMNS = {
+    "SORT_BY_UUID": "uuid",
+    "SORT_BY_TRIAL_ID": "trial_id",
+    "SORT_BY_BATCH_NUMBER": "steps",
+    "SORT_BY_STATE": "state",
+}
 
 
-async def _page(
-    request: ApiRequest, *, experiment_id: int | None = None, trial_id: int | None = None
-) -> dict[str, Any]:
+@reads
+def list_checkpoints(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return a page of checkpoints, sorted by an attribute or a validation metric.
 
     Without an explicit order, the searcher metric is sorted best first. Checkpoints without a value come last.
     """
     sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
     metric = request.query("sortByMetric")
-    order = request.query_choice("orderBy", bindings.v1OrderBy)
     states = tuple(
         name.removeprefix("STATE_") for name in request.query_choices("states", bindings.checkpointv1State)
     )
-    offset, limit = request.query_int("offset"), request.query_int("limit")
-
-    def read(connection: Connection) -> list[checkpoint_rows.CheckpointInfo]:
-        return checkpoint_rows.list_checkpoints(
-            connection, trial_id=trial_id, experiment_id=experiment_id, states=states
-        )
-
-    rows = await request.services.read(read)
-    is_descending = order == "ORDER_BY_DESC"
+    rows = checkpoint_rows.list_checkpoints(
+        connection,
+        trial_id=request.path_params.get("trial_id"),
+        experiment_id=request.path_params.get("experiment_id"),
+        states=states,
+    )
+    is_descending = request.is_descending
     is_best_first = sort_by == "SORT_BY_SEARCHER_METRIC" or metric is not None
-    if is_best_first and order in (None, "ORDER_BY_UNSPECIFIED") and rows:
+    if is_best_first and request.query("orderBy") in (None, "ORDER_BY_UNSPECIFIED") and rows:
         is_descending = not rows[0].smaller_is_better
 
     def key(row: checkpoint_rows.CheckpointInfo) -> Any:
@@ -388,22 +323,12 @@ async def _page(
             values = json.loads(row.validation) if row.validation else {}
             value = as_number(values.get(metric or row.searcher_metric))
             return None if value is None or value != value else value
-        column = {
-            "SORT_BY_UUID": "uuid",
-            "SORT_BY_TRIAL_ID": "trial_id",
-            "SORT_BY_BATCH_NUMBER": "steps",
-            "SORT_BY_STATE": "state",
-        }.get(sort_by or "", "report_us")
-        return getattr(row, column)
+        return getattr(row, _COLUMNS.get(sort_by or "", "report_us"))
 
     known = sorted((row for row in rows if key(row) is not None), key=key, reverse=is_descending)
-    rows = known + [row for row in rows if key(row) is None]
-    page = page_of(len(rows), offset, limit)
+    shown, pagination = request.page(known + [row for row in rows if key(row) is None])
     names = request.services.secret_names
-    return {
-        "checkpoints": [checkpoint_json(row, names) for row in rows[page.start : page.end]],
-        "pagination": page.to_json(),
-    }
+    return {"checkpoints": [checkpoint_json(row, names) for row in shown], "pagination": pagination}
 
 
 _ONE = "/checkpoints/{checkpoint_uuid}"
@@ -419,5 +344,5 @@ routes = [
     route("GET", f"/{_ONE}", download, access=TRIAL),
     route("GET", f"{_OF_EXPERIMENT}/checkpoints", list_checkpoints, access=TRIAL),
     route("GET", f"/{_OF_EXPERIMENT}/preview_gc", preview_gc, access=USER),
-    route("GET", "/trials/{trial_id:int}/checkpoints", list_trial_checkpoints, access=TRIAL),
+    route("GET", "/trials/{trial_id:int}/checkpoints", list_checkpoints, access=TRIAL),
 ]

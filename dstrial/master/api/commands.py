@@ -18,25 +18,23 @@ from dstrial.config.experiment_config.command import NAMES, CommandConfig, Comma
 from dstrial.config.secrets import masked, unmasked
 from dstrial.context_directory import MAX_BYTES
 from dstrial.errors import RequestError
-from dstrial.master.api.engine_refusals import refuse_unsatisfiable
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import USER, ApiRequest, Handler, Route, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import USER, ApiRequest, Handler, Route, reads, route, writes
 from dstrial.master.http.serializers import as_data, shown_config
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.lifecycle import tensorboards
-from dstrial.master.scheduler.resource_requests import request_of_command
+from dstrial.master.scheduler.resource_requests import refuse_unsatisfiable, request_of_command
 from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
+from dstrial.master.store.database import Connection, Transaction
 
 MAX_BODY_BYTES = MAX_BYTES * 3 // 2  # of a request with files
 
-_SORTS: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
+_ORDER: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
+    "": lambda row: row.start_us,
     "SORT_BY_ID": lambda row: row.task_id,
     "SORT_BY_DESCRIPTION": lambda row: row.description,
-    "SORT_BY_START_TIME": lambda row: row.start_us,
     "SORT_BY_WORKSPACE_ID": lambda row: row.workspace_id,
 }
 
@@ -116,25 +114,6 @@ def common_fields(request: ApiRequest, row: commands.CommandInfo) -> dict[str, A
     }
 
 
-async def _page(
-    request: ApiRequest, kind: CommandKind, sorts: type[enum.Enum]
-) -> tuple[list[commands.CommandInfo], dict[str, int]]:
-    users, user_ids = request.queries("users"), request.query_ints("userIds")
-    workspace_id = request.query_int("workspaceId") or None
-    sort = request.query_choice("sortBy", sorts) or "SORT_BY_START_TIME"
-    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    rows = [
-        row
-        for row in await request.services.read(commands.listing, kind, now_us())
-        if (not users or row.username in users)
-        and (not user_ids or row.owner_id in user_ids)
-        and workspace_id in (None, row.workspace_id)
-    ]
-    rows.sort(key=_SORTS.get(sort, _SORTS["SORT_BY_START_TIME"]), reverse=is_descending)
-    part = page_of(len(rows), request.query_int("offset"), request.query_int("limit"))
-    return rows[part.start : part.end], part.to_json()
-
-
 def routes_of(
     kind: CommandKind,
     noun: str,
@@ -144,31 +123,41 @@ def routes_of(
 ) -> list[Route]:
     """Return the routes to start, list, show, kill and prioritise one kind of command."""
 
-    async def one_of(request: ApiRequest) -> commands.CommandInfo:
-        return await request.services.read(commands.require, request.path_params["task_id"], (kind,))
+    def to_answer(connection: Connection, request: ApiRequest) -> tuple[commands.CommandInfo, dict[str, Any]]:
+        row = commands.require(connection, request.path_params["task_id"], (kind,))
+        return row, {noun: to_json(request, row)}
 
-    async def list_all(request: ApiRequest) -> dict[str, Any]:
+    @reads
+    def list_all(connection: Connection, request: ApiRequest) -> dict[str, Any]:
         """List commands that are active or ended within the last day."""
-        rows, pagination = await _page(request, kind, sorts)
+        users, user_ids = request.queries("users"), request.query_ints("userIds")
+        workspace_id = request.query_int("workspaceId") or None
+        found = (
+            row
+            for row in commands.listing(connection, kind, now_us())
+            if (not users or row.username in users)
+            and (not user_ids or row.owner_id in user_ids)
+            and workspace_id in (None, row.workspace_id)
+        )
+        rows, pagination = request.page(request.ordered(found, _ORDER, sorts))
         return {f"{noun}s": [to_json(request, row) for row in rows], "pagination": pagination}
 
-    async def show(request: ApiRequest) -> dict[str, Any]:
-        row = await one_of(request)
-        return {
-            noun: to_json(request, row),
-            "config": shown_config(row.config, request.services.secret_names),
-        }
+    @reads
+    def show(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+        row, answer = to_answer(connection, request)
+        return {**answer, "config": shown_config(row.config, request.services.secret_names)}
 
-    async def kill(request: ApiRequest) -> dict[str, Any]:
-        row = await one_of(request)
-        await request.services.write(lambda tx: life.kill(tx, row.task_id))
-        return {noun: to_json(request, await one_of(request))}
+    @writes
+    def kill(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+        row, _ = to_answer(tx.connection, request)
+        life.kill(tx, row.task_id)
+        return to_answer(tx.connection, request)[1]
 
-    async def set_priority(request: ApiRequest) -> dict[str, Any]:
-        priority = request.body().required_integer("priority", 1, 99)
-        row = await one_of(request)
-        await request.services.write(lambda tx: life.set_priority(tx, row.task_id, priority))
-        return {noun: to_json(request, await one_of(request))}
+    @writes
+    def set_priority(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+        row, _ = to_answer(tx.connection, request)
+        life.set_priority(tx, row.task_id, request.body().required_integer("priority", 1, 99))
+        return to_answer(tx.connection, request)[1]
 
     one = f"/{noun}s/{{task_id}}"
     return [
@@ -222,19 +211,15 @@ async def launch_command(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1LaunchCommandResponse, command=_command_json(request, row), **more)
 
 
-def _ids(body: Fields, name: str) -> list[int]:
-    values = body.items_of(name) or []
-    if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
-        raise body.wrong(name, "a list of whole numbers")
-    return list(dict.fromkeys(values))
-
-
 async def launch_tensorboard(request: ApiRequest) -> dict[str, Any]:
     body, services = request.body(), request.services
     if body.get("filters"):
         raise body.wrong("filters", "experimentIds or trialIds")
-    experiment_ids, trial_ids = _ids(body, "experimentIds"), _ids(body, "trialIds")
-    await services.read(tensorboards.sources, services.cluster_id, experiment_ids, trial_ids)
+    experiment_ids, trial_ids = (
+        list(dict.fromkeys(body.ids("experimentIds"))),
+        list(dict.fromkeys(body.ids("trialIds"))),
+    )
+    await services.read(life.tensorboard_sources, services.cluster_id, experiment_ids, trial_ids)
     row, more = await _launch_command(request, "TENSORBOARD", experiment_ids, trial_ids)
     return message(bindings.v1LaunchTensorboardResponse, tensorboard=_tensorboard_json(request, row), **more)
 
@@ -243,15 +228,11 @@ async def launch_tensorboard(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_notebooks(request: ApiRequest) -> dict[str, Any]:
-    return {"notebooks": [], "pagination": _empty_list(request)}
+    return {"notebooks": [], "pagination": request.page_of(0).to_json()}
 
 
 async def list_shells(request: ApiRequest) -> dict[str, Any]:
-    return {"shells": [], "pagination": _empty_list(request)}
-
-
-def _empty_list(request: ApiRequest) -> dict[str, int]:
-    return page_of(0, request.query_int("offset"), request.query_int("limit")).to_json()
+    return {"shells": [], "pagination": request.page_of(0).to_json()}
 
 
 routes = [

@@ -14,11 +14,10 @@ from dstrial.errors import RequestError
 from dstrial.master.api.experiments import create_detached
 from dstrial.master.clock import now_us
 from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message
-from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, route, writes
 from dstrial.master.http.serializers import trial_json
 from dstrial.master.lifecycle import detached_runs
-from dstrial.master.services import Services
 from dstrial.master.store import tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
@@ -45,36 +44,36 @@ async def put_experiment(request: ApiRequest) -> dict[str, Any]:
     return await create_detached(request, inner, _external_id(request.path_params["external_id"]))
 
 
-async def create_trial(request: ApiRequest) -> dict[str, Any]:
-    return message(bindings.v1CreateTrialResponse, trial=await _created(request, request.body(), None))
+@writes
+def create_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    return message(bindings.v1CreateTrialResponse, trial=_created(tx, request, request.body(), None))
 
 
-async def put_trial(request: ApiRequest) -> dict[str, Any]:
+@writes
+def put_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body = request.body()
     inner = body.fields("createTrialRequest")
     if inner is None:
         raise body.wrong("createTrialRequest", "an object")
     external_id = _external_id(body.text("externalTrialId"))
-    return message(bindings.v1PutTrialResponse, trial=await _created(request, inner, external_id))
+    return message(bindings.v1PutTrialResponse, trial=_created(tx, request, inner, external_id))
 
 
-async def _created(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
+def _created(tx: Transaction, request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
     experiment_id, hparams = body.required_integer("experimentId"), body.mapping("hparams")
-    trial_id = await request.services.write(
-        lambda tx: detached_runs.create_trial(tx, experiment_id, hparams, external_id)
-    )
-    return await _shown(request.services, trial_id)
+    trial_id = detached_runs.create_trial(tx, experiment_id, hparams, external_id)
+    return _trial_json(tx.connection, request, trial_id)
 
 
-async def _shown(services: Services, trial_id: int) -> dict[str, Any]:
-    rows = await services.read(listings.list_trials, now_us=now_us(), trial_id=trial_id)
-    return trial_json(services, rows[0])
+def _trial_json(connection: Connection, request: ApiRequest, trial_id: int) -> dict[str, Any]:
+    (row,) = listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
+    return trial_json(request.services, row)
 
 
-async def start_trial(request: ApiRequest) -> dict[str, Any]:
-    trial_id = request.path_params["trial_id"]
+@writes
+def start_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     resumes = request.body().flag("resume") is not False
-    point = await request.services.write(lambda tx: detached_runs.start(tx, trial_id, resumes=resumes))
+    point = detached_runs.start(tx, request.path_params["trial_id"], resumes=resumes)
     return message(
         bindings.v1StartTrialResponse,
         trialRunId=point.run_id,
@@ -83,13 +82,13 @@ async def start_trial(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-async def patch_trial(request: ApiRequest) -> dict[str, Any]:
+@writes
+def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     """Record a detached run's heartbeat or terminal state."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
-    stored = None if state is None else state.removeprefix("STATE_")
-    await request.services.write(lambda tx: detached_runs.set_state(tx, trial_id, stored))
-    return message(bindings.v1PatchTrialResponse, trial=await _shown(request.services, trial_id))
+    detached_runs.set_state(tx, trial_id, None if state is None else state.removeprefix("STATE_"))
+    return message(bindings.v1PatchTrialResponse, trial=_trial_json(tx.connection, request, trial_id))
 
 
 async def add_logs(request: ApiRequest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,71 +12,65 @@ from dstrial.config.experiment_config.submission import search_section
 from dstrial.config.secrets import masked
 from dstrial.errors import DstrialError
 from dstrial.master.http.access import require_owner
-from dstrial.master.http.messages import message
-from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import USER, ApiRequest, Handler, route, writes
 from dstrial.master.lifecycle import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store.database import Transaction
 from dstrial.search import PreviewedTrials, preview
 
 Perform: TypeAlias = "Callable[[Transaction, int], Any]"
-Prepare: TypeAlias = "Callable[[ApiRequest], Perform]"
-"""Parses an action's arguments from the request body and returns the bound action."""
 
-_MAX_DAYS = 32767
-"""Longest log retention, days (a smallint in Determined's database)."""
+_MAX_DAYS = 32767  # longest log retention, a smallint in Determined's database
 
 
-def plain(perform: Perform) -> Prepare:
-    def prepare(_request: ApiRequest) -> Perform:
-        return perform
-
-    return prepare
-
-
-def move(request: ApiRequest) -> Perform:
+@writes
+def move(tx: Transaction, request: ApiRequest) -> None:
     target = request.body().required_integer("destinationProjectId")
-    return lambda tx, experiment_id: experiments.move(tx, experiment_id, target)
+    experiments.move(tx, request.path_params["experiment_id"], target)
 
 
-def retain_logs(request: ApiRequest) -> Perform:
+@writes
+def retain_logs(tx: Transaction, request: ApiRequest) -> None:
     days = request.body().required_integer("numDays", -1, _MAX_DAYS)
-    return lambda tx, experiment_id: experiments.patch(tx, experiment_id, log_retention_days=days)
+    experiments.patch(tx, request.path_params["experiment_id"], log_retention_days=days)
 
 
-def _one(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        await _perform(request, prepare(request), request.path_params["experiment_id"], is_owners=is_owners)
-        return {}
+def _perform(
+    tx: Transaction, request: ApiRequest, perform: Perform, experiment_id: int, *, is_owners: bool
+) -> None:
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if is_owners:
+        require_owner(request.user, row.owner_id, f"experiment {experiment_id}")
+    perform(tx, experiment_id)
+
+
+def _one(perform: Perform, *, is_owners: bool = False) -> Handler:
+    @writes
+    def handle(tx: Transaction, request: ApiRequest) -> None:
+        _perform(tx, request, perform, request.path_params["experiment_id"], is_owners=is_owners)
 
     return handle
 
 
-def _many(perform: Perform, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
+def _many(perform: Perform, *, is_owners: bool = False) -> Handler:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         results = []
         if request.body().get("filters"):
             raise request.body().wrong("filters", "none; experiments are named by experimentIds")
         for experiment_id in dict.fromkeys(request.body().ids("experimentIds")):
+            write = functools.partial(
+                _perform, request=request, perform=perform, experiment_id=experiment_id, is_owners=is_owners
+            )
             error = ""
             try:
-                await _perform(request, perform, experiment_id, is_owners=is_owners)
+                await request.services.write(write)
             except DstrialError as problem:
                 error = str(problem)
             results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
         return {"results": results}
 
     return handle
-
-
-async def _perform(request: ApiRequest, perform: Perform, experiment_id: int, *, is_owners: bool) -> None:
-    def write(tx: Transaction) -> None:
-        row = experiment_rows.require(tx.connection, experiment_id)
-        if is_owners:
-            require_owner(request.user, row.owner_id, f"experiment {experiment_id}")
-        perform(tx, experiment_id)
-
-    await request.services.write(write)
 
 
 _PLAIN: dict[str, Perform] = {
@@ -116,16 +111,16 @@ def _trials(trials: PreviewedTrials) -> dict[str, Any]:
 
 routes = [
     route("POST", "/preview-hp-search", preview_search, access=USER),
-    *(route("POST", f"{_ONE}/{verb}", _one(plain(perform)), access=USER) for verb, perform in _PLAIN.items()),
+    *(route("POST", f"{_ONE}/{verb}", _one(perform), access=USER) for verb, perform in _PLAIN.items()),
     *(route("POST", f"{_MANY}/{verb}", _many(perform), access=USER) for verb, perform in _PLAIN.items()),
-    route("POST", f"{_ONE}/move", _one(move), access=USER),
-    route("PUT", f"{_ONE}/retain_logs", _one(retain_logs), access=USER),
-    route("DELETE", _ONE, _one(plain(experiments.delete), is_owners=True), access=USER),
+    route("POST", f"{_ONE}/move", move, access=USER),
+    route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
+    route("DELETE", _ONE, _one(experiments.delete, is_owners=True), access=USER),
     route("DELETE", f"{_MANY}/delete", _many(experiments.delete, is_owners=True), access=USER),
     route(
         "DELETE",
         f"{_ONE}/tensorboard-files",
-        _one(plain(experiments.delete_tensorboard_files), is_owners=True),
+        _one(experiments.delete_tensorboard_files, is_owners=True),
         access=USER,
     ),
 ]

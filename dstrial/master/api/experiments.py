@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from determined.common.api import bindings
 from dstrial.config import SavedRun
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.experiment_config.entrypoint import trial_spec
+from dstrial.config.experiment_config.environment import INTERPRETER_VARIABLE
 from dstrial.config.experiment_config.storage import merged_storage
 from dstrial.config.experiment_config.submission import (
     LABEL,
@@ -27,17 +31,15 @@ from dstrial.config.experiment_config.submission import (
 from dstrial.config.merge import merge_template
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
-from dstrial.master.api.engine_refusals import refuse_unsatisfiable
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.fields import shown as shown_text
-from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.http.responses import Page, message
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
-from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
-from dstrial.master.lifecycle.interpreter import check_interpreter
-from dstrial.master.scheduler.resource_requests import request_of_config
+from dstrial.master.lifecycle import detached_runs, experiments, resume
+from dstrial.master.scheduler.resource_requests import refuse_unsatisfiable, request_of_config
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, workspaces
@@ -47,6 +49,8 @@ from dstrial.master.store.views import listings
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
+_INTERPRETER_TIMEOUT_S = 30.0
+_INTERPRETER_KEY = f"environment.environment_variables: {INTERPRETER_VARIABLE}"
 
 
 def checked(
@@ -94,8 +98,50 @@ def checked(
             f"resources.resource_pool is {pool!r}; expected {services.settings.pool_name!r}, the only pool. Remove it.",
         )
     if submission.interpreter is not None and not is_detached:
-        check_interpreter(submission.interpreter, submission.config["entrypoint"])
+        _check_interpreter(submission.interpreter, submission.config["entrypoint"])
     return submission
+
+
+def _check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
+    """Raise ``ConfigError`` unless the experiment's Python can run its entrypoint."""
+    if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
+        raise _interpreter_error(
+            interpreter, "the absolute path of a Python", "Take the output of `which python3`."
+        )
+    packages = _needed_packages(entrypoint)
+    code = f"import importlib.util as u; print(*(p for p in {packages!r} if u.find_spec(p) is None))"
+    try:
+        done = subprocess.run(
+            [interpreter, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_INTERPRETER_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _interpreter_error(
+            f"{interpreter}, which does not run ({error})", "a Python that runs", "Correct it."
+        ) from error
+    missing = done.stdout.split()
+    if missing:
+        fix = f"Run {interpreter} -m pip install {' '.join(missing)}, or choose another."
+        has = f"{interpreter}, which has no {' and '.join(missing)}"
+        raise _interpreter_error(has, "a Python with what the entrypoint needs", fix)
+
+
+def _interpreter_error(found: str, expected: str, fix: str) -> ConfigError:
+    return ConfigError([ConfigProblem(_INTERPRETER_KEY, found, expected, fix)])
+
+
+def _needed_packages(entrypoint: str | Sequence[str]) -> list[str]:
+    text = entrypoint if isinstance(entrypoint, str) else " ".join(entrypoint)
+    needed = []
+    if trial_spec(entrypoint) is not None or "dstrial." in text:
+        needed.append("dstrial")
+    if "determined." in text:
+        needed.append("determined")
+    return needed
 
 
 def _defaults(
@@ -191,7 +237,7 @@ def prepare(
         config = _unmask_secrets(services, config, template, parent)
         document, given = _parse_with_template(services, config, template)
         resumed = None if is_detached else resume.of_submission(connection, given)
-        project = containers.project_of_config(connection, project_id, given)
+        project = experiments.project_of_config(connection, project_id, given)
         storage = _storage_of(connection, project.workspace_id)
     options: dict[str, Any] = {"template": template, "storage": storage, "document": document}
     submission = checked(services, config, tgz, resumed, is_detached=is_detached, **options)
@@ -341,18 +387,16 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
         project_id=project_id,
     )
     sort_by = request.query_choice("sortBy", bindings.v1GetExperimentsRequestSortBy)
-    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: Connection) -> tuple[Any, list[listings.ListedExperiment]]:
+    def read(connection: Connection) -> tuple[Page, list[listings.ListedExperiment]]:
         if project_id is not None:
             projects.require(connection, project_id)
-        page = page_of(listings.count_experiments(connection, wanted), offset, limit)
+        page = request.page_of(listings.count_experiments(connection, wanted))
         rows = listings.list_experiments(
             connection,
             wanted,
             sort_by=sort_by,
-            is_descending=is_descending,
+            is_descending=request.is_descending,
             offset=page.start,
             limit=page.end - page.start,
         )
@@ -431,63 +475,57 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
+_POLICY = {
+    "save_experiment_best": "saveExperimentBest",
+    "save_trial_best": "saveTrialBest",
+    "save_trial_latest": "saveTrialLatest",
+}
+
+
 async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
     body = request.body()
-    fields: dict[str, Any] = {}
-    for name in ("name", "description", "notes"):
-        value = body.text(name)
-        if value is not None:
-            fields[name] = value
-    labels = body.texts("labels")
-    if labels is not None:
-        fields["labels"] = labels
-    resources = body.fields("resources")
-    if resources is not None:
-        if "maxSlots" in resources:
-            fields["max_slots"] = resources.integer("maxSlots", 0, 10**6)
-        if resources.get("priority") is not None:
-            fields["priority"] = resources.required_integer("priority")
-        if resources.get("weight") is not None:
-            fields["weight"] = resources.number("weight")
-    storage = body.fields("checkpointStorage")
-    if storage is not None:
-        names = {
-            "save_experiment_best": "saveExperimentBest",
-            "save_trial_best": "saveTrialBest",
-            "save_trial_latest": "saveTrialLatest",
-        }
-        fields["checkpoint_storage"] = {
-            ours: storage.required_integer(theirs, 0, 10**9)
-            for ours, theirs in names.items()
-            if storage.get(theirs) is not None
-        }
+    resources = body.fields("resources") or Fields({})
+    storage = body.fields("checkpointStorage") or Fields({})
+    policy = {ours: storage.integer(theirs, 0, 10**9) for ours, theirs in _POLICY.items()}
+    given = {
+        **{name: body.text(name) for name in ("name", "description", "notes")},
+        "labels": body.texts("labels"),
+        "priority": resources.integer("priority", 1, 99),
+        "weight": resources.number("weight"),
+        "checkpoint_storage": {key: number for key, number in policy.items() if number is not None} or None,
+    }
+    fields: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if "maxSlots" in resources:
+        fields["max_slots"] = resources.integer("maxSlots", 0, 10**6)
+    if not fields.get("name", "x").strip():
+        raise body.wrong("name", "a text")
+    if not 0 < fields.get("weight", 1) < 1e9:
+        raise resources.wrong("weight", "a number above 0")
     experiment_id = request.path_params["experiment_id"]
     await request.services.write(lambda tx: experiments.patch(tx, experiment_id, **fields))
     return {"experiment": await shown(request.services, experiment_id)}
 
 
-def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        experiment_id, label = request.path_params["experiment_id"], request.path_params["label"]
-
-        def perform(tx: Transaction) -> list[str]:
-            labels = set(json.loads(experiment_rows.require(tx.connection, experiment_id).labels))
-            change(labels, label)
-            experiments.patch(tx, experiment_id, labels=sorted(labels))
-            return sorted(labels)
-
-        return {"labels": await request.services.write(perform)}
-
-    return handle
+@writes
+def change_label(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    """Add the path's label to an experiment, or remove it for DELETE."""
+    experiment_id, label = request.path_params["experiment_id"], request.path_params["label"]
+    labels = set(json.loads(experiment_rows.require(tx.connection, experiment_id).labels)) - {label}
+    if request.route.method == "PUT":
+        labels.add(label)
+    experiments.patch(tx, experiment_id, labels=sorted(labels))
+    return {"labels": sorted(labels)}
 
 
-async def show_model_definition(request: ApiRequest) -> dict[str, Any]:
-    tgz = await request.services.read(experiment_rows.model_definition, request.path_params["experiment_id"])
+@reads
+def show_model_definition(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    tgz = experiment_rows.model_definition(connection, request.path_params["experiment_id"])
     return message(bindings.v1GetModelDefResponse, b64Tgz=base64.b64encode(tgz).decode())
 
 
-async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]:
-    row = await request.services.read(experiment_rows.require, request.path_params["experiment_id"])
+@reads
+def best_searcher_validation_metric(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    row = experiment_rows.require(connection, request.path_params["experiment_id"])
     if row.best_metric is None:
         raise RequestError(404, f"experiment {row.id} has no validation yet.")
     return {"metric": row.best_metric}
@@ -500,8 +538,8 @@ routes = [
     route("POST", "/experiments/continue", continue_experiment, access=USER),
     route("GET", _ONE, show_experiment, access=TRIAL),
     route("PATCH", _ONE, patch_experiment, access=USER),
-    route("PUT", f"{_ONE}/labels/{{label}}", _relabel(set.add), access=USER),
-    route("DELETE", f"{_ONE}/labels/{{label}}", _relabel(set.discard), access=USER),
+    route("PUT", f"{_ONE}/labels/{{label}}", change_label, access=USER),
+    route("DELETE", f"{_ONE}/labels/{{label}}", change_label, access=USER),
     route("GET", f"{_ONE}/model_def", show_model_definition, access=TRIAL),
     route(
         "GET",

@@ -10,8 +10,8 @@ from determined.common.api import bindings
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import USER, ApiRequest, reads, route, writes
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.services import Services
 from dstrial.master.store import commands, jobs, trials
@@ -52,97 +52,67 @@ def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str
     return f" [{'; '.join(shown)}]" if shown else ""
 
 
-def _command_json(
-    row: commands.CommandInfo, num_ahead: int, pool_name: str, jobs_text: str = ""
-) -> dict[str, Any]:
-    return message(
-        bindings.v1Job,
-        jobId=row.job_id,
-        entityId=row.task_id,
-        type=f"TYPE_{row.kind}",
-        name=row.description + jobs_text,
-        username=row.username,
-        userId=row.owner_id,
-        submissionTime=format_us(row.start_us),
-        requestedSlots=row.num_slots,
-        allocatedSlots=len(json.loads(row.slots or "[]")),
-        isPreemptible=False,
-        priority=row.priority,
-        weight=1,
-        progress=0,
-        resourcePool=pool_name,
-        workspaceId=row.workspace_id,
-        summary={"state": _state(row), "jobsAhead": num_ahead},
-    )
-
-
-def job_json(
-    row: jobs.QueuedExperiment, num_ahead: int, pool_name: str, jobs_text: str = ""
-) -> dict[str, Any]:
-    """Return a queued experiment as a ``v1Job``.
+def _job_json(services: Services, entry: Entry, num_ahead: int, jobs_text: str) -> dict[str, Any]:
+    """Return a queue entry as a ``v1Job``.
 
     ``jobs_text`` is appended to the name, the only free-text column of ``det job list``.
     """
-    num_slots = row.num_slots or 0
+    own: dict[str, Any]
+    if isinstance(entry, commands.CommandInfo):
+        own = {
+            "entityId": entry.task_id,
+            "type": f"TYPE_{entry.kind}",
+            "name": entry.description + jobs_text,
+            "username": entry.username,
+            "requestedSlots": entry.num_slots,
+            "allocatedSlots": len(json.loads(entry.slots or "[]")),
+            "weight": 1,
+            "progress": 0,
+        }
+    else:
+        num_slots = entry.num_slots or 0
+        own = {
+            "entityId": str(entry.id),
+            "type": "TYPE_EXPERIMENT",
+            "name": entry.name + jobs_text,
+            "username": entry.owner_name,
+            "requestedSlots": max((entry.num_active or 0) * entry.slots_per_trial, num_slots),
+            "allocatedSlots": num_slots,
+            "weight": entry.weight,
+            "progress": entry.progress,
+        }
     return message(
         bindings.v1Job,
-        jobId=row.job_id,
-        entityId=str(row.id),
-        type="TYPE_EXPERIMENT",
-        name=row.name + jobs_text,
-        username=row.owner_name,
-        userId=row.owner_id,
-        submissionTime=format_us(row.start_us),
-        requestedSlots=max((row.num_active or 0) * row.slots_per_trial, num_slots),
-        allocatedSlots=num_slots,
+        jobId=entry.job_id,
+        userId=entry.owner_id,
+        submissionTime=format_us(entry.start_us),
         isPreemptible=False,
-        priority=row.priority,
-        weight=row.weight,
-        progress=row.progress,
-        resourcePool=pool_name,
-        workspaceId=row.workspace_id,
-        summary={"state": _state(row), "jobsAhead": num_ahead},
+        priority=entry.priority,
+        resourcePool=services.settings.pool_name,
+        workspaceId=entry.workspace_id,
+        summary={"state": _state(entry), "jobsAhead": num_ahead},
+        **own,
     )
 
 
-async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, int]]:
+@reads
+def list_jobs(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     services = request.services
-    pool_name = services.settings.pool_name
-    asked = request.query("resourcePool")
     states = request.query_choices("states", bindings.jobv1State)
-    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-
-    def read(connection: Connection) -> list[tuple[Entry, str]]:
-        return [(entry, engine_jobs(services, connection, entry)) for entry in entries(connection)]
-
     found = [
-        _command_json(entry, num_ahead, pool_name, text)
-        if isinstance(entry, commands.CommandInfo)
-        else job_json(entry, num_ahead, pool_name, text)
-        for num_ahead, (entry, text) in enumerate(await services.read(read))
-        if asked in (None, "", pool_name) and (not states or _state(entry) in states)
+        _job_json(services, entry, num_ahead, engine_jobs(services, connection, entry))
+        for num_ahead, entry in enumerate(entries(connection))
+        if request.query("resourcePool") in (None, "", services.settings.pool_name)
+        and (not states or _state(entry) in states)
     ]
-    if is_descending:
-        found.reverse()
-    page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
-    return found[page.start : page.end], page.to_json()
+    rows, pagination = request.page(found[::-1] if request.is_descending else found)
+    return {"jobs": [{"full": job, "limited": None} for job in rows], "pagination": pagination}
 
 
-async def list_jobs_v2(request: ApiRequest) -> dict[str, Any]:
-    found, pagination = await _page(request)
-    return {"jobs": [{"full": job, "limited": None} for job in found], "pagination": pagination}
-
-
-async def update(request: ApiRequest) -> dict[str, Any]:
-    updates = request.body().field_list("updates") or []
-    pool_name = request.services.settings.pool_name
-
-    def write(tx: Transaction) -> None:
-        for one in updates:
-            _update(tx, one, pool_name)
-
-    await request.services.write(write)
-    return {}
+@writes
+def update(tx: Transaction, request: ApiRequest) -> None:
+    for one in request.body().field_list("updates") or []:
+        _update(tx, one, request.services.settings.pool_name)
 
 
 def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
@@ -177,5 +147,5 @@ def _find(tx: Transaction, job_id: str) -> Experiment | Command:
 
 routes = [
     route("POST", "/job-queues", update, access=USER),
-    route("GET", "/job-queues-v2", list_jobs_v2, access=USER),
+    route("GET", "/job-queues-v2", list_jobs, access=USER),
 ]

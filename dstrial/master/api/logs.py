@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,14 +10,13 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us, parse_time
-from dstrial.master.http.messages import message
-from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route
+from dstrial.master.http.responses import Stream, message, ndjson
+from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route, writes
 from dstrial.master.http.serializers import as_data
-from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
 from dstrial.master.store import tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Connection
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import logs
 
 _CHUNK = 2000
@@ -28,49 +26,45 @@ _LATE_S = 3.0
 
 
 def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> logs.LogFilter:
-    ranks = []
-    for text in request.queries("rankIds"):
-        if re.fullmatch(r"-?[0-9]{1,9}", text) is None:
-            raise request.wrong_query("rankIds", "whole numbers")
-        ranks.append(int(text))
     levels = [
         name.removeprefix("LOG_LEVEL_") for name in request.query_choices("levels", bindings.v1LogLevel)
     ]
-    times: dict[str, int | None] = {}
-    for name in ("timestampBefore", "timestampAfter"):
-        text_or_none = request.query(name)
-        try:
-            times[name] = None if not text_or_none else parse_time(text_or_none)
-        except (ValueError, OverflowError) as error:
-            raise request.wrong_query(name, "a time") from error
     limit = request.query_int("limit") or 0
     return logs.LogFilter(
         trial_id=trial_id,
         task_id=task_id,
         limit=limit if limit > 0 else None,
-        is_descending=request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC",
+        is_descending=request.is_descending,
         allocation_ids=tuple(request.queries("allocationIds")),
         agent_ids=tuple(request.queries("agentIds")),
         agent_id=request.services.agent_id,
         container_ids=tuple(request.queries("containerIds")),
-        rank_ids=tuple(ranks),
+        rank_ids=tuple(request.query_ints("rankIds")),
         sources=tuple(request.queries("sources")),
         stdtypes=tuple(request.queries("stdtypes")),
         levels=tuple(levels),
-        before_us=times["timestampBefore"],
-        after_us=times["timestampAfter"],
+        before_us=_time_us(request, "timestampBefore"),
+        after_us=_time_us(request, "timestampAfter"),
         search_text=request.query("searchText") or "",
     )
 
 
-async def stream_trial_logs(request: ApiRequest) -> NdjsonResponse:
+def _time_us(request: ApiRequest, name: str) -> int | None:
+    text = request.query(name)
+    try:
+        return parse_time(text) if text else None
+    except (ValueError, OverflowError) as error:
+        raise request.wrong_query(name, "a time") from error
+
+
+async def stream_trial_logs(request: ApiRequest) -> Stream:
     trial_id = request.path_params["trial_id"]
     await request.services.read(trial_rows.require, trial_id)
     wanted = _filter(request, trial_id, None)
     return ndjson(_lines(request, wanted, f"logs:trial:{trial_id}"))
 
 
-async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
+async def stream_task_logs(request: ApiRequest) -> Stream:
     task_id = request.path_params["task_id"]
     await request.services.read(_task, task_id)
     wanted = _filter(request, None, task_id)
@@ -139,9 +133,9 @@ def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine)
     )
 
 
-async def clean_up(request: ApiRequest) -> dict[str, Any]:
-    default_days = request.services.settings.log_retention_days
-    removed = await request.services.write(lambda tx: logs.forget_old(tx, default_days))
+@writes
+def clean_up(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    removed = logs.forget_old(tx, request.services.settings.log_retention_days)
     return message(bindings.v1CleanupLogsResponse, removedCount=str(removed))
 
 

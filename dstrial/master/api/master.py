@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import datetime
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message
+from dstrial.master.http.responses import Stream, message, ndjson
 from dstrial.master.http.router import ADMIN, PUBLIC, USER, ApiRequest, route
-from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import VERSION
 from dstrial.master.store.database import SqlError, ping
 
@@ -92,14 +90,8 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
     """Change the log's level and colour until the master exits."""
     body = request.body()
-    mask = body.get("fieldMask")
-    paths = (
-        mask.split(",")
-        if isinstance(mask, str)
-        else (Fields(mask).texts("paths") if isinstance(mask, dict) else None)
-    )
-    config = body.fields("config")
-    log = config.fields("log") if config is not None else None
+    paths = (body.fields("fieldMask") or Fields({})).texts("paths")
+    log = (body.fields("config") or Fields({})).fields("log")
     unknown = sorted(set(paths or ()) - {"log", "log.level", "log.color"})
     if not paths or log is None or unknown:
         raise RequestError(
@@ -119,65 +111,51 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
-async def stream_logs(request: ApiRequest) -> NdjsonResponse:
+async def stream_logs(request: ApiRequest) -> Stream:
     """Stream the master's log; a negative ``offset`` counts from the end."""
     offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
     if limit < 0:
         raise RequestError(400, f"limit is {limit}; expected at least 0. Send 0 for no limit.")
-    follows = request.query_flag("follow") or False
-    path = request.services.state_dir / "master.log"
-    first, position = await request.services.run(lambda: _start(path, offset))
-    return ndjson(_entries(request, path, first, position, limit or None, follows))
+    reader = _LogReader(request.services.state_dir / "master.log")
+    await request.services.run(lambda: reader.skip_to(offset))
+    return ndjson(_entries(request, reader, limit or None))
 
 
 async def _entries(
-    request: ApiRequest, path: Path, first: int, position: int, limit: int | None, follows: bool
+    request: ApiRequest, reader: _LogReader, num_left: int | None
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    reader = _LogReader(path, first, position)
-    num_left = limit
-    while True:
-        entries = await request.services.run(reader.read)
-        if num_left is not None:
-            entries = entries[:num_left]
-            num_left -= len(entries)
+    while num_left is None or num_left > 0:
+        entries = (await request.services.run(reader.read))[:num_left]
         if entries:
+            num_left = None if num_left is None else num_left - len(entries)
             yield [{"logEntry": entry} for entry in entries]
-        elif not follows:
+        elif not request.query_flag("follow"):
             return
         else:
             await asyncio.sleep(_FOLLOW_PERIOD_S)
-        if num_left == 0:
-            return
-
-
-def _start(path: Path, offset: int) -> tuple[int, int]:
-    if not path.exists():
-        return 0, 0
-    with path.open("rb") as file:
-        positions: Iterator[tuple[int, int]] = enumerate(_positions(iter(file.readline, b"")))
-        if offset < 0:
-            last = collections.deque(positions, maxlen=-offset)
-            return last[0] if last else (0, 0)
-        found = next(itertools.islice(positions, offset, None), None)
-        return found if found is not None else (offset, file.tell())
-
-
-def _positions(lines: Iterator[bytes]) -> Iterator[int]:
-    position = 0
-    for line in lines:
-        yield position
-        position += len(line)
 
 
 class _LogReader:
-    """Reads lines of a growing file from a line number and a byte offset on."""
+    """Reads lines of a growing file."""
 
-    def __init__(self, path: Path, first: int, position: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._line_idx = first
-        self._position = position
+        self._line_idx = 0
+        self._position = 0  # bytes
         self._time = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
         self._level = "LOG_LEVEL_INFO"
+
+    def skip_to(self, offset: int) -> None:
+        """Skip lines; a negative offset counts from the end."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            if offset < 0:
+                offset = max(0, sum(1 for _ in file) + offset)
+                file.seek(0)
+            for line in itertools.islice(file, offset):
+                self._line_idx += 1
+                self._position += len(line)
 
     def read(self) -> list[dict[str, Any]]:
         if not self._path.exists():

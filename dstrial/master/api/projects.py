@@ -9,17 +9,17 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.workspaces import named, ordered
+from dstrial.master.api.workspaces import is_wanted
 from dstrial.master.http.access import require_owner
-from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import USER, ApiRequest, reads, route, writes
 from dstrial.master.http.serializers import stored, time_or_none
-from dstrial.master.lifecycle import containers
+from dstrial.master.lifecycle import experiments
 from dstrial.master.store import projects, workspaces
 from dstrial.master.store.database import Connection, Transaction
 
 _ORDER: dict[str, Callable[[projects.ProjectInfo], Any]] = {
+    "": lambda row: row.id,
     "SORT_BY_NAME": lambda row: row.name.casefold(),
     "SORT_BY_DESCRIPTION": lambda row: row.description,
     "SORT_BY_CREATION_TIME": lambda row: row.created_us,
@@ -51,48 +51,39 @@ def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
     )
 
 
-async def list_projects(request: ApiRequest) -> dict[str, Any]:
-    is_wanted = named(request)
-    sort_by = request.query_choice("sortBy", bindings.v1GetWorkspaceProjectsRequestSortBy)
-    order = request.query_choice("orderBy", bindings.v1OrderBy)
+@reads
+def list_projects(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     workspace_id = request.path_params["workspace_id"]
+    workspaces.require(connection, workspace_id)
+    found = [row for row in projects.list_projects(connection, workspace_id) if is_wanted(request, row)]
+    ordered = request.ordered(found, _ORDER, bindings.v1GetWorkspaceProjectsRequestSortBy)
+    rows, pagination = request.page(ordered)
+    return {"projects": [project_json(row) for row in rows], "pagination": pagination}
 
-    def read(connection: Connection) -> list[projects.ProjectInfo]:
-        workspaces.require(connection, workspace_id)
-        return projects.list_projects(connection, workspace_id)
 
-    found = ordered(
-        [row for row in await request.services.read(read) if is_wanted(row)], _ORDER, sort_by, order
+def _project_json(connection: Connection, project_id: int) -> dict[str, Any]:
+    return project_json(projects.require(connection, project_id))
+
+
+@reads
+def show_project(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    return {"project": _project_json(connection, request.path_params["project_id"])}
+
+
+@writes
+def create_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    body, row = request.body(), workspaces.require(tx.connection, request.path_params["workspace_id"])
+    workspaces.refuse_immutable(row, "take a project")
+    workspaces.refuse_archived(row, "take a project")
+    project_id = projects.create(
+        tx,
+        workspace_id=row.id,
+        name=body.required_text("name"),
+        key=body.text("key"),
+        description=body.text("description") or "",
+        owner_id=request.user.id,
     )
-    page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
-    return {
-        "projects": [project_json(row) for row in found[page.start : page.end]],
-        "pagination": page.to_json(),
-    }
-
-
-async def _shown(request: ApiRequest, project_id: int) -> dict[str, Any]:
-    return project_json(await request.services.read(projects.require, project_id))
-
-
-async def show_project(request: ApiRequest) -> dict[str, Any]:
-    return {"project": await _shown(request, request.path_params["project_id"])}
-
-
-async def create_project(request: ApiRequest) -> dict[str, Any]:
-    body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
-    name, key, description = body.required_text("name"), body.text("key"), body.text("description") or ""
-
-    def write(tx: Transaction) -> int:
-        row = workspaces.require(tx.connection, workspace_id)
-        workspaces.refuse_immutable(row, "take a project")
-        workspaces.refuse_archived(row, "take a project")
-        return projects.create(
-            tx, workspace_id=workspace_id, name=name, key=key, description=description, owner_id=user.id
-        )
-
-    project_id = await request.services.write(write)
-    return message(bindings.v1PostProjectResponse, project=await _shown(request, project_id))
+    return message(bindings.v1PostProjectResponse, project=_project_json(tx.connection, project_id))
 
 
 def _editable_project(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
@@ -108,64 +99,45 @@ def _editable_project(connection: Connection, request: ApiRequest, verb: str) ->
     return row
 
 
-async def patch_project(request: ApiRequest) -> dict[str, Any]:
-    body = request.body()
-    await request.services.read(_editable_project, request, "be changed")
+@writes
+def patch_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    body, row = request.body(), _editable_project(tx.connection, request, "be changed")
     fields = {name: body.text(name) for name in ("name", "key", "description")}
     changes = {name: value for name, value in fields.items() if value is not None}
-
-    def write(tx: Transaction) -> None:
-        row = _editable_project(tx.connection, request, "be changed")
-        projects.refuse_shut(row, "be changed")
-        if "name" in changes:
-            projects.check_name(tx.connection, row.workspace_id, changes["name"], row.id)
-        if "key" in changes:
-            changes["key"] = projects.check_key(tx.connection, changes["key"], row.id)
-        projects.change(tx, row.id, **changes)
-
-    await request.services.write(write)
-    return message(
-        bindings.v1PatchProjectResponse, project=await _shown(request, request.path_params["project_id"])
-    )
+    projects.refuse_shut(row, "be changed")
+    if "name" in changes:
+        projects.check_name(tx.connection, row.workspace_id, changes["name"], row.id)
+    if "key" in changes:
+        changes["key"] = projects.check_key(tx.connection, changes["key"], row.id)
+    projects.change(tx, row.id, **changes)
+    return message(bindings.v1PatchProjectResponse, project=_project_json(tx.connection, row.id))
 
 
-def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        def write(tx: Transaction) -> None:
-            row = _editable_project(tx.connection, request, "be archived")
-            workspaces.refuse_archived(
-                workspaces.require(tx.connection, row.workspace_id), "have its projects changed"
-            )
-            projects.change(tx, row.id, is_archived=is_archived)
-
-        await request.services.write(write)
-        return {}
-
-    return handle
+@writes
+def archive_project(tx: Transaction, request: ApiRequest) -> None:
+    row = _editable_project(tx.connection, request, "be archived")
+    workspace = workspaces.require(tx.connection, row.workspace_id)
+    workspaces.refuse_archived(workspace, "have its projects changed")
+    projects.change(tx, row.id, is_archived=request.route.path.endswith("/archive"))
 
 
-async def delete_project(request: ApiRequest) -> dict[str, Any]:
-    def write(tx: Transaction) -> bool:
-        return containers.delete_project(tx, _editable_project(tx.connection, request, "be deleted").id)
-
-    return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
-
-
-def _note(given: Fields) -> dict[str, str]:
-    return {"name": given.text("name") or "", "contents": given.text("contents") or ""}
+@writes
+def delete_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    row = _editable_project(tx.connection, request, "be deleted")
+    return message(bindings.v1DeleteProjectResponse, completed=experiments.delete_project(tx, row.id))
 
 
-async def put_notes(request: ApiRequest) -> dict[str, Any]:
-    notes = [_note(given) for given in request.body().field_list("notes") or []]
+@writes
+def put_notes(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    notes = [
+        {"name": given.text("name") or "", "contents": given.text("contents") or ""}
+        for given in request.body().field_list("notes") or []
+    ]
     if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
         raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")
-
-    def write(tx: Transaction) -> None:
-        row = projects.require(tx.connection, request.path_params["project_id"])
-        projects.refuse_shut(row, "be changed")
-        projects.change(tx, row.id, notes=notes)
-
-    await request.services.write(write)
+    row = projects.require(tx.connection, request.path_params["project_id"])
+    projects.refuse_shut(row, "be changed")
+    projects.change(tx, row.id, notes=notes)
     return {"notes": notes}
 
 
@@ -176,7 +148,7 @@ routes = [
     route("GET", _ONE, show_project, access=USER),
     route("PATCH", _ONE, patch_project, access=USER),
     route("DELETE", _ONE, delete_project, access=USER),
-    route("POST", f"{_ONE}/archive", _archive(True), access=USER),
-    route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
+    route("POST", f"{_ONE}/archive", archive_project, access=USER),
+    route("POST", f"{_ONE}/unarchive", archive_project, access=USER),
     route("PUT", f"{_ONE}/notes", put_notes, access=USER),
 ]

@@ -1,4 +1,4 @@
-"""Usage reports: raw allocations, and sums per day or month.
+"""Usage reports: raw allocations, and sums per day or month, as JSON and CSV.
 
 Source: Determined 0.38.1 for the columns, the kinds of rows and the unit of the sums (slot-seconds).
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import collections
 import csv
-import dataclasses
 import datetime
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from determined.common.api import bindings
@@ -19,42 +18,27 @@ from starlette.responses import Response
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.http.fields import shown
-from dstrial.master.http.messages import message
-from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import USER, ApiRequest, reads, route
+from dstrial.master.http.serializers import time_or_none
 from dstrial.master.store import allocations
 from dstrial.master.store.database import Connection
 
 _RAW = ("experiment_id", "kind", "username", "labels", "slots", "start_time", "end_time", "seconds")
 _ALLOCATIONS = (
-    "allocation_id",
-    "task_type",
-    "username",
-    "workspace_name",
-    "experiment_id",
-    "slots",
-    "start_time",
-    "end_time",
-    "imagepulling_time",
+    *("allocation_id", "task_type", "username", "workspace_name", "experiment_id", "slots"),
+    *("start_time", "end_time", "imagepulling_time"),
 )
 _AGGREGATED = ("aggregation_type", "aggregation_key", "date", "seconds")
-_MONTHLY = "RESOURCE_ALLOCATION_AGGREGATION_PERIOD_MONTHLY"
+_GROUPS = (
+    ("experiment_label", "byExperimentLabel"),
+    ("username", "byUsername"),
+    ("resource_pool", "byResourcePool"),
+)
+_DAILY = bindings.v1ResourceAllocationAggregationPeriod.DAILY.value
+_MONTHLY = bindings.v1ResourceAllocationAggregationPeriod.MONTHLY.value
 _MAX_PERIODS = 4000
 _UTC = datetime.timezone.utc
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of the raw report; ``seconds`` is clipped to the requested time range."""
-
-    experiment_id: int | None
-    kind: str
-    user_id: int | None
-    username: str
-    labels: tuple[str, ...]
-    slots: int
-    start_us: int
-    end_us: int
-    seconds: float
 
 
 def _time(request: ApiRequest, name: str) -> int:
@@ -71,84 +55,74 @@ def _window(request: ApiRequest) -> tuple[int, int]:
     return after_us, before_us
 
 
-async def _raw_rows(request: ApiRequest) -> list[_Row]:
+def _raw(connection: Connection, request: ApiRequest) -> list[dict[str, Any]]:
+    """Return an entry per span, with ``seconds`` within the window."""
     after_us, before_us = _window(request)
     services, now = request.services, now_us()
+    entries = []
 
-    def read(connection: Connection) -> list[_Row]:
-        rows = []
-        for use in allocations.uses(connection, after_us, before_us):
-            for kind, start_us, end_us in allocations.spans(connection, use, now):
-                overlap_us = min(end_us, before_us) - max(start_us, after_us)
-                if overlap_us > 0:
-                    rows.append(
-                        _Row(
-                            use.experiment_id, kind, use.user_id, use.username, use.labels, use.num_slots,
-                            start_us, end_us, overlap_us / 1e6,
-                        )
-                    )  # fmt: skip
-        return rows
-
-    rows = await services.read(read)
-    overlap_us = min(now, before_us) - max(services.start_us, after_us)
-    if overlap_us > 0:
-        agent = _Row(
-            None,
-            "agent",
-            None,
-            services.agent_id,
-            (),
-            len(services.slots),
-            services.start_us,
-            now,
-            overlap_us / 1e6,
-        )
-        rows.append(agent)
-    return sorted(rows, key=lambda row: row.start_us)
-
-
-async def show_raw(request: ApiRequest) -> dict[str, Any]:
-    return {
-        "resourceEntries": [
-            message(
-                bindings.v1ResourceAllocationRawEntry,
-                kind=row.kind,
-                startTime=format_us(row.start_us),
-                endTime=format_us(row.end_us),
-                experimentId=row.experiment_id,
-                username=row.username,
-                userId=row.user_id,
-                labels=list(row.labels),
-                seconds=row.seconds,
-                slots=row.slots,
+    def add(kind: str, start_us: int, end_us: int, **fields: Any) -> None:
+        overlap_us = min(end_us, before_us) - max(start_us, after_us)
+        if overlap_us > 0:
+            entries.append(
+                message(
+                    bindings.v1ResourceAllocationRawEntry,
+                    kind=kind,
+                    startTime=format_us(start_us),
+                    endTime=format_us(end_us),
+                    seconds=overlap_us / 1e6,
+                    **fields,
+                )
             )
-            for row in await _raw_rows(request)
-        ]
-    }
+
+    for use in allocations.uses(connection, after_us, before_us):
+        for span in allocations.spans(connection, use, now):
+            add(
+                *span,
+                experimentId=use.experiment_id,
+                username=use.username,
+                userId=use.user_id,
+                labels=list(use.labels),
+                slots=use.num_slots,
+            )
+    add(
+        *("agent", services.start_us, now),
+        experimentId=None,
+        username=services.agent_id,
+        userId=None,
+        labels=[],
+        slots=len(services.slots),
+    )
+    return sorted(entries, key=lambda entry: str(entry["startTime"]))
 
 
-async def raw_csv(request: ApiRequest) -> Response:
+@reads
+def show_raw(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    return {"resourceEntries": _raw(connection, request)}
+
+
+@reads
+def raw_csv(connection: Connection, request: ApiRequest) -> Response:
     return _csv(
         _RAW,
         (
             (
-                row.experiment_id or 0,
-                row.kind,
-                row.username,
-                ",".join(label.replace("\\", "\\\\").replace(",", "\\,") for label in row.labels),
-                row.slots,
-                format_us(row.start_us),
-                format_us(row.end_us),
-                f"{row.seconds:f}",
+                entry["experimentId"] or 0,
+                entry["kind"],
+                entry["username"],
+                ",".join(label.replace("\\", "\\\\").replace(",", "\\,") for label in entry["labels"]),
+                entry["slots"],
+                entry["startTime"],
+                entry["endTime"],
+                f"{entry['seconds']:f}",
             )
-            for row in await _raw_rows(request)
+            for entry in _raw(connection, request)
         ),
     )
 
 
-async def allocations_csv(request: ApiRequest) -> Response:
-    after_us, before_us = _window(request)
-    found = await request.services.read(allocations.uses, after_us, before_us)
+@reads
+def allocations_csv(connection: Connection, request: ApiRequest) -> Response:
     return _csv(
         _ALLOCATIONS,
         (
@@ -160,10 +134,10 @@ async def allocations_csv(request: ApiRequest) -> Response:
                 use.experiment_id or "",
                 use.num_slots,
                 format_us(use.start_us),
-                "" if use.end_us is None else format_us(use.end_us),
+                time_or_none(use.end_us) or "",
                 "0.0",
             )
-            for use in found
+            for use in allocations.uses(connection, *_window(request))
         ),
     )
 
@@ -186,87 +160,73 @@ def _us(day: datetime.date) -> int:
     return int(datetime.datetime(day.year, day.month, day.day, tzinfo=_UTC).timestamp()) * 1_000_000
 
 
-async def _aggregated(request: ApiRequest) -> list[dict[str, Any]]:
+def _aggregated(connection: Connection, request: ApiRequest) -> list[dict[str, Any]]:
     period = request.query_choice("period", bindings.v1ResourceAllocationAggregationPeriod)
     is_monthly = period == _MONTHLY
-    first, last = _day(request, "startDate", is_monthly), _day(request, "endDate", is_monthly)
+    day, last = _day(request, "startDate", is_monthly), _day(request, "endDate", is_monthly)
     if is_monthly:
-        first = first.replace(day=1)
-    if last < first:
+        day = day.replace(day=1)
+    if last < day:
         raise request.wrong_query("endDate", "a date that is not before startDate")
     last = min(last, datetime.datetime.now(_UTC).date())
-    if (last - first).days > _MAX_PERIODS * (28 if is_monthly else 1):
+    if (last - day).days > _MAX_PERIODS * (28 if is_monthly else 1):
         raise RequestError(
             400,
             f"startDate is {shown(request.query('startDate'))}; expected at most {_MAX_PERIODS} periods before endDate. "
             "Ask for less at a time.",
         )
-    pool_name, now = request.services.settings.pool_name, now_us()
+    entries = []
+    while day <= last:
+        following = _next(day, is_monthly)
+        start_us, end_us = _us(day), _us(following)
+        uses = allocations.uses(connection, start_us, end_us)
+        entries.append(
+            message(
+                bindings.v1ResourceAllocationAggregatedEntry,
+                period=_MONTHLY if is_monthly else _DAILY,
+                periodStart=day.isoformat()[:7] if is_monthly else day.isoformat(),
+                **_sums(uses, start_us, end_us, request.services.settings.pool_name),
+            )
+        )
+        day = following
+    return entries
 
-    def read(connection: Connection) -> list[dict[str, Any]]:
-        entries, day = [], first
-        while day <= last:
-            following = _next(day, is_monthly)
-            start_us, end_us = _us(day), _us(following)
-            found = allocations.uses(connection, start_us, end_us)
-            entries.append(_entry(found, day, (start_us, end_us), is_monthly, pool_name, now))
-            day = following
-        return entries
 
-    return await request.services.read(read)
-
-
-def _entry(
-    found: Iterable[allocations.AllocationUsage],
-    day: datetime.date,
-    window_us: tuple[int, int],
-    is_monthly: bool,
-    pool_name: str,
-    now: int,
+def _sums(
+    uses: Iterable[allocations.AllocationUsage], start_us: int, end_us: int, pool_name: str
 ) -> dict[str, Any]:
     by_user: dict[str, float] = collections.defaultdict(float)
     by_label: dict[str, float] = collections.defaultdict(float)
-    total = 0.0
-    for use in found:
-        end_us = min(now if use.end_us is None else use.end_us, window_us[1])
-        seconds = max(end_us - max(use.start_us, window_us[0]), 0) / 1e6 * use.num_slots
-        total += seconds
+    now = now_us()
+    for use in uses:
+        until_us = min(now if use.end_us is None else use.end_us, end_us)
+        seconds = max(until_us - max(use.start_us, start_us), 0) / 1e6 * use.num_slots
         by_user[use.username] += seconds
         for label in use.labels:
             by_label[label] += seconds
-    return message(
-        bindings.v1ResourceAllocationAggregatedEntry,
-        period=_MONTHLY if is_monthly else bindings.v1ResourceAllocationAggregationPeriod.DAILY.value,
-        periodStart=day.isoformat()[:7] if is_monthly else day.isoformat(),
-        seconds=total,
-        byUsername=dict(by_user),
-        byExperimentLabel=dict(by_label),
-        byResourcePool={pool_name: total} if by_user else {},
-    )
+    total = sum(by_user.values())
+    return {
+        "seconds": total,
+        "byUsername": dict(by_user),
+        "byExperimentLabel": dict(by_label),
+        "byResourcePool": {pool_name: total} if by_user else {},
+    }
 
 
-async def show_aggregated(request: ApiRequest) -> dict[str, Any]:
-    return message(
-        bindings.v1ResourceAllocationAggregatedResponse, resourceEntries=await _aggregated(request)
-    )
+@reads
+def show_aggregated(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    entries = _aggregated(connection, request)
+    return message(bindings.v1ResourceAllocationAggregatedResponse, resourceEntries=entries)
 
 
-async def aggregated_csv(request: ApiRequest) -> Response:
-    groups: tuple[tuple[str, Callable[[dict[str, Any]], dict[str, float]]], ...] = (
-        ("experiment_label", lambda entry: entry["byExperimentLabel"]),
-        ("username", lambda entry: entry["byUsername"]),
-        ("resource_pool", lambda entry: entry["byResourcePool"]),
-        ("total", lambda entry: {"total": entry["seconds"]}),
-    )
-    return _csv(
-        _AGGREGATED,
-        (
-            (kind, key, entry["periodStart"], f"{seconds:f}")
-            for entry in await _aggregated(request)
-            for kind, sums in groups
-            for key, seconds in sorted(sums(entry).items())
-        ),
-    )
+@reads
+def aggregated_csv(connection: Connection, request: ApiRequest) -> Response:
+    rows: list[tuple[Any, ...]] = []
+    for entry in _aggregated(connection, request):
+        sums = [(kind, *item) for kind, field in _GROUPS for item in sorted(entry[field].items())]
+        sums.append(("total", "total", entry["seconds"]))
+        rows += [(kind, key, entry["periodStart"], f"{seconds:f}") for kind, key, seconds in sums]
+    return _csv(_AGGREGATED, rows)
 
 
 def _csv(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> Response:

@@ -1,116 +1,117 @@
-"""Trials: list, show, workloads, progress reports, preemption, kill."""
+"""Trials: list, show, workloads, metrics, other reports, preemption, kill."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from determined.common.api import bindings
 
 from dstrial.config.secrets import SecretNames
 from dstrial.errors import RequestError
-from dstrial.master.clock import now_us
-from dstrial.master.http.messages import Page, message, page_of
-from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.http.fields import shown
+from dstrial.master.http.responses import Stream, message, ndjson
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
 from dstrial.master.http.serializers import (
     as_data,
     checkpoint_workload,
     metrics_workload,
+    stored,
     stored_states,
     trial_json,
 )
 from dstrial.master.lifecycle import allocations as allocation_life
 from dstrial.master.lifecycle import trials
+from dstrial.master.services import Services
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
+from dstrial.master.store.reports.metric_summaries import MAX_NAME_CHARS
 from dstrial.master.store.views import listings
 
+_MAX_METADATA_BYTES = 1 << 20
+_MAX_STEPS = 2**31 - 1
+_MAX_WAIT_S = 600  # longest long poll for a preemption, as clients ask for it
+_MAX_DAYS = 32767  # longest log retention, a smallint in Determined's database
+_INFERENCE = bindings.v1TrialSourceInfoType.INFERENCE.value
+# Kinds of workloads at one batch, in their order.
+_TRAINING, _VALIDATION, _CHECKPOINT = 0, 1, 2
+_KINDS = {
+    "FILTER_OPTION_CHECKPOINT": {_CHECKPOINT},
+    "FILTER_OPTION_VALIDATION": {_VALIDATION},
+    "FILTER_OPTION_CHECKPOINT_OR_VALIDATION": {_VALIDATION, _CHECKPOINT},
+}
 
-async def list_trials(request: ApiRequest) -> dict[str, Any]:
+
+@reads
+def list_trials(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     experiment_id = request.path_params["experiment_id"]
+    experiment_rows.require(connection, experiment_id)
     states = stored_states(request.query_choices("states", bindings.experimentv1State))
-    sort_by = request.query_choice("sortBy", bindings.v1GetExperimentTrialsRequestSortBy)
-    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    offset, limit = request.query_int("offset"), request.query_int("limit")
-
-    def read(connection: Connection) -> tuple[Any, list[listings.ListedTrial]]:
-        experiment_rows.require(connection, experiment_id)
-        page = page_of(listings.count_trials(connection, experiment_id, states), offset, limit)
-        rows = listings.list_trials(
-            connection,
-            now_us=now_us(),
-            experiment_id=experiment_id,
-            states=states,
-            sort_by=sort_by,
-            is_descending=is_descending,
-            offset=page.start,
-            limit=page.end - page.start,
-        )
-        return page, rows
-
-    page, rows = await request.services.read(read)
+    page = request.page_of(listings.count_trials(connection, experiment_id, states))
+    rows = listings.list_trials(
+        connection,
+        now_us=now_us(),
+        experiment_id=experiment_id,
+        states=states,
+        sort_by=request.query_choice("sortBy", bindings.v1GetExperimentTrialsRequestSortBy),
+        is_descending=request.is_descending,
+        offset=page.start,
+        limit=page.end - page.start,
+    )
     return {"pagination": page.to_json(), "trials": [trial_json(request.services, row) for row in rows]}
 
 
-async def show_trial(request: ApiRequest) -> dict[str, Any]:
+@reads
+def show_trial(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     trial_id = request.path_params["trial_id"]
-
-    def read(connection: Connection) -> list[listings.ListedTrial]:
-        trial_rows.require(connection, trial_id)
-        return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
-
-    rows = await request.services.read(read)
-    return message(bindings.v1GetTrialResponse, trial=trial_json(request.services, rows[0]))
+    trial_rows.require(connection, trial_id)
+    (row,) = listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
+    return message(bindings.v1GetTrialResponse, trial=trial_json(request.services, row))
 
 
-async def list_workloads(request: ApiRequest) -> dict[str, Any]:
-    trial_id = request.path_params["trial_id"]
+@reads
+def list_workloads(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    trial_id, wanted_group = request.path_params["trial_id"], request.query("group")
     which = request.query_choice("filter", bindings.GetTrialWorkloadsRequestFilterOption) or ""
-    wanted_group = request.query("group")
     hides_deleted = request.query_flag("removeDeletedCheckpoints")
-    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    has_batches = request.query_flag("includeBatchMetrics")
-    offset, limit = request.query_int("offset"), request.query_int("limit")
-
-    kinds = {
-        "FILTER_OPTION_CHECKPOINT": {2},
-        "FILTER_OPTION_VALIDATION": {1},
-        "FILTER_OPTION_CHECKPOINT_OR_VALIDATION": {1, 2},
-    }.get(which, {0, 1, 2})
-
-    def read(connection: Connection) -> tuple[Page, list[dict[str, Any]]]:
-        trial_rows.require(connection, trial_id)
-        # Fetch only sort keys: a trial may have millions of reports, and a page shows a hundred.
-        found: list[tuple[int, int, int | checkpoint_rows.Checkpoint]] = [
-            (steps, 1 if group == "validation" else 0, report_id)
-            for report_id, steps, group in metrics.report_keys(connection, trial_id)
-            if wanted_group in (None, "", group)
-        ]
-        found += [
-            (saved.steps, 2, saved)
-            for saved in checkpoint_rows.by_batch(connection, trial_id)
-            if not (hides_deleted and saved.state == "DELETED")
-        ]
-        found = sorted(
-            (item for item in found if item[1] in kinds), key=lambda item: item[:2], reverse=is_descending
+    has_batches = bool(request.query_flag("includeBatchMetrics"))
+    kinds = _KINDS.get(which, {_TRAINING, _VALIDATION, _CHECKPOINT})
+    trial_rows.require(connection, trial_id)
+    # Fetch only sort keys: a trial may have millions of reports, and a page shows a hundred.
+    found: list[tuple[int, int, int | checkpoint_rows.Checkpoint]] = [
+        (steps, _VALIDATION if group == "validation" else _TRAINING, report_id)
+        for report_id, steps, group in metrics.report_keys(connection, trial_id)
+        if wanted_group in (None, "", group)
+    ]
+    found += [
+        (saved.steps, _CHECKPOINT, saved)
+        for saved in checkpoint_rows.by_batch(connection, trial_id)
+        if not (hides_deleted and saved.state == "DELETED")
+    ]
+    rows, pagination = request.page(
+        sorted(
+            (item for item in found if item[1] in kinds),
+            key=lambda item: item[:2],
+            reverse=request.is_descending,
         )
-        page = page_of(len(found), offset, limit)
-        return page, [
-            _report_workload(connection, one, has_batches=bool(has_batches))
-            if isinstance(one, int)
-            else _checkpoint_workload(one, request.services.secret_names)
-            for _, _, one in found[page.start : page.end]
-        ]
-
-    page, workloads = await request.services.read(read)
+    )
+    workloads = [
+        _report_workload(connection, one, has_batches=has_batches)
+        if isinstance(one, int)
+        else _checkpoint_workload(one, request.services.secret_names)
+        for _, _, one in rows
+    ]
     return message(
         bindings.v1GetTrialWorkloadsResponse,
-        pagination=page.to_json(),
+        pagination=pagination,
         workloads=[message(bindings.v1WorkloadContainer, **workload) for workload in workloads],
     )
 
@@ -138,76 +139,64 @@ def _checkpoint_workload(saved: checkpoint_rows.Checkpoint, names: SecretNames) 
     }
 
 
-async def kill_trial(request: ApiRequest) -> dict[str, Any]:
-    trial_id = request.path_params["trial_id"]
-    await request.services.write(lambda tx: trials.kill_trial(tx, trial_id))
-    return {}
+@writes
+def kill_trial(tx: Transaction, request: ApiRequest) -> None:
+    trials.kill_trial(tx, request.path_params["trial_id"])
 
 
-async def report_progress(request: ApiRequest) -> dict[str, Any]:
-    trial_id, progress = request.path_params["trial_id"], request.body().number("progress") or 0.0
-    await request.services.write(lambda tx: trials.report_progress(tx, trial_id, progress))
-    return {}
+@writes
+def report_progress(tx: Transaction, request: ApiRequest) -> None:
+    trials.report_progress(tx, request.path_params["trial_id"], request.body().number("progress") or 0.0)
 
 
-async def report_early_exit(request: ApiRequest) -> dict[str, Any]:
-    trial_id, reason = request.path_params["trial_id"], request.body().text("reason") or ""
-    await request.services.write(
-        lambda tx: trials.early_exit(tx, trial_id, reason.removeprefix("EXITED_REASON_"))
-    )
-    return {}
+@writes
+def report_early_exit(tx: Transaction, request: ApiRequest) -> None:
+    reason = (request.body().text("reason") or "").removeprefix("EXITED_REASON_")
+    trials.early_exit(tx, request.path_params["trial_id"], reason)
 
 
-async def set_runner_metadata(request: ApiRequest) -> dict[str, Any]:
-    trial_id, state = request.path_params["trial_id"], (request.body().text("state") or "UNSPECIFIED")[:100]
-    await request.services.write(lambda tx: trials.set_runner_state(tx, trial_id, state))
-    return {}
+@writes
+def set_runner_metadata(tx: Transaction, request: ApiRequest) -> None:
+    state = (request.body().text("state") or "UNSPECIFIED")[:100]
+    trials.set_runner_state(tx, request.path_params["trial_id"], state)
 
 
-async def retain_logs(request: ApiRequest) -> dict[str, Any]:
-    days = request.body().required_integer("numDays", -1, 32767)
-    trial_id = request.path_params["trial_id"]
-
-    def perform(tx: Transaction) -> None:
-        trial_rows.require(tx.connection, trial_id)
-        trial_rows.keep_logs(tx, trial_id, days)
-
-    await request.services.write(perform)
-    return {}
+@writes
+def retain_logs(tx: Transaction, request: ApiRequest) -> None:
+    trial = trial_rows.require(tx.connection, request.path_params["trial_id"])
+    trial_rows.keep_logs(tx, trial.id, request.body().required_integer("numDays", -1, _MAX_DAYS))
 
 
-async def start_run(request: ApiRequest) -> dict[str, Any]:
+@writes
+def start_run(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     """Mark the trial's code as ready; return the id of its checkpoint storage."""
     body = request.body()
-    run_id = body.required_integer("runId")
+    run_id, storage = body.required_integer("runId"), body.mapping("checkpointStorage")
     request.require_trial(run_id)
-    storage = body.mapping("checkpointStorage")
-    allocation = request.allocation
-
-    def perform(tx: Transaction) -> int | None:
-        trial_rows.require(tx.connection, run_id)
-        if allocation is not None:
-            allocation_life.mark_ready(tx, allocation.id)
-        return None if storage is None else checkpoint_rows.storage_id(tx, storage)
-
-    number = await request.services.write(perform)
-    return message(bindings.v1RunPrepareForReportingResponse, storageId=number)
+    trial_rows.require(tx.connection, run_id)
+    if request.allocation is not None:
+        allocation_life.mark_ready(tx, request.allocation.id)
+    storage_id = None if storage is None else checkpoint_rows.storage_id(tx, storage)
+    return message(bindings.v1RunPrepareForReportingResponse, storageId=storage_id)
 
 
-async def show_run_metadata(request: ApiRequest) -> dict[str, Any]:
-    row = await request.services.read(trial_rows.require, request.path_params["run_id"])
+@reads
+def show_run_metadata(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    row = trial_rows.require(connection, request.path_params["run_id"])
     return {"metadata": json.loads(row.metadata) if row.metadata else {}}
 
 
-async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
-    run_id, metadata = request.path_params["run_id"], request.body().mapping("metadata") or {}
+@writes
+def set_run_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
+    metadata = request.body().mapping("metadata") or {}
     if len(json.dumps(metadata)) > _MAX_METADATA_BYTES:
         raise RequestError(413, "metadata is too large; expected at most 1 MiB. Keep it in a checkpoint.")
-    await request.services.write(lambda tx: trials.set_metadata(tx, run_id, metadata))
+    trials.set_metadata(tx, request.path_params["run_id"], metadata)
     return {"metadata": as_data(metadata)}
 
 
-async def report_source(request: ApiRequest) -> dict[str, Any]:
+@writes
+def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     """Record that a trial uses a checkpoint or a model version."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
@@ -215,23 +204,17 @@ async def report_source(request: ApiRequest) -> dict[str, Any]:
     kind = source.choice("trialSourceInfoType", bindings.v1TrialSourceInfoType) or _INFERENCE
     model_id, version = source.integer("modelId"), source.integer("modelVersion")
     request.require_trial(trial_id)
-
-    def perform(tx: Transaction) -> None:
-        trial_rows.require(tx.connection, trial_id)
-        checkpoint_rows.note_user(tx, uuid, trial_id, kind)
-        if model_id is not None and version is not None:
-            checkpoint_rows.note_version_user(tx, model_id, version, trial_id, kind)
-
-    await request.services.write(perform)
+    trial_rows.require(tx.connection, trial_id)
+    checkpoint_rows.note_user(tx, uuid, trial_id, kind)
+    if model_id is not None and version is not None:
+        checkpoint_rows.note_version_user(tx, model_id, version, trial_id, kind)
     return {"trialId": trial_id, "checkpointUuid": uuid}
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
     """Long-poll until the allocation should stop, or until the timeout."""
     allocation_id = request.path_params["allocation_id"]
-    timeout_s = request.query_int("timeout_seconds")
-    if timeout_s is None:
-        timeout_s = request.query_int("timeoutSeconds") or 0
+    timeout_s = request.query_int("timeoutSeconds") or 0
     services = request.services
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + min(max(timeout_s, 0), _MAX_WAIT_S)
@@ -249,15 +232,99 @@ async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
         await services.pubsub.wait(topic, seen, left_s)
 
 
-async def acknowledge_preemption(request: ApiRequest) -> dict[str, Any]:
-    allocation_id = request.path_params["allocation_id"]
-    await request.services.write(lambda tx: allocation_life.acknowledge_preemption(tx, allocation_id))
+@writes
+def acknowledge_preemption(tx: Transaction, request: ApiRequest) -> None:
+    allocation_life.acknowledge_preemption(tx, request.path_params["allocation_id"])
+
+
+async def report_metrics(request: ApiRequest) -> dict[str, Any]:
+    trial_id = request.path_params["trial_id"]
+    body = request.body()
+    report = body.fields("metrics")
+    if report is None:
+        raise body.wrong("metrics", "an object")
+    group = body.text("group") or "training"
+    values = report.fields("metrics")
+    given = None if values is None else values.mapping("avgMetrics")
+    if values is None or given is None:
+        raise report.wrong("metrics", "an object with avgMetrics")
+    per_batch = values.items_of("batchMetrics") or []
+    if not all(isinstance(of_batch, dict) for of_batch in per_batch):
+        raise values.wrong("batchMetrics", "a list of objects")
+    run_id = report.required_integer("trialRunId", 0, _MAX_STEPS)
+    steps = report.integer("stepsCompleted", 0, _MAX_STEPS)
+    end_us = report_time_us(report.text("reportTime"))
+    if len(group) > MAX_NAME_CHARS:
+        raise RequestError(400, "group is too long; expected a name. Choose another.")
+    for name in itertools.chain(given, *per_batch):
+        if len(name) > MAX_NAME_CHARS:
+            raise RequestError(
+                400,
+                f"the name of a metric has {len(name):,} characters, {shown(name)}; expected at most {MAX_NAME_CHARS}. Report "
+                "it under a shorter name, and a long text as the value.",
+            )
+    await request.services.write(
+        lambda tx: trials.report_metrics(tx, trial_id, run_id, group, steps, end_us, given, per_batch)
+    )
     return {}
 
 
-_MAX_METADATA_BYTES = 1 << 20
-_MAX_WAIT_S = 600
-_INFERENCE = bindings.v1TrialSourceInfoType.INFERENCE.value
+def report_time_us(text: str | None) -> int:
+    """Parse the time of a report; None is now."""
+    if text is None:
+        return now_us()
+    try:
+        return parse_time(text)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(
+            400, f"reportTime is {text[:80]!r}; expected a time. Send 2026-01-31T12:00:00Z."
+        ) from error
+
+
+def _streaming(group: str | None) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> Stream:
+        chosen = request.query("group") or "" if group is None else group
+        trial_ids = request.query_ints("trialIds")
+        for trial_id in trial_ids:
+            request.require_trial(trial_id)
+            await request.services.read(trial_rows.require, trial_id)
+        return ndjson(_reports(request.services, trial_ids, chosen))
+
+    return handle
+
+
+async def _reports(services: Services, trial_ids: list[int], group: str) -> AsyncIterator[dict[str, Any]]:
+    for trial_id in sorted(set(trial_ids)):
+        ids = await services.read(metrics.report_ids, trial_id, group or None)
+        while ids:
+            rows = await services.read(metrics.some_reports, ids)
+            if not rows:
+                break
+            yield {"metrics": [report_json(row, group or None) for row in rows]}
+            ids = ids[ids.index(rows[-1].id) + 1 :]
+
+
+def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
+    """Convert a row to ``v1MetricsReport``; the group decides the key of the values."""
+    keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
+    if group is None and keys != ["avg_metrics"]:
+        keys.append("avg_metrics")
+    values = {key: stored(row.metrics) for key in keys}
+    if row.per_batch is not None:
+        values["batch_metrics"] = stored(row.per_batch)
+    return message(
+        bindings.v1MetricsReport,
+        archived=bool(row.archived),
+        endTime=format_us(row.end_us),
+        group=row.group_name,
+        id=row.id,
+        metrics=values,
+        totalBatches=max(row.steps, 0),
+        trialId=row.trial_id,
+        trialRunId=row.run_id,
+    )
+
+
 _ONE = "/trials/{trial_id:int}"
 _ALLOCATION = "/allocations/{allocation_id}"
 routes = [
@@ -269,6 +336,10 @@ routes = [
     route("POST", f"{_ONE}/early_exit", report_early_exit, access=TRIAL),
     route("POST", f"{_ONE}/runner/metadata", set_runner_metadata, access=TRIAL),
     route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
+    route("POST", f"{_ONE}/metrics", report_metrics, access=TRIAL),
+    route("GET", "/trials/metrics/trial_metrics", _streaming(None), access=TRIAL),
+    route("GET", "/trials/metrics/training_metrics", _streaming("training"), access=TRIAL),
+    route("GET", "/trials/metrics/validation_metrics", _streaming("validation"), access=TRIAL),
     route("POST", "/runs/start", start_run, access=TRIAL),
     route("GET", "/runs/{run_id:int}/metadata", show_run_metadata, access=TRIAL),
     route("POST", "/runs/{run_id:int}/metadata", set_run_metadata, access=TRIAL),

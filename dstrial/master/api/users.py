@@ -10,10 +10,10 @@ from determined.common.api import bindings
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import ADMIN, USER, ApiRequest, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import ADMIN, USER, ApiRequest, reads, route
 from dstrial.master.store import tokens, users
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import User
 
 _ADMIN_ONLY = ("username", "admin", "active")
@@ -33,7 +33,8 @@ def user_json(user: User) -> dict[str, Any]:
     )
 
 
-_SORT_KEYS: dict[str, Callable[[User], Any]] = {
+_ORDER: dict[str, Callable[[User], Any]] = {
+    "": lambda user: user.username.casefold(),
     "SORT_BY_DISPLAY_NAME": lambda user: user.display_name.casefold(),
     "SORT_BY_ADMIN": lambda user: user.admin,
     "SORT_BY_ACTIVE": lambda user: user.active,
@@ -43,43 +44,46 @@ _SORT_KEYS: dict[str, Callable[[User], Any]] = {
 }
 
 
-async def list_all(request: ApiRequest) -> dict[str, Any]:
+@reads
+def list_users(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     active, admin = request.query_flag("active"), request.query_flag("admin")
     name = (request.query("name") or "").casefold()
-    sort_by = request.query_choice("sortBy", bindings.v1GetUsersRequestSortBy)
-    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    found = [
+    found = (
         user
-        for user in await request.services.read(users.list_users)
+        for user in users.list_users(connection)
         if active in (None, user.active)
         and admin in (None, user.admin)
         and (name in user.username.casefold() or name in user.display_name.casefold())
-    ]
-    found.sort(
-        key=_SORT_KEYS.get(sort_by or "", lambda user: user.username.casefold()), reverse=is_descending
     )
-    page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
+    rows, pagination = request.page(request.ordered(found, _ORDER, bindings.v1GetUsersRequestSortBy))
     return message(
-        bindings.v1GetUsersResponse,
-        users=[user_json(user) for user in found[page.start : page.end]],
-        pagination=page.to_json(),
+        bindings.v1GetUsersResponse, users=[user_json(user) for user in rows], pagination=pagination
     )
 
 
-async def show(request: ApiRequest) -> dict[str, Any]:
-    row = await request.services.read(users.find_by_id, request.path_params["user_id"])
-    return {"user": user_json(row.without_password())}
+def _user_json(connection: Connection, user_id: int) -> dict[str, Any]:
+    return {"user": user_json(users.find_by_id(connection, user_id).without_password())}
 
 
-async def show_by_name(request: ApiRequest) -> dict[str, Any]:
-    username = request.path_params["username"]
-    row = await request.services.read(users.find_by_name, username)
+@reads
+def show_user(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    return _user_json(connection, request.path_params["user_id"])
+
+
+def require_by_name(connection: Connection, username: str) -> users.StoredUser:
+    row = users.find_by_name(connection, username)
     if row is None:
         raise RequestError(404, f"user {username!r} does not exist; see `det user list --all`")
+    return row
+
+
+@reads
+def show_user_by_name(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    row = require_by_name(connection, request.path_params["username"])
     return {"user": user_json(row.without_password())}
 
 
-async def create(request: ApiRequest) -> dict[str, Any]:
+async def create_user(request: ApiRequest) -> dict[str, Any]:
     body = request.body()
     user = body.fields("user")
     if user is None:
@@ -91,7 +95,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     if password is None:
         raise body.wrong("password", "a password that is not blank")
 
-    def write(tx: Transaction) -> User:
+    def write(tx: Transaction) -> dict[str, Any]:
         user_id = users.create_user(
             tx,
             username=username,
@@ -100,21 +104,28 @@ async def create(request: ApiRequest) -> dict[str, Any]:
             display_name=name,
             active=active is not False,
         )
-        return users.find_by_id(tx.connection, user_id).without_password()
+        return _user_json(tx.connection, user_id)
 
-    return {"user": user_json(await request.services.write(write))}
+    return await request.services.write(write)
 
 
-async def patch(request: ApiRequest) -> dict[str, Any]:
+async def patch_user(request: ApiRequest) -> dict[str, Any]:
     """Change a user; only administrators may change more than display name, password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
-    _require_admin(request, user_id, given)
+    if not request.user.admin and (user_id != request.user.id or given):
+        raise RequestError(
+            403,
+            f"user {request.user.username!r} is no administrator; expected one to change "
+            f"{', '.join(given) or 'other users'}. Ask with `det -u admin`.",
+        )
     _refuse_foreign(body)
     username, admin, active = body.text("username"), body.flag("admin"), body.flag("active")
     display_name, password = body.text("displayName"), _password(body)
+    identity = request.identity
+    assert identity is not None
 
-    def write(tx: Transaction) -> User:
+    def write(tx: Transaction) -> dict[str, Any]:
         users.change_user(
             tx,
             user_id,
@@ -124,10 +135,11 @@ async def patch(request: ApiRequest) -> dict[str, Any]:
             active=active,
             password=password,
         )
-        _end_tokens(tx, request, user_id, has_password=password is not None, active=active)
-        return users.find_by_id(tx.connection, user_id).without_password()
+        if password is not None or active is False:
+            tokens.end_user_tokens(tx, user_id, except_hash=None if active is False else identity.token_hash)
+        return _user_json(tx.connection, user_id)
 
-    return {"user": user_json(await request.services.write(write))}
+    return await request.services.write(write)
 
 
 def _password(body: Fields) -> str | None:
@@ -140,16 +152,6 @@ def _password(body: Fields) -> str | None:
     return password if body.flag("isHashed") else users.client_hash(password)
 
 
-def _require_admin(request: ApiRequest, user_id: int, admin_only: list[str]) -> None:
-    if request.user.admin or (user_id == request.user.id and not admin_only):
-        return
-    raise RequestError(
-        403,
-        f"user {request.user.username!r} is no administrator; expected one to change "
-        f"{', '.join(admin_only) or 'other users'}. Ask with `det -u admin`.",
-    )
-
-
 def _refuse_foreign(user: Fields) -> None:
     if user.get("remote") or user.get("agentUserGroup"):
         raise RequestError(
@@ -159,19 +161,10 @@ def _refuse_foreign(user: Fields) -> None:
         )
 
 
-def _end_tokens(
-    tx: Transaction, request: ApiRequest, user_id: int, *, has_password: bool, active: bool | None
-) -> None:
-    """Revoke a user's tokens after a password change or a deactivation."""
-    if has_password or active is False:
-        own = request.identity.token_hash if request.identity is not None else None
-        tokens.end_user_tokens(tx, user_id, except_hash=None if active is False else own)
-
-
 routes = [
-    route("GET", "/users", list_all, access=USER),
-    route("POST", "/users", create, access=ADMIN),
-    route("GET", "/users/{user_id:int}", show, access=USER),
-    route("PATCH", "/users/{user_id:int}", patch, access=USER),
-    route("GET", "/users/{username}/by-username", show_by_name, access=USER),
+    route("GET", "/users", list_users, access=USER),
+    route("POST", "/users", create_user, access=ADMIN),
+    route("GET", "/users/{user_id:int}", show_user, access=USER),
+    route("PATCH", "/users/{user_id:int}", patch_user, access=USER),
+    route("GET", "/users/{username}/by-username", show_user_by_name, access=USER),
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,8 +17,8 @@ from dstrial.config.secrets import MASK
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
-from dstrial.master.http.messages import message
-from dstrial.master.http.router import OWNER, TRIAL, USER, ApiRequest, route
+from dstrial.master.http.responses import message
+from dstrial.master.http.router import OWNER, TRIAL, USER, ApiRequest, reads, route, writes
 from dstrial.master.store import experiments, trials, webhooks, workspaces
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports.logs import LEVELS, add_master_line
@@ -73,14 +72,10 @@ def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
     return workspaces.owned_by(connection, user.id)
 
 
-def _may_edit(connection: Connection, user: User, workspace_id: int | None) -> bool:
-    return user.admin or (
-        workspace_id is not None and workspaces.require(connection, workspace_id).owner_id == user.id
-    )
-
-
 def _require_may_edit(connection: Connection, user: User, workspace_id: int | None) -> None:
-    if not _may_edit(connection, user, workspace_id):
+    if user.admin:
+        return
+    if workspace_id is None or workspaces.require(connection, workspace_id).owner_id != user.id:
         # Not 403: Determined 0.38.1 returns a code that its client does not map to ForbiddenException.
         raise RequestError(
             400,
@@ -89,28 +84,22 @@ def _require_may_edit(connection: Connection, user: User, workspace_id: int | No
         )
 
 
-async def list_all(request: ApiRequest) -> dict[str, Any]:
+@reads
+def list_webhooks(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     user = request.user
-
-    def read(connection: Connection) -> list[dict[str, Any]]:
-        return [
-            webhook_json(one, shows_url=user.admin or one.workspace_id is not None)
-            for one in webhooks.list_webhooks(connection, seen_workspaces(connection, user))
-        ]
-
-    return {"webhooks": await request.services.read(read)}
+    found = webhooks.list_webhooks(connection, seen_workspaces(connection, user))
+    return {
+        "webhooks": [webhook_json(one, shows_url=user.admin or one.workspace_id is not None) for one in found]
+    }
 
 
-async def create(request: ApiRequest) -> dict[str, Any]:
+@writes
+def create_webhook(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     webhook = _given(request.body())
-
-    def write(tx: Transaction) -> Webhook:
-        if webhook.workspace_id is not None:
-            workspaces.require(tx.connection, webhook.workspace_id)
-        _require_may_edit(tx.connection, request.user, webhook.workspace_id)
-        return webhooks.require(tx.connection, webhooks.create(tx, webhook))
-
-    created = await request.services.write(write)
+    if webhook.workspace_id is not None:
+        workspaces.require(tx.connection, webhook.workspace_id)
+    _require_may_edit(tx.connection, request.user, webhook.workspace_id)
+    created = webhooks.require(tx.connection, webhooks.create(tx, webhook))
     return message(bindings.v1PostWebhookResponse, webhook=webhook_json(created, shows_url=True))
 
 
@@ -141,39 +130,30 @@ def _trigger(fields: Fields) -> Trigger:
     return Trigger(kind, value)
 
 
-async def _changed(request: ApiRequest, change: Callable[[Transaction, int], None]) -> dict[str, Any]:
-    webhook_id = request.path_params["webhook_id"]
-
-    def write(tx: Transaction) -> None:
-        found = webhooks.require(tx.connection, webhook_id)
-        _require_may_edit(tx.connection, request.user, found.workspace_id)
-        change(tx, webhook_id)
-
-    await request.services.write(write)
-    return {}
+def _editable(connection: Connection, request: ApiRequest) -> Webhook:
+    """Return the webhook in the path; raise 400 if the user may not change it."""
+    found = webhooks.require(connection, request.path_params["webhook_id"])
+    _require_may_edit(connection, request.user, found.workspace_id)
+    return found
 
 
-async def patch(request: ApiRequest) -> dict[str, Any]:
+@writes
+def patch_webhook(tx: Transaction, request: ApiRequest) -> None:
     """Change a webhook's URL, its only mutable field."""
     body = request.body()
     url = (body.fields("webhook") or body).required_text("url")
-    return await _changed(request, lambda tx, webhook_id: webhooks.change_url(tx, webhook_id, url))
+    webhooks.change_url(tx, _editable(tx.connection, request).id, url)
 
 
-async def delete(request: ApiRequest) -> dict[str, Any]:
-    return await _changed(request, webhooks.delete)
+@writes
+def delete_webhook(tx: Transaction, request: ApiRequest) -> None:
+    webhooks.delete(tx, _editable(tx.connection, request).id)
 
 
 async def try_out(request: ApiRequest) -> dict[str, Any]:
     """Send a test event once; raise if the receiver does not accept it."""
-    services, webhook_id = request.services, request.path_params["webhook_id"]
-
-    def read(connection: Connection) -> Webhook:
-        found = webhooks.require(connection, webhook_id)
-        _require_may_edit(connection, request.user, found.workspace_id)
-        return found
-
-    webhook = await services.read(read)
+    services = request.services
+    webhook = await services.read(_editable, request)
     body = body_of(
         test_event(str(uuid.uuid4()), int(time.time())),
         webhook.type,
@@ -192,13 +172,14 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
     if not outcome.is_delivered:
         raise RequestError(
             400,
-            f"the receiver of webhook {webhook_id} answered: {outcome.result}; expected a status from 200 to 299. See what "
+            f"the receiver of webhook {webhook.id} answered: {outcome.result}; expected a status from 200 to 299. See what "
             "its address says, or change that.",
         )
     return message(bindings.v1TestWebhookResponse, completed=True)
 
 
-async def report_alert(request: ApiRequest) -> dict[str, Any]:
+@writes
+def report_alert(tx: Transaction, request: ApiRequest) -> None:
     """Store an alert sent by a trial with ``core_context.alert``."""
     body = request.body()
     experiment_id, trial_id = body.required_integer("experimentId", 1), body.integer("trialId") or None
@@ -213,33 +194,28 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
         )
     title, description = data.text("title") or "", data.text("description") or ""
     level = (data.choice("level", bindings.v1LogLevel) or "").removeprefix("LOG_LEVEL_")
-
-    def write(tx: Transaction) -> None:
-        experiments.require(tx.connection, experiment_id)
-        trial = None if trial_id is None else trials.require(tx.connection, trial_id)
-        if trial is not None and trial.experiment_id != experiment_id:
-            raise RequestError(
-                400,
-                f"trial {trial_id} is one of experiment {trial.experiment_id}; expected one of {experiment_id}. Send both "
-                "as they belong together.",
-            )
-        num_notified = events.notify_alert(
-            tx,
-            experiment_id,
-            trial_id,
-            title=title,
-            description=description,
-            level=level if level in LEVELS else "",
+    experiments.require(tx.connection, experiment_id)
+    trial = None if trial_id is None else trials.require(tx.connection, trial_id)
+    if trial is not None and trial.experiment_id != experiment_id:
+        raise RequestError(
+            400,
+            f"trial {trial_id} is one of experiment {trial.experiment_id}; expected one of {experiment_id}. Send both "
+            "as they belong together.",
         )
-        if num_notified == 0 and trial is not None:
-            text = (
-                f"the alert {title[:80]!r} reaches no webhook: integrations.webhooks of the config names none with a "
-                "custom trigger in this workspace"
-            )
-            add_master_line(tx, trial.task_id, trial_id, text, level="WARNING")
-
-    await request.services.write(write)
-    return {}
+    num_notified = events.notify_alert(
+        tx,
+        experiment_id,
+        trial_id,
+        title=title,
+        description=description,
+        level=level if level in LEVELS else "",
+    )
+    if num_notified == 0 and trial is not None:
+        text = (
+            f"the alert {title[:80]!r} reaches no webhook: integrations.webhooks of the config names none with a "
+            "custom trigger in this workspace"
+        )
+        add_master_line(tx, trial.task_id, trial_id, text, level="WARNING")
 
 
 async def show_key(request: ApiRequest) -> dict[str, Any]:
@@ -248,10 +224,10 @@ async def show_key(request: ApiRequest) -> dict[str, Any]:
 
 _ONE = "/webhooks/{webhook_id:int}"
 routes = [
-    route("GET", "/webhooks", list_all, access=USER),
-    route("POST", "/webhooks", create, access=USER),
-    route("PATCH", _ONE, patch, access=USER),
-    route("DELETE", _ONE, delete, access=USER),
+    route("GET", "/webhooks", list_webhooks, access=USER),
+    route("POST", "/webhooks", create_webhook, access=USER),
+    route("PATCH", _ONE, patch_webhook, access=USER),
+    route("DELETE", _ONE, delete_webhook, access=USER),
     route("POST", f"{_ONE}/test", try_out, access=USER),
     route("POST", "/webhooks/custom", report_alert, access=TRIAL),
     route("GET", "//owner/webhook-key", show_key, access=OWNER),

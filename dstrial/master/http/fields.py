@@ -5,41 +5,14 @@ from __future__ import annotations
 import enum
 import math
 import re
-import reprlib
 from collections.abc import Collection, Mapping
-from itertools import islice
 from typing import Any
 
 from dstrial.errors import RequestError
 
 _SNAKE = re.compile(r"_+([a-zA-Z0-9])")
 _MAX_INTEGER = 2**63 - 1
-_MAX_GOT = 80
-
-
-class _TruncatedRepr(reprlib.Repr):
-    """Truncated ``repr`` for large or deeply nested values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = self.maxdict = self.maxlist = _MAX_GOT // 4
-        self.maxstring = self.maxother = self.maxlong = _MAX_GOT
-
-    def repr_str(self, x: str, level: int) -> str:  # noqa: ARG002 - the signature of the base class
-        return repr(x[:_MAX_GOT])
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        # The base class sorts all keys first, which is slow.
-        if level <= 0:
-            return "{…}"
-        pairs = [
-            f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}"
-            for key in islice(x, self.maxdict)
-        ]
-        return "{" + ", ".join([*pairs, *(["…"] if len(x) > self.maxdict else [])]) + "}"
-
-
-_TRUNCATED_REPR = _TruncatedRepr()
+_MAX_SHOWN_CHARS = 80
 
 
 def camel(name: str) -> str:
@@ -160,8 +133,10 @@ class Fields(dict[str, Any]):
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error message: truncated, ``missing`` for None."""
+    """Format a value for an error message: ``missing`` for None, long texts truncated."""
     if value is None:
         return "missing"
-    text = _TRUNCATED_REPR.repr(value)
-    return text if len(text) <= _MAX_GOT else text[:_MAX_GOT] + "…"
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, str) else value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

@@ -7,16 +7,18 @@ methods.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import enum
 import functools
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 import orjson
+from determined.common.api import bindings
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -25,10 +27,16 @@ from dstrial.errors import RequestError
 from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
 from dstrial.master.http.connection import connection_of
-from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
-from dstrial.master.http.messages import to_json
-from dstrial.master.http.streams import NdjsonResponse
+from dstrial.master.http.responses import (
+    Page,
+    Stream,
+    error_response,
+    page_of,
+    status_and_text,
+    to_json,
+)
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -45,6 +53,8 @@ _MAX_DEPTH = 100  # maximum nesting of a body; orjson cannot serialise more than
 _MAX_VALUES = 500_000  # maximum number of values in a body; a batch of metrics or logs has some thousands
 
 _MAX_ID = 2**31 - 1
+
+_PARAMETER = re.compile(r"\{[^}]*\}")
 
 
 class Access(enum.Enum):
@@ -96,45 +106,46 @@ def route(
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
 
 
+def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
+    """Return a handler that runs in a reader thread, in one snapshot."""
+
+    @functools.wraps(handle)
+    async def run(request: ApiRequest) -> Answer:
+        return await request.services.read(handle, request)
+
+    return run
+
+
+def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handler:
+    """Return a handler that runs in one transaction; None is answered as ``{}``."""
+
+    @functools.wraps(handle)
+    async def run(request: ApiRequest) -> Answer:
+        answer = await request.services.write(lambda tx: handle(tx, request))
+        return {} if answer is None else answer
+
+    return run
+
+
+@dataclasses.dataclass(slots=True)
 class ApiRequest:
     """An authenticated request with parsed path parameters."""
 
-    __slots__ = (
-        "_query",
-        "_receive",
-        "content",
-        "headers",
-        "identity",
-        "path_params",
-        "route",
-        "scope",
-        "services",
-    )
-
-    def __init__(
-        self,
-        services: Services,
-        route: Route,
-        scope: Scope,
-        headers: Headers,
-        path_params: dict[str, Any],
-        receive: Receive,
-    ) -> None:
-        self.services = services
-        self.route = route
-        self.scope = scope
-        self.headers = headers
-        self.path_params = path_params
-        self.identity: Identity | None = None
-        self.content = b""
-        self._query: dict[str, list[str]] | None = None
-        self._receive = receive
+    services: Services
+    route: Route
+    scope: Scope
+    headers: Headers
+    receive: Receive
+    path_params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    identity: Identity | None = None
+    content: bytes = b""
+    _query: dict[str, list[str]] | None = None
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """Await ``work``; cancel it if the client disconnects first."""
 
         async def leave() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
+            while (await self.receive())["type"] != "http.disconnect":
                 pass
 
         working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(leave())
@@ -200,17 +211,18 @@ class ApiRequest:
 
     def query_int(self, name: str) -> int | None:
         text = self.query(name)
-        if text is None or text == "":
+        if not text:
             return None
-        if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID:
+        number = _parse_int32(text)
+        if number is None:
             raise self.wrong_query(name, "a whole number of 32 bits")
-        return int(text)
+        return number
 
     def query_ints(self, name: str) -> list[int]:
-        values = self.queries(name)
-        if any(not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID for text in values):
+        numbers = [_parse_int32(text) for text in self.queries(name)]
+        if None in numbers:
             raise self.wrong_query(name, "whole numbers of 32 bits")
-        return [int(text) for text in values]
+        return [number for number in numbers if number is not None]
 
     def query_flag(self, name: str) -> bool | None:
         text = self.query(name)
@@ -232,6 +244,26 @@ class ApiRequest:
     def query_choice(self, name: str, choices: type[enum.Enum]) -> str | None:
         values = self.query_choices(name, choices)
         return values[-1] if values else None
+
+    @property
+    def is_descending(self) -> bool:
+        return self.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+
+    def ordered(
+        self, rows: Iterable[T], keys: Mapping[str, Callable[[T], Any]], choices: type[enum.Enum]
+    ) -> list[T]:
+        """Sort rows as the query asks; ``keys[""]`` is the default order."""
+        sort_by = self.query_choice("sortBy", choices) or ""
+        return sorted(rows, key=keys.get(sort_by, keys[""]), reverse=self.is_descending)
+
+    def page_of(self, total: int) -> Page:
+        """Return the range of ``total`` rows that the query's offset and limit ask for."""
+        return page_of(total, self.query_int("offset"), self.query_int("limit"))
+
+    def page(self, rows: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
+        """Return the rows of the requested page, and its ``v1Pagination``."""
+        page = self.page_of(len(rows))
+        return rows[page.start : page.end], page.to_json()
 
     def wrong_query(self, name: str, expected: str) -> RequestError:
         return RequestError(
@@ -323,37 +355,24 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-@dataclasses.dataclass(slots=True)
-class _Node:
-    words: dict[str, _Node] = dataclasses.field(default_factory=dict)
-    parameter: _Node | None = None
-    routes: dict[str, tuple[Route, list[tuple[str, str]]]] = dataclasses.field(default_factory=dict)
-
-
 class Api:
     """The ASGI application: matches the route, checks access, calls the handler."""
 
     def __init__(self, services: Services, routes: Sequence[Route]) -> None:
         self.routes = tuple(routes)
         self._services = services
-        self._root = _Node()
+        # Number of segments -> routes, those with words before those with parameters in the same place.
+        self._by_length: dict[int, list[tuple[list[str], Route]]] = collections.defaultdict(list)
+        known: set[tuple[str, str]] = set()
         for one in routes:
-            self._add(one)
-
-    def _add(self, added: Route) -> None:
-        node = self._root
-        parameters: list[tuple[str, str]] = []
-        for segment in added.path.split("/")[1:]:
-            if segment.startswith("{"):
-                name, _, kind = segment.strip("{}").partition(":")
-                parameters.append((name, kind))
-                node.parameter = node.parameter or _Node()
-                node = node.parameter
-            else:
-                node = node.words.setdefault(segment, _Node())
-        if added.method in node.routes:
-            raise ValueError(f"{added.method} {added.path} has two handlers; expected one. Remove one route.")
-        node.routes[added.method] = (added, parameters)
+            words = one.path.split("/")[1:]
+            key = (one.method, _PARAMETER.sub("{}", one.path))
+            if key in known:
+                raise ValueError(f"{one.method} {one.path} has two handlers; expected one. Remove one route.")
+            known.add(key)
+            self._by_length[len(words)].append((words, one))
+        for found in self._by_length.values():
+            found.sort(key=lambda pair: [word.startswith("{") for word in pair[0]])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -376,7 +395,7 @@ class Api:
         headers = Headers(scope=scope)
         guard.check_host_and_origin(headers)
         found, values = self._find(scope)
-        request = ApiRequest(self._services, found, scope, headers, {}, receive)
+        request = ApiRequest(self._services, found, scope, headers, receive)
         if found.access is Access.OWNER:
             if not connection_of(scope).is_at_owner_socket:
                 raise RequestError(
@@ -393,38 +412,39 @@ class Api:
                 raise
             connection_of(scope).authenticate()
         request.path_params = {
-            name: _number(name, value) if kind == "int" else value for (name, kind), value in values
+            name: _number(name, value) if kind == "int" else value for name, kind, value in values
         }
         await _check_access(request)
         if found.method != "GET":
             request.content = await _read_body(headers, receive, found.max_body_bytes)
         response = _response(await found.handler(request))
-        if isinstance(response, NdjsonResponse) and found.access not in (Access.OWNER, Access.PUBLIC):
+        if isinstance(response, Stream) and found.access not in (Access.OWNER, Access.PUBLIC):
             response.is_still_known = functools.partial(guard.is_known, self._services, headers, found.method)
         return response
 
-    def _find(self, scope: Scope) -> tuple[Route, list[tuple[tuple[str, str], str]]]:
+    def _find(self, scope: Scope) -> tuple[Route, list[tuple[str, str, str]]]:
+        """Return the route of a request, and name, kind and value of its path parameters."""
         # The raw path keeps an encoded slash within its segment.
         raw = scope.get("raw_path") or scope["path"].encode()
         path = raw.split(b"?", 1)[0].decode("latin-1")
-        node: _Node | None = self._root
-        values: list[str] = []
-        for segment in path.split("/")[1:]:
-            assert node is not None
-            below = node.words.get(segment)
-            if below is None and node.parameter is not None and segment:
-                below = node.parameter
-                values.append(unquote(segment))
-            node = below
-            if node is None:
-                break
-        method = scope["method"]
-        if node is None or method not in node.routes:
-            raise _no_route_error(method, path, sorted(node.routes) if node is not None else [])
-        found, parameters = node.routes[method]
-        if unsupported.is_word(method, path) and path != found.path:
-            raise unsupported.refusal(method, path)
-        return found, list(zip(parameters, values, strict=True))
+        segments = path.split("/")[1:]
+        methods = []
+        for words, found in self._by_length[len(segments)]:
+            if all(
+                word == segment or (segment and word.startswith("{"))
+                for word, segment in zip(words, segments, strict=True)
+            ):
+                methods.append(found.method)
+                if found.method == scope["method"]:
+                    if unsupported.is_word(found.method, path) and path != found.path:
+                        raise unsupported.refusal(found.method, path)
+                    return found, [
+                        (name, kind, unquote(segment))
+                        for word, segment in zip(words, segments, strict=True)
+                        if word.startswith("{")
+                        for name, _, kind in [word.strip("{}").partition(":")]
+                    ]
+        raise _no_route_error(scope["method"], path, sorted(set(methods)))
 
 
 async def _check_access(request: ApiRequest) -> None:
@@ -454,13 +474,18 @@ def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
     )
 
 
+def _parse_int32(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) and abs(int(text)) <= _MAX_ID else None
+
+
 def _number(name: str, text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID:
+    number = _parse_int32(text)
+    if number is None:
         raise RequestError(
             400,
             f"{name} is {shown(text)}; expected a whole number of 32 bits. Give the number that a list shows.",
         )
-    return int(text)
+    return number
 
 
 def _response(answer: Answer) -> Response:

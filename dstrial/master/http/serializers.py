@@ -11,7 +11,7 @@ from determined.common.api import bindings
 
 from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.http.messages import message
+from dstrial.master.http.responses import message
 from dstrial.master.services import Services
 from dstrial.master.store.checkpoints import CheckpointInfo
 from dstrial.master.store.views.listings import ListedExperiment, ListedTrial

@@ -9,37 +9,6 @@ from pathlib import Path
 
 from dstrial.errors import RequestError
 
-NOUNS = {
-    "agents": "single agents and slots; `det agent list` shows all of them",
-    "allocations": "requests of containers",
-    "auth": "the login of the web interface",
-    "config-policies": "config policies",
-    "experiment": "lists of labels",
-    "experiments": "charts, histories and files of experiments",
-    "experiments-search": "tables of experiments",
-    "groups": "user groups",
-    "job-queues": "the former job queue; `det job list` has the present one",
-    "k8s-resource-managers": "Kubernetes",
-    "master": "cluster messages and telemetry",
-    "models": "moves of models",
-    "namespace-bindings": "Kubernetes",
-    "oauth2": "single sign-on",
-    "permissions": "role-based access control",
-    "projects": "tables, notes, moves and bulk actions of projects",
-    "resource-pools": "changes of the bindings of resource pools",
-    "roles": "role-based access control",
-    "runs": "tables of runs and actions on them",
-    "task": "logs over HTTP",
-    "tasks": "counts, accelerators, contexts and log fields of tasks",
-    "template": "renames of templates",
-    "templates": "replacements of templates",
-    "trials": "charts, former reports and log fields of trials",
-    "user": "projects last looked at",
-    "users": "roles, web settings and bulk changes of users",
-    "workspaces": "namespaces, quotas, pins and roles of workspaces",
-}
-"""First path segment below ``/api/v1`` or the root -> the features of it that are not implemented."""
-
 INSTEAD = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
     "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
@@ -56,7 +25,7 @@ def refusal(method: str, path: str) -> RequestError:
     segments = [segment for segment in path.split("/") if segment]
     if segments[:2] == ["api", "v1"]:
         noun = segments[2] if len(segments) > 2 else ""
-        is_known = any(known == method and pattern.fullmatch(path) for known, pattern in client_requests())
+        is_known = any(known == method and pattern.fullmatch(path) for known, pattern in _client_requests())
     else:
         noun = segments[0] if segments else ""
         is_known = noun in _ROOT_NOUNS
@@ -65,8 +34,7 @@ def refusal(method: str, path: str) -> RequestError:
         instead = INSTEAD.get(noun, "Use a Determined cluster for it")
         return RequestError(
             501,
-            f"{shown} ({NOUNS.get(noun, noun)}) is not offered by the embedded master. {instead}; the README lists what is "
-            "offered.",
+            f"{shown} is not offered by the embedded master. {instead}; the README lists what is offered.",
         )
     return RequestError(
         404, f"{shown} does not exist; expected a request of Determined 0.38.1. Check the path."
@@ -78,30 +46,21 @@ def is_word(method: str, path: str) -> bool:
 
     Such a path must not match a route that has a parameter in that place.
     """
-    return (method, path) in _words()
+    return (method, path) in client_templates()
 
 
 @functools.lru_cache(maxsize=1)
-def _words() -> frozenset[tuple[str, str]]:
-    return frozenset(request for request in client_templates() if "{" not in request[1])
-
-
-@functools.lru_cache(maxsize=1)
-def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """Return method and path pattern of every request in the generated client."""
     return tuple(
-        (method, re.compile("".join(_pattern_of(template)))) for method, template in client_templates()
+        (method, re.compile("[^/]+".join(map(re.escape, _PARAMETER.split(template)))))
+        for method, template in client_templates()
     )
 
 
 @functools.lru_cache(maxsize=1)
-def client_templates() -> tuple[tuple[str, str], ...]:
+def client_templates() -> frozenset[tuple[str, str]]:
     spec = importlib.util.find_spec("determined.common.api.bindings")
     assert spec is not None
     assert spec.origin is not None
-    return tuple(_REQUEST.findall(Path(spec.origin).read_text(encoding="utf-8")))
-
-
-def _pattern_of(template: str) -> list[str]:
-    words = _PARAMETER.split(template)
-    return [re.escape(words[0]), *("[^/]+" + re.escape(word) for word in words[1:])]
+    return frozenset(_REQUEST.findall(Path(spec.origin).read_text(encoding="utf-8")))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.master.backends.backend import AllocationExit, SupervisorHandle
 from dstrial.master.backends.failures import fingerprint
 from dstrial.master.lifecycle import endings
-from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL
+from dstrial.master.lifecycle.endings import END_OF, STOPPING, TERMINAL
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import background_jobs, jobs, projects, tokens
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -30,20 +30,36 @@ _STORAGE_GONE = re.compile(r"checkpoint storage .+ is gone: ")
 _NOT_RETRIED_ERROR = "NonFiniteError"
 
 
+def insert(
+    tx: Transaction, owner_id: int, token_hashes: Mapping[str, str], **columns: Any
+) -> allocation_rows.Allocation:
+    """Store a new allocation with its tokens: kind ("allocation", "user") -> SHA-256."""
+    allocation_id = allocation_rows.insert(tx, **columns)
+    tokens.keep_allocation_tokens(tx, allocation_id, owner_id, token_hashes)
+    tx.publish(f"allocation:{allocation_id}")
+    return allocation_rows.require(tx.connection, allocation_id)
+
+
+def end(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit, reason: str) -> None:
+    """Set an allocation to TERMINATED and revoke its tokens."""
+    allocation_rows.update(
+        tx,
+        row.id,
+        state="TERMINATED",
+        end_us=exit_.time_us,
+        exit_code=exit_.exit_code,
+        exit_reason=reason,
+    )
+    tokens.end_allocation_tokens(tx, row.id)
+    tx.publish(f"allocation:{row.id}")
+
+
 def assign(
-    tx: Transaction,
-    trial_id: int,
-    *,
-    slots: list[int],
-    ports: dict[str, int],
-    resources_id: str,
-    directory: str,
-    token_hashes: dict[str, str],
+    tx: Transaction, trial_id: int, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
     """Assign slots to a trial for a new run; None if the trial is no longer pending.
 
-    ``ports`` maps environment variable -> port, ``token_hashes`` kind ("allocation", "user") -> SHA-256; ``directory`` is the
-    parent of the allocation's directory.
+    ``resources``: slots, ports (environment variable -> port), resources_id, and the parent of the allocation's directory.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
@@ -54,26 +70,32 @@ def assign(
     run_id = trial.run_id + 1
     uuid, steps = _start_point(tx, trial)
     trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED")
-    allocation_id = allocation_rows.insert(
+    row = insert(
         tx,
+        experiment.owner_id,
+        token_hashes,
         task_id=trial.task_id,
         run_id=run_id,
-        slots=slots,
-        ports=ports,
-        resources_id=resources_id,
-        directory=directory,
         workspace_name=projects.require(tx.connection, experiment.project_id).workspace_name,
         trial_id=trial_id,
         experiment_id=trial.experiment_id,
         steps_at_start=steps,
         checkpoint_uuid=uuid,
+        **resources,
     )
-    tokens.keep_allocation_tokens(tx, allocation_id, experiment.owner_id, token_hashes)
-    name = f"Trial {trial_id} (Experiment {trial.experiment_id})"
-    for text in (f"Scheduling {name} (id: {allocation_id})", f"{name} was assigned to an agent"):
-        add_master_line(tx, trial.task_id, trial_id, text, allocation_id=allocation_id)
-    tx.publish(f"trial:{trial_id}", f"experiment:{trial.experiment_id}", f"allocation:{allocation_id}")
-    return allocation_rows.get(tx.connection, allocation_id)
+    name = _name(row)
+    for text in (f"Scheduling {name} (id: {row.id})", f"{name} was assigned to an agent"):
+        add_master_line(tx, trial.task_id, trial_id, text, allocation_id=row.id)
+    _publish(tx, row)
+    return row
+
+
+def _name(row: allocation_rows.Allocation) -> str:
+    return f"Trial {row.trial_id} (Experiment {row.experiment_id})"
+
+
+def _publish(tx: Transaction, row: allocation_rows.Allocation) -> None:
+    tx.publish(f"allocation:{row.id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 
 def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, int]:
@@ -91,11 +113,9 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None
         allocation_rows.update(
             tx, allocation_id, state="RUNNING", **allocation_rows.supervisor_columns(handle)
         )
-    name = f"Trial {row.trial_id} (Experiment {row.experiment_id})"
-    add_master_line(
-        tx, row.task_id, row.trial_id, f"Resources for {name} have started", allocation_id=allocation_id
-    )
-    tx.publish(f"allocation:{allocation_id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
+    text = f"Resources for {_name(row)} have started"
+    add_master_line(tx, row.task_id, row.trial_id, text, allocation_id=allocation_id)
+    _publish(tx, row)
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
@@ -103,7 +123,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready:
         allocation_rows.update(tx, allocation_id, is_ready=True)
-        tx.publish(f"allocation:{allocation_id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
+        _publish(tx, row)
 
 
 def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
@@ -129,23 +149,11 @@ def allocation_exited(
     if row.state == "TERMINATED":
         return
     reason = _describe(row, exit_)
-    allocation_rows.update(
-        tx,
-        allocation_id,
-        state="TERMINATED",
-        end_us=exit_.time_us,
-        exit_code=exit_.exit_code,
-        exit_reason=reason,
-    )
-    tokens.end_allocation_tokens(tx, allocation_id)
+    end(tx, row, exit_, reason)
     trial = trial_rows.require(tx.connection, row.trial_id)
-    tx.publish(
-        "scheduler",
-        f"allocation:{allocation_id}",
-        f"trial:{trial.id}",
-        f"experiment:{row.experiment_id}",
-    )
-    name = f"Trial {trial.id} (Experiment {row.experiment_id})"
+    tx.publish("scheduler")
+    _publish(tx, row)
+    name = _name(row)
     is_failure = exit_.exit_code != 0 and row.kill_us is None and not row.preempt_acked
     if exit_.exit_code == 0:
         text = f"{name} was terminated: resources exited successfully with a zero exit code"

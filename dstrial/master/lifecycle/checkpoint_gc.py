@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
+from dstrial.master.store import checkpoints
+from dstrial.master.store.checkpoints import CheckpointInfo
+from dstrial.master.store.database import Connection
+from dstrial.master.store.reports.metric_summaries import as_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +27,11 @@ class Candidate:
     trial_id: int
     steps: int  # batches completed
     metric: float | None  # searcher metric of the validation at the same batch
+
+    @classmethod
+    def of_row(cls, row: CheckpointInfo) -> Candidate:
+        validation = json.loads(row.validation) if row.validation else {}
+        return cls(row.uuid, row.trial_id, row.steps, as_number(validation.get(row.searcher_metric)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +49,13 @@ class Policy:
             int(storage["save_trial_best"]),
             int(storage["save_trial_latest"]),
         )
+
+
+def unused(connection: Connection, experiment_id: int) -> list[CheckpointInfo]:
+    """Return an experiment's complete checkpoints that nothing uses."""
+    rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id, states=("COMPLETED",))
+    in_use = checkpoints.in_use(connection)
+    return [row for row in rows if row.uuid not in in_use]
 
 
 def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: bool) -> list[str]:
@@ -92,9 +109,15 @@ def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experimen
 
 def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
     directory = tensorboard_directory(storage, cluster_id, experiment_id)
-    try:
+    with _deleting(directory):
         if directory.is_dir() and not directory.is_symlink():
             remove_tree(directory)
+
+
+@contextlib.contextmanager
+def _deleting(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise MasterError(
             f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
@@ -117,7 +140,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
         return {}
     if not globs:
         return remaining(directory)
-    try:
+    with _deleting(directory):
         if any(pattern in ("**/*", "**", "*") for pattern in globs):
             remove_tree(directory)
             return {}
@@ -127,11 +150,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
                     Path(entry).rmdir()
             elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
                 Path(entry).unlink()
-        return remaining(directory)
-    except OSError as error:
-        raise MasterError(
-            f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
-        ) from error
+    return remaining(directory)
 
 
 def swept_text(uuids: Sequence[str], num_bytes: int) -> str:

@@ -7,13 +7,18 @@ its slots is disabled. Any other command ends with its only allocation.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
+from dstrial.errors import MasterError
 from dstrial.master.backends.backend import AllocationExit, SupervisorHandle
 from dstrial.master.clock import now_us
+from dstrial.master.lifecycle import allocations, checkpoint_gc
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands, tasks, tokens, workspaces
+from dstrial.master.store import commands, experiments, tasks, trials, workspaces
 from dstrial.master.store.commands import ENDED, NewCommand
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 
@@ -45,14 +50,7 @@ def _publish(tx: Transaction, task_id: str, *topics: str) -> None:
 
 
 def assign(
-    tx: Transaction,
-    task_id: str,
-    *,
-    slots: list[int],
-    ports: dict[str, int],
-    resources_id: str,
-    directory: str,
-    token_hashes: dict[str, str],
+    tx: Transaction, task_id: str, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
     """Assign slots to a command; None if the command is no longer pending."""
     row = commands.require(tx.connection, task_id)
@@ -60,20 +58,18 @@ def assign(
         return None
     run_id = row.run_id + 1
     commands.update(tx, task_id, run_id=run_id, exit_status=None, stop_reason=None)
-    allocation_id = allocation_rows.insert(
+    allocation = allocations.insert(
         tx,
+        row.owner_id,
+        token_hashes,
         task_id=task_id,
         run_id=run_id,
-        slots=slots,
-        ports=ports,
-        resources_id=resources_id,
-        directory=directory,
         workspace_name=workspaces.name_of(tx.connection, row.workspace_id),
+        **resources,
     )
-    tokens.keep_allocation_tokens(tx, allocation_id, row.owner_id, token_hashes)
-    _log_line(tx, task_id, allocation_id, f"Scheduling {row.description} (id: {allocation_id})")
-    _publish(tx, task_id, f"allocation:{allocation_id}")
-    return allocation_rows.get(tx.connection, allocation_id)
+    _log_line(tx, task_id, allocation.id, f"Scheduling {row.description} (id: {allocation.id})")
+    _publish(tx, task_id)
+    return allocation
 
 
 def _log_line(
@@ -218,16 +214,7 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     was_asked = row.kill_us is not None or row.preempt_us is not None
     is_unstarted = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
     reason = _LOST_EARLY if is_unstarted else _describe(row, exit_, command.stop_reason)
-    allocation_rows.update(
-        tx,
-        allocation_id,
-        state="TERMINATED",
-        end_us=exit_.time_us,
-        exit_code=exit_.exit_code,
-        exit_reason=reason,
-    )
-    tokens.end_allocation_tokens(tx, allocation_id)
-    tx.publish(f"allocation:{allocation_id}")
+    allocations.end(tx, row, exit_, reason)
     starts_again = (
         is_unstarted and allocation_rows.count_ended_as(tx.connection, row.task_id, _LOST_EARLY) < _MAX_LOST
     )
@@ -265,3 +252,56 @@ def _describe(row: allocation_rows.Allocation, exit_: AllocationExit, stop_reaso
         return "exited with code 0"
     text = f"exited with code {exit_.exit_code}"
     return f"{text}: {exit_.explanation}" if exit_.explanation else text
+
+
+# Running trials upload event files every few seconds, so TensorBoard reads the storage directly and also shows trials that start
+# later. Source: Determined 0.38.1 `det tensorboard start --help` (at most the 100 best trials of an experiment).
+MAX_TRIALS = 100
+
+
+def tensorboard_sources(
+    connection: Connection,
+    cluster_id: str,
+    experiment_ids: Collection[int],
+    trial_ids: Collection[int],
+) -> dict[str, Path]:
+    """Return run name -> event directory; directories need not exist yet."""
+    if not experiment_ids and not trial_ids:
+        raise InvalidError(
+            "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
+        )
+    if len(trial_ids) > MAX_TRIALS:
+        raise InvalidError(
+            f"trialIds has {len(trial_ids)} items; expected at most {MAX_TRIALS}. Name fewer, or the experiment."
+        )
+    found: dict[str, Path] = {}
+    for experiment_id in experiment_ids:
+        directory = _directory(connection, cluster_id, experiment_id)
+        chosen = _best_trials(connection, experiment_id)
+        if chosen is None:
+            found[f"experiment-{experiment_id}"] = directory
+        for trial_id in chosen or ():
+            found[f"experiment-{experiment_id}-trial-{trial_id}"] = directory / "trial" / str(trial_id)
+    for trial_id in trial_ids:
+        row = trials.require(connection, trial_id)
+        directory = _directory(connection, cluster_id, row.experiment_id)
+        found[f"trial-{trial_id}"] = directory / "trial" / str(trial_id)
+    return found
+
+
+def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> Path:
+    config = json.loads(experiments.require(connection, experiment_id).config)
+    try:
+        return checkpoint_gc.tensorboard_directory(config["checkpoint_storage"], cluster_id, experiment_id)
+    except MasterError as error:
+        kind = config["checkpoint_storage"].get("type")
+        raise InvalidError(
+            f"checkpoint_storage.type of experiment {experiment_id} is {kind!r}; expected shared_fs or directory, whose "
+            "event files this machine has. Fetch them with the storage's own tools, and run `tensorboard --logdir`."
+        ) from error
+
+
+def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
+    """Return the trials to show if there are too many; None for all, also later ones."""
+    found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
+    return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

@@ -17,7 +17,7 @@ from typing import Any
 from dstrial.config.experiment_config.submission import Submission
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import endings
-from dstrial.master.lifecycle.states import DELETING, TERMINAL
+from dstrial.master.lifecycle.endings import DELETING, TERMINAL
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, tasks

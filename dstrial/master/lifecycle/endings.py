@@ -12,7 +12,6 @@ from typing import Any
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import SearchError
 from dstrial.master.clock import now_us
-from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL, may_follow
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import background_jobs, tasks
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -22,6 +21,28 @@ from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 from dstrial.search import Action, Create, ExitReason, Searcher, Shutdown
+
+TERMINAL = frozenset({"COMPLETED", "CANCELED", "ERROR"})
+STOPPING = frozenset({"STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_ERROR", "STOPPING_KILLED"})
+DELETING = frozenset({"DELETING", "DELETE_FAILED"})
+
+END_OF = {
+    "STOPPING_COMPLETED": "COMPLETED",
+    "STOPPING_CANCELED": "CANCELED",
+    "STOPPING_KILLED": "CANCELED",
+    "STOPPING_ERROR": "ERROR",
+}
+"""Stopping state -> its terminal state."""
+
+_SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 3, "STOPPING_KILLED": 4}
+
+
+def may_follow(state: str, stopping: str) -> bool:
+    """Return whether an open state may change to the (more severe) stopping state."""
+    if state in TERMINAL or state in DELETING:
+        return False
+    return _SEVERITY[stopping] > _SEVERITY.get(state, 0)
+
 
 STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 

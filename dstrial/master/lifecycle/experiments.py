@@ -1,20 +1,21 @@
-"""Create, pause, activate, stop, archive, continue, change and delete experiments."""
+"""Create, change, stop, continue and delete experiments, projects and workspaces."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.experiment_config.submission import Submission
 from dstrial.config.schema import SEARCHERS
 from dstrial.master.lifecycle import endings
 from dstrial.master.lifecycle.detached_runs import refuse_detached
-from dstrial.master.lifecycle.states import DELETING, TERMINAL
-from dstrial.master.store import background_jobs, models, projects
+from dstrial.master.lifecycle.endings import DELETING, TERMINAL
+from dstrial.master.store import background_jobs, models, projects, workspaces
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.webhooks import events
 from dstrial.search import Create, Searcher
@@ -268,37 +269,98 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
     if row.state in DELETING:
         raise InvalidError(f"experiment {experiment_id} is being deleted; expected one that stays.")
     config = json.loads(row.config)
-    _check_fields(fields)
-    for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
-        if name in fields:
-            experiment_rows.update(tx, experiment_id, **{name: fields[name]})
+    policy = fields.pop("checkpoint_storage", None)
+    if policy:
+        config["checkpoint_storage"].update(policy)
+        background_jobs.request(tx, "gc", experiment_id)
     if "labels" in fields:
-        labels = sorted(set(fields["labels"]))
-        experiment_rows.update(tx, experiment_id, labels=json.dumps(labels))
-        config["labels"] = labels
+        config["labels"] = sorted(set(fields["labels"]))
+        fields["labels"] = json.dumps(config["labels"])
     for name in ("name", "description"):
         if name in fields:
             config[name] = fields[name]
     for name in ("max_slots", "priority", "weight"):
         if name in fields:
             config["resources"][name] = fields[name]
-    if fields.get("checkpoint_storage"):
-        config["checkpoint_storage"].update(fields["checkpoint_storage"])
-        background_jobs.request(tx, "gc", experiment_id)
-    experiment_rows.update(tx, experiment_id, config=json.dumps(config))
+    experiment_rows.update(tx, experiment_id, **fields, config=json.dumps(config))
     tx.publish(f"experiment:{experiment_id}", "scheduler")
 
 
-def _check_fields(fields: dict[str, Any]) -> None:
-    priority, weight, max_slots = fields.get("priority"), fields.get("weight"), fields.get("max_slots")
-    if priority is not None and not 1 <= priority <= 99:
-        raise InvalidError(f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another.")
-    if weight is not None and not 0 < weight < 1e9:
-        raise InvalidError(f"weight is {weight}; expected a number above 0. Choose another.")
-    if max_slots is not None and max_slots < 0:
-        raise InvalidError(f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
-    for name, value in (fields.get("checkpoint_storage") or {}).items():
-        if not isinstance(value, int) or value < 0:
-            raise InvalidError(f"{name} is {value!r}; expected an integer of at least 0. Choose another.")
-    if fields.get("name") is not None and not str(fields["name"]).strip():
-        raise InvalidError("name is empty; expected a text. Choose a name.")
+def project_of_config(
+    connection: Connection, project_id: int | None, config: Mapping[str, Any]
+) -> projects.ProjectInfo:
+    """Return a new experiment's project: from the request, the config or the default.
+
+    If ``project_id`` is at most the default project's (1), the config decides; the config need not be validated yet.
+
+    Source: Determined 0.38.1, precedence of request and config.
+    """
+    names = [config.get("workspace") or None, config.get("project") or None]
+    if project_id is not None and project_id > projects.DEFAULT_ID:
+        row = projects.require(connection, project_id)
+    elif isinstance(names[0], str) and isinstance(names[1], str):
+        row = projects.by_names(connection, names[0], names[1])
+    else:
+        row = projects.require(connection, projects.DEFAULT_ID)
+    projects.refuse_shut(row, "take another experiment")
+    return row
+
+
+def delete_project(tx: Transaction, project_id: int) -> bool:
+    """Start deleting a project; return True if it was empty and is already deleted."""
+    row = projects.require(tx.connection, project_id)
+    projects.refuse_immutable(row, "be deleted")
+    held = experiment_rows.of_project(tx.connection, project_id)
+    for experiment in held:
+        check_deletable(tx, experiment)
+    for experiment in held:
+        delete(tx, experiment.id)
+    if not held:
+        projects.delete(tx, project_id)
+        return True
+    projects.change(tx, project_id, state="DELETING", error="")
+    background_jobs.request(tx, "delete_project", 0, {"id": project_id})
+    return False
+
+
+def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
+    """Start deleting a workspace; return True if it was empty and is already deleted."""
+    row = workspaces.require(tx.connection, workspace_id)
+    workspaces.refuse_immutable(row, "be deleted")
+    model = models.any_name_in(tx.connection, workspace_id)
+    if model is not None:
+        raise InvalidError(
+            f"workspace {row.name!r} has the model {model!r}; expected none.", Hint.MOVE_MODELS
+        )
+    gone = [delete_project(tx, one.id) for one in projects.list_projects(tx.connection, workspace_id)]
+    if all(gone):
+        workspaces.delete(tx, workspace_id)
+        return True
+    workspaces.change(tx, workspace_id, state="DELETING", error="")
+    background_jobs.request(tx, "delete_workspace", 0, {"id": workspace_id})
+    return False
+
+
+def finish_project(tx: Transaction, project_id: int) -> None:
+    """Delete a project; mark it DELETE_FAILED if experiments remain."""
+    left = experiment_rows.of_project(tx.connection, project_id)
+    if not left:
+        projects.delete(tx, project_id)
+        return
+    why = next((row.end_reason for row in left if row.end_reason), "it was created during the deletion")
+    projects.change(
+        tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0].id} could not be deleted: {why}"
+    )
+
+
+def finish_workspace(tx: Transaction, workspace_id: int) -> None:
+    """Delete a workspace; mark it DELETE_FAILED if projects or models remain."""
+    left = projects.list_projects(tx.connection, workspace_id)
+    if left:
+        why = f"project {left[0].name!r} could not be deleted: {left[0].error}"
+    elif models.any_name_in(tx.connection, workspace_id) is not None:
+        why = "a model was created while its projects were deleted"
+    else:
+        workspaces.delete(tx, workspace_id)
+        return
+    workspaces.change(tx, workspace_id, state="DELETE_FAILED", error=why)

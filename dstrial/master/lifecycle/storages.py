@@ -180,7 +180,7 @@ def _in_thread(call: Callable[[], Any]) -> Future[Any]:
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - told to whoever asks
+        except Exception as error:  # noqa: BLE001 - raised again by result()
             future.set_exception(error)
 
     threading.Thread(target=run, name="dstrial-storage", daemon=True).start()

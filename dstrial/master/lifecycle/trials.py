@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import detached_runs, endings
-from dstrial.master.lifecycle.states import TERMINAL
+from dstrial.master.lifecycle.endings import TERMINAL
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import trials as trial_rows
@@ -61,30 +61,9 @@ def report_metrics(
             endings.stop_trial(tx, trial_id, "STOPPING_COMPLETED", endings.STOPPED_BY_SEARCHER)
 
 
-def report_checkpoint(
-    tx: Transaction,
-    *,
-    uuid: str,
-    trial: trial_rows.Trial,
-    allocation_id: str | None,
-    storage_id: int | None,
-    state: str,
-    resources: dict[str, int],
-    metadata: dict[str, Any],
-    report_us: int,
-) -> None:
+def report_checkpoint(tx: Transaction, trial: trial_rows.Trial, **columns: Any) -> None:
     """Store a trial's reported checkpoint; idempotent."""
-    checkpoint_rows.add_checkpoint(
-        tx,
-        uuid=uuid,
-        trial=trial,
-        allocation_id=allocation_id,
-        storage_id=storage_id,
-        state=state,
-        resources=resources,
-        metadata=metadata,
-        report_us=report_us,
-    )
+    checkpoint_rows.add_checkpoint(tx, trial=trial, **columns)
     tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dstrial.errors import RequestError
 from dstrial.master.http import access
 from dstrial.master.http.connection import connection_of
-from dstrial.master.http.errors import error_response, status_and_text
+from dstrial.master.http.responses import error_response, status_and_text
 from dstrial.master.proxy import targets
 from dstrial.master.services import Services
 from dstrial.master.web.page import ended_page, login_page, task_state, waiting_page

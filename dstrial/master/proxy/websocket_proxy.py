@@ -22,7 +22,7 @@ from wsproto.utilities import LocalProtocolError, generate_accept_token
 
 from dstrial.errors import RequestError
 from dstrial.master.http import access
-from dstrial.master.http.errors import Problem, error_response, status_and_text
+from dstrial.master.http.responses import Problem, error_response, status_and_text
 from dstrial.master.proxy import targets
 
 if TYPE_CHECKING:

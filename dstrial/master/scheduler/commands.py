@@ -1,4 +1,4 @@
-"""Starts commands, and watches running TensorBoards."""
+"""Builds requests to start commands, and ends idle or oversized TensorBoards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dstrial.master.backends.backend import RunRef
 from dstrial.master.backends.environment import TENSORBOARD_PORTS
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.lifecycle import tensorboards
 from dstrial.master.store import commands
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _MEMORY_PERIOD_S = 2.0  # between measurements of a TensorBoard's memory
-_CONNECT_TIMEOUT_S = 0.2  # of a connection to a TensorBoard that may not listen yet
+_CONNECT_TIMEOUT_S = 0.2  # of a probe of a TensorBoard that may not listen yet
 
 
 def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
-    """Return the ports that a command needs, as ``choose_ports`` takes them."""
+    """Return a command's ports, as ``choose_ports`` takes them."""
     kind = commands.require(connection, task_id).kind
     return dict(TENSORBOARD_PORTS) if kind == "TENSORBOARD" else {}
 
@@ -38,12 +37,12 @@ def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
 def request(
     services: Services, connection: Connection, allocation: Allocation, common: Mapping[str, Any]
 ) -> AllocationRequest:
-    """Return how a command starts; ``common`` are the fields that a trial has, too."""
+    """Return a command's request; ``common`` are the fields it shares with trials."""
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
     links: dict[str, Path] = {}
     if row.kind == "TENSORBOARD":
-        links = tensorboards.sources(
+        links = life.tensorboard_sources(
             connection, services.cluster_id, json.loads(row.experiment_ids), json.loads(row.trial_ids)
         )
         events = Path(allocation.directory) / "events"
@@ -70,7 +69,7 @@ def request(
 
 
 def _words(entrypoint: str | list[str]) -> list[str]:
-    """Return the command line; an entrypoint of one word is a shell's line."""
+    """Return the command line; a single string is run by the shell."""
     if isinstance(entrypoint, str):
         return ["sh", "-c", entrypoint]
     return ["sh", "-c", entrypoint[0]] if len(entrypoint) == 1 else entrypoint

@@ -1,4 +1,4 @@
-"""Gives free slots to waiting trials and commands, and starts them."""
+"""Assigns free slots to waiting trials and commands, and starts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,11 +23,10 @@ from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler import commands as command_start
-from dstrial.master.scheduler.placement import by_node
-from dstrial.master.scheduler.queue import Waiting, assignments, waits_for_others
+from dstrial.master.scheduler.queue import Waiting, assignments, by_node, waits_for_others
 from dstrial.master.scheduler.reconciler import Reconciler
 from dstrial.master.scheduler.resizing import Capacity, Resizing, Stop, note_slots
-from dstrial.master.scheduler.resource_requests import begins_of, describe, requests_of, write_answer
+from dstrial.master.scheduler.resource_requests import describe, requests_of, starts_of, write_answer
 from dstrial.master.scheduler.retries import Retries, is_shared_fault
 from dstrial.master.scheduler.wait_reasons import WaitReasons
 from dstrial.master.store import allocations as allocation_rows
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_PERIOD_S = 1.0  # between polls of the queue without a published change
-_NODE_GRACE_US = 5_000_000  # for which the slots of a node that is down still count
+_PERIOD_S = 1.0  # between polls of the queue if nothing was published
+_NODE_GRACE_US = 5_000_000  # during which a node that is down still counts as capacity
 _EXCLUDED = 2  # of `trials.is_node_excluded`: the trial has failed, and a log policy excludes this machine
 
 _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
@@ -52,15 +51,15 @@ _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
-    """What waits for slots at one poll, and the slots there are."""
+    """Snapshot of one poll: waiting jobs and slots."""
 
     live: list[Allocation]
     capacity: Capacity
     disabled: frozenset[int] = frozenset()  # nodes
     largest: int = 0  # most enabled slots of a node
     is_all_off: bool = False
-    is_idle: bool = False  # nothing waits, and no trial may change its slots
-    excluded: Sequence[jobs.WaitingTrial] = ()  # trials without a node left
+    is_idle: bool = False  # nothing waits, and no trial is due for a resize
+    excluded: Sequence[jobs.WaitingTrial] = ()  # trials whose log policies exclude every node
     rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
     entries: list[_Entry] = dataclasses.field(default_factory=list)  # of ``rows``, the most urgent first
     lacking: list[tuple[jobs.WaitingTrial, str | None]] = dataclasses.field(default_factory=list)
@@ -81,15 +80,15 @@ class Dispatcher:
         self._retries = retries  # by trial id
         self._reasons = WaitReasons(services)
         self._resizing = Resizing(services.database)
-        self._version, self._polled_s = -1, -math.inf  # of the topic at the last poll, and when that was
+        self._version, self._polled_s = -1, -math.inf  # topic version and time of the last poll
         self._directory = services.state_dir / "allocations"
         self.is_draining = False
 
     def poll(self) -> bool:
-        """Poll the queue if it is due; return whether anything has begun.
+        """Poll the queue if it is due; return whether anything was started.
 
-        Every write that may change which trial is next publishes "scheduler". Polls at each pass would cost a part of a core that
-        grows with the number of waiting trials.
+        Every write that may change which trial is next publishes "scheduler". A poll in each iteration would cost processor time
+        in proportion to the waiting trials.
         """
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
         if self.is_draining or (version == self._version and now_s < self._polled_s + _PERIOD_S):
@@ -112,19 +111,19 @@ class Dispatcher:
         waiting = [one for _, one in queue.entries]
         answer = self._ask_engine(queue, waiting)
         if answer is not None:
-            return bool(self._begin_all(begins_of(waiting, answer), queue))
+            return bool(self._start_all(starts_of(waiting, answer), queue))
         if queue.is_all_off or queue.is_idle:
             return False
         capacity = queue.capacity
-        begun = self._begin_all(
+        started = self._start_all(
             assignments(waiting, capacity.free, capacity.enabled, capacity.used_by), queue
         )
-        self._say_why(queue, begun)
-        if not begun:
+        self._log_wait_reasons(queue, started)
+        if not started:
             self._resize(queue)
-        return bool(begun)
+        return bool(started)
 
-    def _say_why(self, queue: _Queue, begun: Sequence[Allocation]) -> None:
+    def _log_wait_reasons(self, queue: _Queue, started: Sequence[Allocation]) -> None:
         if self.is_draining:
             return
         trials = []
@@ -134,7 +133,7 @@ class Dispatcher:
                     self._reasons.lacks_slots(row, queue.largest)
             elif not self._storage_wait.is_waiting(row.id):
                 trials.append((row, one))
-        self._reasons.waits_for_slots(trials, [*queue.live, *begun], len(queue.capacity.enabled))
+        self._reasons.waits_for_slots(trials, [*queue.live, *started], len(queue.capacity.enabled))
 
     def _read(self, connection: Connection) -> _Queue:
         found = jobs.waiting_trials(connection)
@@ -157,7 +156,7 @@ class Dispatcher:
             return _Queue(live, _capacity(live, (), {}), is_idle=True, excluded=excluded)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
         capacity = _capacity(live, places, off)
-        if self._services.engine is not None:  # slots that return to an engine are not kept for a trial
+        if self._services.engine is not None:  # an engine's returned slots are not held for a trial
             capacity = dataclasses.replace(capacity, is_settled=True)
         disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
         queue = _Queue(
@@ -184,7 +183,7 @@ class Dispatcher:
         trials: Iterable[jobs.WaitingTrial],
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add what each trial waits for; ``excluded_nodes`` is by trial."""
+        """Add each trial's request to the queue; ``excluded_nodes`` is by trial."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         for row in trials:
             if not self._retries.is_due(row.id):
@@ -203,13 +202,13 @@ class Dispatcher:
             except Exception as error:
                 if is_shared_fault(error, self._database):
                     raise
-                queue.failed.append((row, error))  # The trial is ended after some attempts.
+                queue.failed.append((row, error))
             else:
                 self._retries.forget(row.id)
                 queue.entries.append((row, one))
 
     def _retry_later(self, row: jobs.WaitingTrial, error: Exception) -> None:
-        """Leave a trial out of some polls; end it after some attempts."""
+        """Skip a trial until its backoff is over; fail it after the last attempt."""
         logger.error("trial %d could not be scheduled", row.id, exc_info=error)
         if self._retries.record_failure(row.id):
             self._fail(row, f"the master could not schedule it ({type(error).__name__}: {error})")
@@ -223,7 +222,7 @@ class Dispatcher:
         self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return how many slots a trial waits for; fewer than configured if it can resume."""
+        """Return a trial's slot count; fewer than configured if its checkpoint allows it."""
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -231,7 +230,7 @@ class Dispatcher:
         fitting = self._resizing.slots_to_resume_with(connection, row, available)
         if fitting is not None:
             return fitting
-        if wanted > num_enabled and not self._reasons.has_said_lacking(row, num_enabled):
+        if wanted > num_enabled and not self._reasons.has_logged_lacking(row, num_enabled):
             trial = trial_rows.require(connection, row.id)
             config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
             queue.lacking.append((row, resume.why_it_waits(connection, trial, config, available)))
@@ -240,9 +239,9 @@ class Dispatcher:
     def _with_choices(
         self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
     ) -> Waiting:
-        """Return a waiting trial with the numbers of slots it can begin with.
+        """Return a waiting trial with the slot counts that it can start with.
 
-        A trial that waits alone takes all free slots, up to ``max_slots``; an engine's slots are not known to be free.
+        A trial that waits alone takes all free slots up to ``max_slots``, but not with an engine, whose free slots are unknown.
         """
         takes_all = len(queue.rows) == 1 and self._services.engine is None
         choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
@@ -250,12 +249,12 @@ class Dispatcher:
             choices = tuple(count for count in choices if count <= one.num_slots)
         if not choices:
             return one
-        # It waits for what it asks for, if nothing less can be had.
+        # If no choice is its own slot count, wait for the best choice.
         num_slots = one.num_slots if one.num_slots in choices else choices[0]
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """End a trial excluded from every machine; without ``launch_error`` it waits.
+        """Fail a trial excluded from every node; without ``launch_error`` it waits.
 
         Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
         """
@@ -264,7 +263,6 @@ class Dispatcher:
         names = [place.name for place in self._backend.nodes()]
         where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
         why = f"a log policy (exclude_node) keeps it from {where}; nothing is left that it could be started on again"
-
         self._fail(row, why)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
@@ -275,25 +273,25 @@ class Dispatcher:
             write_answer(self._database, answer)
         return answer
 
-    def _begin_all(self, begins: Iterable[tuple[Key, list[int]]], queue: _Queue) -> list[Allocation]:
+    def _start_all(self, begins: Iterable[tuple[Key, list[int]]], queue: _Queue) -> list[Allocation]:
         rows = {one.key: row for row, one in queue.entries}
         ports = {port for row in queue.live for port in row.ports.values()}
-        begun = []
+        started = []
         for key, slots in begins:
             row = rows[key]
-            if not isinstance(row, jobs.WaitingTrial):
-                allocation = self._begin_command(row.task_id, slots, ports)
-            elif self._storage_wait.holds_up(row):
-                allocation = None
-            else:
-                allocation = self._begin_trial(row.id, slots, row.slots_per_trial, ports)
+            num_wanted = None
+            if isinstance(row, jobs.WaitingTrial):
+                if self._storage_wait.holds_up(row):
+                    continue
+                num_wanted = row.slots_per_trial
+            allocation = self._start(key, slots, ports, num_wanted)
             if allocation is not None:
                 ports |= set(allocation.ports.values())
-                begun.append(allocation)
-        return begun
+                started.append(allocation)
+        return started
 
     def _resize(self, queue: _Queue) -> None:
-        """Let trials make room, leave drained slots, or take free ones."""
+        """Preempt trials for a more urgent job, off drained slots, or to grow."""
         capacity = queue.capacity
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next(
@@ -314,7 +312,7 @@ class Dispatcher:
             elif not soon:
                 if capacity.drained:
                     stops = self._resizing.leave_drained(connection, capacity)
-                stops = stops or self._resizing.change_sizes(connection, capacity)
+                stops = stops or self._resizing.grow(connection, capacity)
         for stop in stops:
             self._resizing.stop(*stop)
 
@@ -322,40 +320,34 @@ class Dispatcher:
         with self._database.read() as connection:
             return describe(connection, key)
 
-    def _begin_trial(
-        self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
+    def _start(
+        self, key: Key, slots: list[int], used_ports: Iterable[int], num_wanted: int | None
     ) -> Allocation | None:
-        """Give a trial slots, perhaps fewer than configured, and start its processes."""
-        ports = choose_ports(set(used_ports))
+        """Assign slots to a trial or command and start it; None if it no longer waits.
+
+        A trial may get fewer slots than ``num_wanted``, its configured number.
+        """
+        first_ports = {}
+        if isinstance(key, str):
+            with self._database.read() as connection:
+                first_ports = command_start.first_ports(connection, key)
         tokens, hashes = _new_tokens()
+        resources: dict[str, Any] = {
+            "slots": slots,
+            "ports": choose_ports(set(used_ports), first_ports),
+            "resources_id": str(uuid.uuid4()),
+            "directory": str(self._directory),
+            "token_hashes": hashes,
+        }
 
-        row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
-        if row is None:
-            return None
-        self._reconciler.launch(row, lambda: self._request(row, slots, tokens))
-        return row
-
-    def _assigned(
-        self,
-        assign: Callable[..., Allocation | None],
-        key: Key,
-        slots: list[int],
-        ports: dict[str, int],
-        hashes: dict[str, str],
-        num_wanted: int | None = None,
-    ) -> Allocation | None:
-        def write(tx: Transaction) -> Allocation | None:
-            # In the transaction, so that `Scheduler.stop` sees either the allocation or that there will be none.
+        def assign(tx: Transaction) -> Allocation | None:
+            # Checked in the transaction, so that `Scheduler.stop` sees every allocation.
             if self.is_draining:
                 return None
-            allocation = assign(
-                tx,
-                key,
-                slots=slots,
-                ports=ports,
-                resources_id=str(uuid.uuid4()),
-                directory=str(self._directory),
-                token_hashes=hashes,
+            allocation = (
+                life.assign(tx, key, **resources)
+                if isinstance(key, str)
+                else allocations.assign(tx, key, **resources)
             )
             if allocation is not None:
                 _add_parts(tx, allocation.id, slots)
@@ -363,28 +355,16 @@ class Dispatcher:
                     note_slots(tx, allocation, len(slots), num_wanted)
             return allocation
 
-        return self._database.write(write)
-
-    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
-        with self._database.read() as connection:
-            first_ports = command_start.first_ports(connection, task_id)
-        ports = choose_ports(set(used_ports), first_ports)
-        tokens, hashes = _new_tokens()
-
-        row = self._assigned(life.assign, task_id, slots, ports, hashes)
-        if row is None:
-            return None
-
-        def request() -> AllocationRequest:
-            common = self._common_fields(row, slots, tokens)
-            with self._database.read() as connection:
-                return command_start.request(self._services, connection, row, common)
-
-        self._reconciler.launch(row, request)
+        row = self._database.write(assign)
+        if row is not None:
+            self._reconciler.launch(row, lambda: self._request(row, slots, tokens))
         return row
 
     def _request(self, row: Allocation, slots: list[int], tokens: dict[str, str]) -> AllocationRequest:
+        common = self._common_fields(row, slots, tokens)
         with self._database.read() as connection:
+            if row.is_command:
+                return command_start.request(self._services, connection, row, common)
             trial = trial_rows.require(connection, row.trial_id)
             experiment = experiment_rows.require(connection, row.experiment_id)
             owner = users.find_by_id(connection, experiment.owner_id)
@@ -392,7 +372,7 @@ class Dispatcher:
         config = json.loads(experiment.config)
         storage = self._services.storages.secure(config["checkpoint_storage"])
         return AllocationRequest(
-            **self._common_fields(row, slots, tokens),
+            **common,
             trial_id=trial.id,
             experiment_id=experiment.id,
             config=config,
@@ -408,7 +388,7 @@ class Dispatcher:
         )
 
     def _common_fields(self, row: Allocation, slots: list[int], tokens: dict[str, str]) -> dict[str, Any]:
-        """Return the fields of a request that a trial and a command have."""
+        """Return the fields that requests of trials and commands share."""
         services = self._services
         return {
             "allocation_id": row.id,
@@ -430,8 +410,8 @@ class Dispatcher:
 
 
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
-    """Return a poll's slots; ``off``: disabled slots -> whether they are drained."""
-    # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
+    """Return the slots of a poll; ``off``: disabled slot -> whether it is drained."""
+    # A node that was lost just now counts, so that a short outage shrinks no trial.
     some_time_ago_us = now_us() - _NODE_GRACE_US
     enabled = {
         slot.id
@@ -461,12 +441,12 @@ def _is_single_node(connection: Connection, experiment_id: int) -> bool:
 
 
 def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
-    """Store an allocation's nodes besides the master's own, in the order of its ranks."""
+    """Store an allocation's nodes in rank order, except the master's own."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
 
 
 def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tokens of a new allocation by kind, and their hashes."""
+    """Return new tokens by kind, and their hashes by kind."""
     tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}

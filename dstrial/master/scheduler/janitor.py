@@ -15,7 +15,8 @@ from dstrial.file_writes import remove_tree
 from dstrial.master.backends import task_venv
 from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.backends.local import remove
-from dstrial.master.lifecycle import checkpoint_gc, containers
+from dstrial.master.lifecycle import checkpoint_gc
+from dstrial.master.lifecycle import experiments as experiment_life
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.retries import Retries, is_shared_fault
@@ -28,29 +29,28 @@ from dstrial.master.store.database import (
     find_cluster_id,
 )
 from dstrial.master.store.reports import logs
-from dstrial.master.store.reports.metric_summaries import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
 
-_PERIOD_S = 3600.0  # between looks for old logs, unused environments and a due copy
-_RETRY_S = 5.0  # first backoff of a job that has failed, or whose storage is away
-# What waits until the storage of its experiment is back.
+_PERIOD_S = 3600.0  # between checks for old logs, unused environments and a due copy
+_RETRY_S = 5.0  # first backoff of a job that failed, or whose storage is unavailable
+# Kinds of jobs that wait until the storage of their experiment is available.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
 class _StorageAwayError(Exception):
-    """The checkpoint storage of a job is away."""
+    """The checkpoint storage of a job is unavailable."""
 
 
-# Errors of a job that another attempt would not mend.
+# Errors of a job that are not retried.
 _FINAL = (DstrialError, OSError, IntegrityError, ValueError, LookupError)
 
 
 class Janitor:
-    """The thread that performs the rows of ``work`` one after the other.
+    """The thread that performs background jobs one after another.
 
     Every ``period_s`` it also deletes old logs and unused environments, and copies the database if the daily copy is due.
-    ``log_retention_days`` is for experiments that do not say; None or -1 for ever.
+    ``log_retention_days`` applies to experiments that do not set it; None or -1 keeps logs forever.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Janitor:
         self._log_retention_days = log_retention_days
         self._venvs_path = venvs_path
         self._storages = Storages(database) if storages is None else storages
-        self._logged_away: set[int] = set()  # jobs whose storage is away
+        self._logged_away: set[int] = set()  # jobs whose unavailable storage was logged
         self._period_s = period_s
         self._retries = retries or Retries(first_s=_RETRY_S)  # by job
         self._forget_at_s = time.monotonic()
@@ -77,12 +77,12 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, with no claims left by a killed master."""
+        """Release claims of a killed master, and start the thread."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the job in hand and end; the next start does the rest."""
+        """Finish the current job and stop; the next start does the rest."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -99,8 +99,8 @@ class Janitor:
                 self._event.clear()
 
     def _work(self) -> None:
-        """Do the next job, or wait for one."""
-        # By the clock, since on a busy master the event comes more often than once in a period.
+        """Perform the next job, or wait for one."""
+        # By the clock, because a busy master sets the event more often than once per period.
         if time.monotonic() >= self._forget_at_s:
             self._forget_at_s = time.monotonic() + self._period_s
             self._forget_old_logs()
@@ -140,22 +140,23 @@ class Janitor:
         if row.kind == "gc":
             self._collect(experiment_id)
         elif row.kind == "delete_checkpoints":
-            self._delete_checkpoints(payload["uuids"], payload["globs"])
+            for uuid in payload["uuids"]:
+                self._delete_checkpoint(uuid, payload["globs"])
         elif row.kind == "sweep":
             self._sweep(experiment_id, payload["uuids"], payload["allocation_id"])
         elif row.kind == "delete_tensorboard":
             self._delete_tensorboard(experiment_id)
         elif row.kind == "delete_project":
-            self._database.write(lambda tx: containers.finish_project(tx, payload["id"]))
+            self._database.write(lambda tx: experiment_life.finish_project(tx, payload["id"]))
         elif row.kind == "delete_workspace":
-            self._database.write(lambda tx: containers.finish_workspace(tx, payload["id"]))
+            self._database.write(lambda tx: experiment_life.finish_workspace(tx, payload["id"]))
         elif trouble is not None:
             raise MasterError(trouble)
         else:
             self._delete_experiment(experiment_id)
 
     def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
-        """Drop a job that fails; a deletion says so at its experiment."""
+        """Drop a failed job; a failed deletion is recorded at its experiment."""
         experiment_id, why = int(row.experiment_id), str(error)
         logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
 
@@ -175,7 +176,7 @@ class Janitor:
         return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
-        """Delete what an ended allocation has left of checkpoints it never completed."""
+        """Delete incomplete checkpoints of an ended allocation."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
             left = checkpoints.unknown_of(connection, uuids)
@@ -204,40 +205,36 @@ class Janitor:
             experiment = experiments.get(connection, experiment_id)
             if experiment is None:
                 return
-            rows = checkpoints.list_checkpoints(
-                connection, experiment_id=experiment_id, states=("COMPLETED",)
-            )
-            in_use = checkpoints.in_use(connection)
+            candidates = [
+                checkpoint_gc.Candidate.of_row(row) for row in checkpoint_gc.unused(connection, experiment_id)
+            ]
         storage = json.loads(experiment.config)["checkpoint_storage"]
-        candidates = [_candidate(row) for row in rows if row.uuid not in in_use]
         policy = checkpoint_gc.Policy.from_storage(storage)
         uuids = checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
-        self._delete_checkpoints(uuids, ["**/*"])
-
-    def _delete_checkpoints(self, uuids: list[str], globs: list[str]) -> None:
         for uuid in uuids:
-            with self._database.read() as connection:
-                row = checkpoints.get_checkpoint(connection, uuid)
-            if row is None:
-                continue
-            used_as = None
-            if globs:
-                used_as = self._database.write(lambda tx, uuid=uuid: checkpoints.claim(tx, uuid))  # type: ignore[misc]
-            if used_as is not None:
-                logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
-                continue
-            storage = json.loads(row.experiment_config)["checkpoint_storage"]
-            try:
-                left = checkpoint_gc.delete_files(storage, uuid, globs)
-            except DstrialError as error:
-                logger.error("checkpoint %s: %s", uuid, error)
-                self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
-                continue
-            trouble = self._storages.trouble(storage)
-            if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
-                self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
-                raise _StorageAwayError(trouble)
-            self._database.write(lambda tx, uuid=uuid, left=left: checkpoints.set_resources(tx, uuid, left))  # type: ignore[misc]
+            self._delete_checkpoint(uuid, ["**/*"])
+
+    def _delete_checkpoint(self, uuid: str, globs: list[str]) -> None:
+        with self._database.read() as connection:
+            row = checkpoints.get_checkpoint(connection, uuid)
+        if row is None:
+            return
+        used_as = self._database.write(lambda tx: checkpoints.claim(tx, uuid)) if globs else None
+        if used_as is not None:
+            logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
+            return
+        storage = json.loads(row.experiment_config)["checkpoint_storage"]
+        try:
+            left = checkpoint_gc.delete_files(storage, uuid, globs)
+        except DstrialError as error:
+            logger.error("checkpoint %s: %s", uuid, error)
+            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
+            return
+        trouble = self._storages.trouble(storage)
+        if trouble is not None:  # lost meanwhile: the files may still exist
+            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
+            raise _StorageAwayError(trouble)
+        self._database.write(lambda tx: checkpoints.set_resources(tx, uuid, left))
 
     def _delete_experiment(self, experiment_id: int) -> None:
         with self._database.read() as connection:
@@ -255,7 +252,7 @@ class Janitor:
             checkpoint_gc.delete_files(storage, row.uuid)
         self._delete_tensorboard(experiment_id)
         trouble = None if storage is None else self._storages.trouble(storage)
-        if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
+        if trouble is not None:  # lost meanwhile: the files may still exist
             raise MasterError(trouble)
         for allocation in held:
             directory = Path(allocation.directory)
@@ -265,7 +262,7 @@ class Janitor:
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
-        """Delete an experiment's TensorBoard files, where this machine reaches them."""
+        """Delete an experiment's TensorBoard files if the storage is local."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
             cluster_id = find_cluster_id(connection)
@@ -281,12 +278,12 @@ class Janitor:
                 logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
-        """Make the daily copy of a whole database; retry a failure the next time."""
+        """Make the daily copy unless the database is damaged; retry a failure next time."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return
         if self._database.damage:
-            # Copies of a damaged database would in time take the place of the good ones.
+            # Copies of a damaged database would eventually replace the good ones.
             logger.error("no copy of the database is made: %s", self._database.describe_damage())
             return
         try:
@@ -299,12 +296,6 @@ class Janitor:
 
     def _forget_old_logs(self) -> None:
         self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
-
-
-def _candidate(row: checkpoints.CheckpointInfo) -> checkpoint_gc.Candidate:
-    validation: dict[str, Any] = json.loads(row.validation) if row.validation else {}
-    metric = as_number(validation.get(row.searcher_metric))
-    return checkpoint_gc.Candidate(row.uuid, row.trial_id, row.steps, metric)
 
 
 def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:

@@ -1,10 +1,10 @@
-"""``log_policies``: what a trial's output says about trying it again."""
+"""``log_policies``: patterns in a trial's output that restrict its restarts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from dstrial.config.schema import compile_pattern
@@ -13,6 +13,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.webhooks import events
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class LogPolicy:
     """One compiled policy."""
 
     name: str | None  # ``logPolicyMatched``
-    text: str  # the pattern, as the config has it
+    text: str  # the pattern, as written in the config
     pattern: Any  # compiled; searched in every line
     action: str | None  # ``cancel_retries``, ``exclude_node`` or None
 
@@ -36,17 +37,9 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
     return tuple(found)
 
 
-def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
-    """Return the policies that match a text, each with its first matching line."""
-    joined = "".join(texts)
-    found = []
-    for policy in policies:
-        # Search the whole text first: most policies match nothing, and that costs less than a search of each line.
-        if policy.pattern.search(joined):
-            line = next((line for line in joined.splitlines() if policy.pattern.search(line)), None)
-            if line is not None:
-                found.append((policy, line))
-    return found
+def matches(policies: Iterable[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
+    """Return the policies that match a line, each with the first such line."""
+    return events.first_matches([(policy, policy.pattern) for policy in policies], texts)
 
 
 def note_matches(

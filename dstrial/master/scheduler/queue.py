@@ -1,12 +1,68 @@
-"""Decides who gets slots next, and says why a trial waits; pure."""
+"""Decides which trials and commands get slots next, and on which nodes; pure.
+
+An allocation that fits on one node is never divided, because ranks on one node communicate many times faster. A larger one gets
+as few nodes as possible, with equally many slots on each if possible.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from dstrial.master.scheduler.placement import by_node, could_ever_fit, place
 from dstrial.master.store.nodes import node_of
+
+
+def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
+    """Return slots by their node, both ascending."""
+    found: dict[int, list[int]] = {}
+    for slot_id in sorted(slot_ids):
+        found.setdefault(node_of(slot_id), []).append(slot_id)
+    return found
+
+
+def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
+    """Return whether so many slots exist; ``capacity``: node -> slots, free or not."""
+    most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
+    return num_slots <= most
+
+
+def place(
+    num_slots: int,
+    free: Mapping[int, Sequence[int]],
+    capacity: Mapping[int, int],
+    *,
+    is_on_one_node: bool = False,
+) -> list[int] | None:
+    """Return an allocation's slots by rank; None if it must wait.
+
+    ``capacity`` includes slots in use: an allocation that would fit on one node waits for one instead of being divided.
+    """
+    fitting = [node for node, slots in free.items() if len(slots) >= num_slots]
+    if fitting:
+        # Best fit, so that large allocations find the emptier nodes.
+        node = min(fitting, key=lambda one: (len(free[one]), one))
+        return list(free[node][:num_slots])
+    if is_on_one_node or num_slots <= max(capacity.values(), default=0):
+        return None
+    largest = sorted((node for node, slots in free.items() if slots), key=lambda one: (-len(free[one]), one))
+    counts: list[int] = []
+    for node in largest:
+        counts.append(len(free[node]))
+        if sum(counts) >= num_slots:
+            break
+    else:
+        return None
+    num_nodes = len(counts)
+    each, rest = divmod(num_slots, num_nodes)
+    equal = sorted(
+        (node for node in largest if len(free[node]) >= each), key=lambda one: (len(free[one]), one)
+    )
+    if rest == 0 and len(equal) >= num_nodes:
+        return [slot for node in sorted(equal[:num_nodes]) for slot in free[node][:each]]
+    chosen: list[int] = []
+    for node in sorted(largest[:num_nodes]):
+        chosen += free[node]
+    return chosen[:num_slots]  # the last node takes the remainder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,26 +73,26 @@ class Waiting:
     experiment_id: int  # 0 for a command
     num_slots: int
     max_slots: int | None  # of its experiment at once; None for any number
-    is_on_one_node: bool = False  # cannot be divided among nodes, as a command
+    is_on_one_node: bool = False  # never divided among nodes; true of commands
     excluded_nodes: frozenset[int] = frozenset()  # nodes excluded by a log policy
-    choices: tuple[int, ...] = ()  # the best first; empty for ``num_slots`` alone
+    choices: tuple[int, ...] = ()  # possible slot counts, best first; empty for ``num_slots`` only
 
 
 def assignments(
     waiting: Sequence[Waiting], free: Collection[int], enabled: Collection[int], used_by: Mapping[int, int]
 ) -> list[tuple[int | str, list[int]]]:
-    """Return the keys of what starts now, with their slots.
+    """Return the keys of the jobs that start now, with their slots.
 
-    ``waiting`` has the most urgent first, ``free`` and ``enabled`` are slot ids. The first that does not fit holds up the rest,
-    so that small ones do not starve a large one. Three kinds hold up nobody: one without slots, one whose experiment is at its
-    ``max_slots``, and one that no enabled set of slots could ever hold. One that has a choice leaves the least of theirs to those
-    behind it that have one, too.
+    ``waiting`` has the most urgent first, ``free`` and ``enabled`` are slot ids. The first job that does not fit blocks the jobs
+    behind it, so that small jobs do not starve a large one. A job blocks no others if it needs no slots, if its experiment is at
+    ``max_slots``, or if no set of enabled slots could ever hold it. A job with choices leaves the smallest choice of each
+    later job with choices free.
     """
     left = by_node(free)
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
     used = dict(used_by)
     chosen: list[tuple[int | str, list[int]]] = []
-    is_held = False
+    is_blocked = False
     behind = sum(min(one.choices, default=0) for one in waiting)
     for one in waiting:
         behind -= min(one.choices, default=0)
@@ -56,7 +112,7 @@ def assignments(
         counts = [n for n in counts if could_ever_fit(n, most, is_on_one_node=one.is_on_one_node)]
         room = sum(map(len, there.values())) - behind
         counts.sort(key=lambda count: count > room)
-        if is_held or not counts:
+        if is_blocked or not counts:
             continue
         slots = next(
             (
@@ -67,7 +123,7 @@ def assignments(
             None,
         )
         if slots is None:
-            is_held = True
+            is_blocked = True
             continue
         chosen.append((one.key, slots))
         for node in {node_of(slot_id) for slot_id in slots}:
@@ -77,51 +133,8 @@ def assignments(
 
 
 def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
-    """Say whether a waiting trial could begin if others gave their slots back."""
+    """Return whether a waiting job could start if other jobs released their slots."""
     most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
     if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
         return False
     return one.max_slots is None or used_by.get(one.experiment_id, 0) + one.num_slots <= one.max_slots
-
-
-_MAX_NAMED = 3
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SlotUser:
-    """A trial or command with slots."""
-
-    name: str  # for example ``trial 3 of experiment 2 (gpt)``
-    experiment_id: int  # 0 for a command
-    num_slots: int
-
-
-def waiting_text(
-    num_slots: int,
-    num_enabled: int,
-    slot_users: Sequence[SlotUser],
-    *,
-    experiment_id: int,
-    max_slots: int | None,
-    before: str | None,
-) -> str:
-    """Return one line: for which slots a trial waits, and who holds them.
-
-    ``before`` is first in the queue, None if that is the trial itself.
-    """
-    wanted = f"waiting for {_slots(num_slots)}"
-    own = sum(user.num_slots for user in slot_users if user.experiment_id == experiment_id)
-    if max_slots is not None and own + num_slots > max_slots:
-        return f"{wanted}: its experiment uses {own} of the {max_slots} that resources.max_slots allows"
-    used = sum(user.num_slots for user in slot_users)
-    if used + num_slots <= num_enabled and before is not None:
-        return f"{wanted}: {before} is before it in the queue, and needs more than is free"
-    named = [f"{user.name} on {user.num_slots}" for user in slot_users[:_MAX_NAMED]]
-    if len(slot_users) > _MAX_NAMED:
-        named.append(f"{len(slot_users) - _MAX_NAMED} others")
-    held = f", by {', '.join(named)}" if named else ""
-    return f"{wanted}: {used} of {num_enabled} {'are' if used != 1 else 'is'} in use{held}"
-
-
-def _slots(count: int) -> str:
-    return f"{count} slot{'s' if count != 1 else ''}"

@@ -43,14 +43,14 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _FIRST_POLL_S = 0.05  # poll period of an allocation that prints or stops; doubled by each poll without news
 _LONGEST_POLL_S = 0.5
-_KILL_AGAIN_S = 2.0  # between kills of an allocation that has not ended
-_STALLED_STOP_S = 30.0  # grace period of ranks that had stalled: what held them up may just have ended
+_KILL_RETRY_S = 2.0  # between kills of an allocation that has not ended
+_STALLED_STOP_S = 30.0  # grace period of ranks that had stalled before the stop request
 _UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
 
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """What is known of a live allocation besides its row; seconds are monotonic."""
+    """In-memory state of a live allocation; seconds are monotonic."""
 
     row: Allocation
     run: RunRef
@@ -59,10 +59,10 @@ class _State:
     policies: tuple[LogPolicy, ...] | None = None
     kill_again_s: float = 0.0
     is_terminated: bool = False  # a command that has got SIGTERM
-    deadline: tuple[int, float] | None = None  # as stored, and when that is without clock jumps
+    deadline: tuple[int, float] | None = None  # as stored, and on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
-        """Take the row as it is now; a request to stop makes the next poll due."""
+        """Update the row; a new stop request makes the next poll due."""
         before = self.row
         if row == before:
             return
@@ -84,7 +84,7 @@ class Reconciler:
         self._commands = CommandWatch(services)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
-        """Find the processes that an earlier master has left."""
+        """Adopt processes of a previous master."""
         for row in rows:
             run = run_of(row)
             handle = self._backend.find(run)
@@ -115,14 +115,14 @@ class Reconciler:
 
     def _poll_one(self, state: _State) -> None:
         row = state.row
-        self._services.note_scheduler(f"looking after allocation {row.id}")
+        self._services.note_scheduler(f"polling allocation {row.id}")
         is_stopping = row.preempt_us is not None or row.kill_us is not None
         state.poll_period_s = _FIRST_POLL_S if is_stopping else min(state.poll_period_s * 2, _LONGEST_POLL_S)
         has_more = False
         try:
-            has_more = self._watch(state)
+            has_more = self._reconcile(state)
         except Exception as error:
-            logger.exception("allocation %s could not be looked after", row.id)
+            logger.exception("polling allocation %s failed", row.id)
             if self._retries.record_failure(row.id, counts=not is_shared_fault(error, self._database)):
                 self._give_up(state, error)
         else:
@@ -130,7 +130,7 @@ class Reconciler:
         state.poll_at_s = 0.0 if has_more else time.monotonic() + state.poll_period_s
 
     def _give_up(self, state: _State, error: Exception) -> None:
-        """End an allocation that the master cannot look after, as a failure of its trial."""
+        """End an allocation that cannot be polled, as a failure of its trial."""
         row = state.row
         why = f"the master could not look after it ({type(error).__name__}: {error}); see `dstrial logs`"
         logger.error("allocation %s is ended: %s", row.id, why)
@@ -141,11 +141,11 @@ class Reconciler:
         except Exception:
             logger.exception("allocation %s could not be ended and is tried again", row.id)
 
-    def _watch(self, state: _State) -> bool:
-        """Do what is due for one allocation; return whether there is more to do at once."""
+    def _reconcile(self, state: _State) -> bool:
+        """Reconcile one allocation; return whether more output is ready."""
         row, run = state.row, state.run
-        self._kill_if_asked(state)  # Whatever its files say, and even if they cannot be read.
-        # Before the output is read, so that what was printed before the end is read after it.
+        self._kill_if_asked(state)  # first, as reading files may fail
+        # Observe before reading output, so that everything printed before the exit is read.
         exit_ = self._backend.observe(run)
         if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.shares):
             self._started(row, run)
@@ -154,7 +154,7 @@ class Reconciler:
             self._leave_if_due(row, run)
             self._stop_if_due(state)
             self._commands.poll(row, run)
-        has_more = self._take_in(state)
+        has_more = self._read_outputs(state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)
         return has_more
@@ -180,7 +180,7 @@ class Reconciler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Ask an allocation to save whose slots will be taken; it goes on elsewhere."""
+        """Preempt an allocation whose slots the back end will reclaim."""
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.why_leaving(run)
             if why is not None:
@@ -188,7 +188,7 @@ class Reconciler:
 
     def _kill_if_asked(self, state: _State) -> None:
         if state.row.kill_us is not None and time.monotonic() > state.kill_again_s:
-            state.kill_again_s = time.monotonic() + _KILL_AGAIN_S
+            state.kill_again_s = time.monotonic() + _KILL_RETRY_S
             self._backend.kill(state.run)
 
     def _stop_if_due(self, state: _State) -> None:
@@ -203,8 +203,8 @@ class Reconciler:
             state.is_terminated = True
             self._backend.ask_to_stop(state.run)
 
-    def _take_in(self, state: _State) -> bool:
-        """Take in new output of an allocation; return whether there may be more."""
+    def _read_outputs(self, state: _State) -> bool:
+        """Store new output of an allocation; return whether more is ready."""
         row, parts = state.row, {}
         if not state.run.is_on_own_node:
             with self._database.read() as connection:
@@ -213,10 +213,10 @@ class Reconciler:
         for output in self._backend.outputs(state.run):
             part = parts.get(output.node_id)
             at = (row.log_offset, row.log_lines) if part is None else (part.log_offset, part.log_lines)
-            has_more |= self._take_in_output(state, output, *at)
+            has_more |= self._read_output(state, output, *at)
         return has_more
 
-    def _take_in_output(self, state: _State, output: Output, offset: int, num_lines: int) -> bool:
+    def _read_output(self, state: _State, output: Output, offset: int, num_lines: int) -> bool:
         row = state.row
         read = read_lines(output.directory, offset, CHUNK_BYTES, num_lines=num_lines)
         lines = read.lines
@@ -224,7 +224,7 @@ class Reconciler:
             return read.has_more
         state.poll_period_s = _FIRST_POLL_S
         matched = matches(self._policies_of(state), (line.text for line in lines))
-        told = self._services.log_triggers.find(line.text for line in lines)
+        triggered = self._services.log_triggers.find(line.text for line in lines)
         name = self._services.node_name(output.node_id)
 
         def advance(tx: Transaction, num_read: int) -> bool:
@@ -237,7 +237,7 @@ class Reconciler:
                 quota = self._services.settings.trial_log_bytes
                 log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
                 note_matches(tx, row, matched, output.node_id, name)
-                events.notify_lines(tx, row.task_id, told)
+                events.notify_lines(tx, row.task_id, triggered)
 
         self._database.write(store)
         return read.has_more
@@ -252,7 +252,7 @@ class Reconciler:
         return state.policies
 
     def launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
-        """Start an allocation's processes; a failure to start is its exit."""
+        """Start an allocation's processes; a failure to start ends it."""
         run = run_of(row)
         try:
             handle = self._backend.submit(request(), run)
@@ -276,7 +276,7 @@ class Reconciler:
                 life.started(tx, row.id, handle)
                 return
             allocations.started(tx, row.id, handle)
-            # In Determined the trial's own launcher says so (harness/determined/exec/launch.py), and scripts look for it.
+            # A line of Determined's launcher (harness/determined/exec/launch.py) that scripts search for.
             text = (
                 f"New trial runner in (container {row.resources_id}) on agent {self._services.agent_of(row)}"
             )
@@ -296,7 +296,7 @@ class Reconciler:
         self._finish(row, run, exit_, exited, traceback)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return what follows from a trial's exit."""
+        """Return the transition for a trial's exit."""
         trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -309,7 +309,7 @@ class Reconciler:
         exited: Callable[..., None],
         traceback: str | None,
     ) -> None:
-        """Store an exit and what follows from it, and delete the allocation's files."""
+        """Store an exit and its effects, and delete the allocation's files."""
 
         def end(tx: Transaction) -> None:
             log_quota.tell_at_end(tx, _log_of(row))
@@ -337,10 +337,10 @@ def _requests(row: Allocation) -> tuple[int | None, ...]:
 
 
 def _untrained_phase(row: Allocation) -> str | None:
-    """Return what ranks that should stop do before their first batch; else None.
+    """Return the startup phase of ranks asked to stop before their first batch.
 
-    They have nothing to save, and those that compile an operator do not listen for minutes. A rank's file may be out of date
-    where its disk is full: a run that has reported has trained.
+    They have nothing to save, and ranks that compile an operator ignore requests for minutes. A rank's file may be stale if its
+    disk is full, but a run with reports has trained.
     """
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None
@@ -349,10 +349,10 @@ def _untrained_phase(row: Allocation) -> str | None:
 
 
 def _why_late(state: _State) -> str | None:
-    """Return which grace period to stop is over, None while there is some left.
+    """Return the grace period that has run out since the stop request, if one has.
 
-    Ranks that had stalled before they were asked save nothing, and have less. Time is counted by the monotonic clock from
-    when the request is first seen here, so that it begins anew after a master's start.
+    Ranks that had stalled before the request save nothing and get a shorter one. The monotonic clock measures from when this
+    master first sees the request.
     """
     row = state.row
     deadline_us = row.preempt_deadline_us

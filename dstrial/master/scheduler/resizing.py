@@ -1,4 +1,8 @@
-"""Stops trials that go on with other slots, chosen by :mod:`~.elasticity`."""
+"""Changes the number of slots of running trials.
+
+A running trial changes by stopping with a checkpoint and restarting. It shrinks if a more urgent job waits or its node is being
+drained; it grows if slots are free and nothing waits.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ from typing import Any, TypeAlias
 from dstrial.config.experiment_config.dstrial_section import Elasticity, elasticity_of
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import endings, resume
-from dstrial.master.scheduler.elasticity import Running, grown, leaves_drained, select_preemption_victims
-from dstrial.master.scheduler.queue import Waiting
+from dstrial.master.scheduler.queue import Waiting, assignments, by_node, could_ever_fit, place
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
@@ -25,11 +28,114 @@ from dstrial.master.store.jobs import WaitingTrial
 from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.logs import add_master_line
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """A trial with slots that may change their number."""
+
+    trial_id: int
+    experiment_id: int
+    urgency: tuple[int, float]  # (priority, queue position); smaller is more urgent
+    slots: tuple[int, ...]
+    choices: tuple[int, ...]  # slot counts its newest checkpoint can resume on, descending
+    max_slots: int | None = None  # of its experiment at once; None for any number
+    is_on_one_node: bool = False  # never divided among nodes
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    def waiting(self, choices: Sequence[int]) -> Waiting:
+        """Return the trial's request once it has stopped."""
+        return Waiting(
+            self.trial_id,
+            self.experiment_id,
+            choices[0],
+            self.max_slots,
+            is_on_one_node=self.is_on_one_node,
+            choices=tuple(choices),
+        )
+
+
+def select_preemption_victims(
+    first: Waiting,
+    urgency: tuple[int, float],
+    running: Sequence[Running],
+    *,
+    free: Collection[int],
+    enabled: Collection[int],
+    used_by: Mapping[int, int],
+) -> list[Running]:
+    """Return the trials to stop so that the first job in the queue can start.
+
+    Only trials of lower priority that can continue with the remaining slots, least urgent first; none if that is not enough.
+    ``free`` are ids of slots that are unused, or will be soon.
+    """
+    if _all_fit([first], free, enabled, used_by):
+        return []  # slots that are being released suffice
+    chosen: list[Running] = []
+    candidates = sorted(running, key=lambda one: one.urgency, reverse=True)
+    for one in candidates:
+        fewer = [count for count in one.choices if count < one.num_slots]
+        if one.urgency[0] <= urgency[0] or not fewer:
+            continue
+        chosen.append(one)
+        theirs = {slot for victim in chosen for slot in victim.slots}
+        used = dict(used_by)
+        for victim in chosen:
+            used[victim.experiment_id] = used.get(victim.experiment_id, 0) - victim.num_slots
+        wait = [
+            victim.waiting([count for count in victim.choices if count <= victim.num_slots])
+            for victim in sorted(chosen, key=lambda victim: victim.urgency)
+        ]
+        if _all_fit([first, *wait], {*free, *theirs}, enabled, used):
+            return chosen
+    return []
+
+
+def _all_fit(
+    waiting: Sequence[Waiting],
+    free: Collection[int],
+    enabled: Collection[int],
+    used_by: Mapping[int, int],
+) -> bool:
+    return len(assignments(waiting, free, enabled, used_by)) == len(waiting)
+
+
+def leaves_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
+    """Return whether a trial on ``drained`` slots can continue on other slots."""
+    kept = [slot for slot in one.slots if slot not in drained]
+    if len(kept) == one.num_slots:
+        return False
+    left = {*free, *kept}
+    capacity = {node: len(slots) for node, slots in by_node(left).items()}
+    return any(
+        place(count, by_node(left), capacity, is_on_one_node=one.is_on_one_node) is not None
+        for count in one.choices
+        if count <= one.num_slots
+    )
+
+
+def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used: int) -> int:
+    """Return the most slots a trial can grow to with the free ones; at least its own."""
+    left = by_node({*free, *(slot for slot in one.slots if slot in set(enabled))})
+    capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
+    for count in one.choices:
+        if count <= one.num_slots:
+            break
+        if one.max_slots is not None and used - one.num_slots + count > one.max_slots:
+            continue
+        if not could_ever_fit(count, capacity, is_on_one_node=one.is_on_one_node):
+            continue
+        if place(count, left, capacity, is_on_one_node=one.is_on_one_node) is not None:
+            return count
+    return one.num_slots
+
+
 logger = logging.getLogger("dstrial.master.scheduler")
 
-# Group of metrics in which a trial has a mark for each change of its slots, at the batch from which it goes on.
-SLOTS_GROUP = "resources"
-_POLL_S = 1.0  # between looks at trials that may change their slots
+SLOTS_GROUP = "resources"  # metric group with a report for each change of a trial's slots
+_POLL_S = 1.0  # between checks whether a trial can be resized
 _MAX_KNOWN = 10_000  # entries of the cache before it is cleared
 
 
@@ -39,9 +145,9 @@ class Capacity:
 
     free: frozenset[int]  # enabled and unused
     enabled: frozenset[int]
-    drained: frozenset[int]  # disabled, and their trials may finish
+    drained: frozenset[int]  # disabled; running trials may finish
     used_by: Mapping[int, int]  # slots by experiment
-    is_settled: bool  # no node has gone a moment ago, which may come back
+    is_settled: bool  # no node was lost within the grace period
 
 
 Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
@@ -49,11 +155,11 @@ Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """Numbers of slots of a trial, for a checkpoint, a config and excluded numbers."""
+    """Cached slot counts that a trial can resume on."""
 
-    key: tuple[Any, ...]
+    key: tuple[Any, ...]  # checkpoint, config and excluded counts they hold for
     choices: tuple[int, ...]
-    saves: bool  # checkpoints from time to time
+    saves: bool  # whether the config sets a checkpoint period
 
 
 class Resizing:
@@ -62,25 +168,27 @@ class Resizing:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._known: dict[tuple[int, int, int], _Known] = {}  # by trial and bounds
-        # The newest checkpoint when a change was wished for, by allocation: it follows the next one.
-        self._wished: dict[str, str] = {}
-        self._looked_s = -_POLL_S
+        # Allocation -> its newest checkpoint when growing became possible: it grows after the next checkpoint.
+        self._grows_after: dict[str, str] = {}
+        self._polled_s = -_POLL_S
 
     def is_due(self, connection: Connection) -> bool:
-        """Say whether trials are to be looked at though nothing waits."""
-        if time.monotonic() < self._looked_s + _POLL_S:
+        """Return whether a trial may be resized although nothing waits."""
+        if time.monotonic() < self._polled_s + _POLL_S:
             return False
-        self._looked_s = time.monotonic()
+        self._polled_s = time.monotonic()
         found = rows.resizable_trials(connection)
-        self._wished = {
-            key: uuid for key, uuid in self._wished.items() if key in {one.allocation_id for one in found}
+        self._grows_after = {
+            key: uuid
+            for key, uuid in self._grows_after.items()
+            if key in {one.allocation_id for one in found}
         }
         return any(_may_change(one) for one in found)
 
     def choices(
         self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
     ) -> tuple[int, ...]:
-        """Return numbers of slots to begin with, the best first; none for its own only.
+        """Return slot counts to start with, best first; empty for the configured one only.
 
         ``at_most`` is for a trial that may take more than it asks for; None for ``max_slots``.
         """
@@ -98,7 +206,7 @@ class Resizing:
         return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
 
     def slots_to_resume_with(self, connection: Connection, row: WaitingTrial, available: int) -> int | None:
-        """Return the most slots that a trial's checkpoint can use; None without one."""
+        """Return the most slots that a trial's checkpoint can resume on, if any."""
         at_least = _elasticity(row.section, row.slots_per_trial).at_least or 1
         return next(
             iter(self._choices(connection, row.id, row.experiment_id, at_least, available).choices), None
@@ -112,9 +220,9 @@ class Resizing:
         capacity: Capacity,
         soon: Collection[int],
     ) -> list[Stop]:
-        """Return the trials of lower priority to stop so that the first waiting can begin.
+        """Return trials of lower priority to stop so that the first job can start.
 
-        ``soon`` are ids of slots whose trials and commands end already.
+        ``soon`` are ids of slots that are being released.
         """
         running = [
             one
@@ -134,10 +242,7 @@ class Resizing:
         return [(one.trial_id, why) for one in chosen]
 
     def leave_drained(self, connection: Connection, capacity: Capacity) -> list[Stop]:
-        """Return a trial on drained slots that can go on elsewhere.
-
-        The next one follows once this one has what it takes.
-        """
+        """Return one trial on drained slots that can continue on others, if any."""
         for row in rows.resizable_trials(connection):
             if capacity.drained.isdisjoint(json.loads(row.slots)):
                 continue
@@ -146,8 +251,8 @@ class Resizing:
                 return [(row.trial_id, "its slots are being drained, and it goes on with others")]
         return []
 
-    def change_sizes(self, connection: Connection, capacity: Capacity) -> list[Stop]:
-        """Return one trial at most that takes what is free; nothing waits."""
+    def grow(self, connection: Connection, capacity: Capacity) -> list[Stop]:
+        """Return at most one trial that can grow onto free slots; nothing waits."""
         if not capacity.is_settled:
             return []
         for row in rows.resizable_trials(connection):
@@ -168,16 +273,16 @@ class Resizing:
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
     ) -> bool:
-        """Say whether a trial has just saved a checkpoint, or never does in between."""
+        """Return whether a trial has just saved, or has no checkpoint period."""
         latest = checkpoint_rows.latest_completed(connection, row.trial_id)
         if latest is None:
             return False
         known = self._choices(connection, row.trial_id, row.experiment_id, 1, elasticity.at_most)
-        uuid = self._wished.setdefault(row.allocation_id, str(latest.uuid))
+        uuid = self._grows_after.setdefault(row.allocation_id, str(latest.uuid))
         return not known.saves or uuid != str(latest.uuid)
 
     def stop(self, trial_id: int, why: str) -> None:
-        """Stop a trial with a checkpoint, unless it has changed; outside of any snapshot."""
+        """Stop a trial with a checkpoint, unless its state has changed meanwhile."""
 
         def ask(tx: Transaction) -> bool:
             allocation = allocation_rows.live(tx.connection, trial_id)
@@ -195,9 +300,9 @@ class Resizing:
     def _running(
         self, connection: Connection, row: rows.ResizableTrial, at_most: int | None = None
     ) -> Running | None:
-        """Return a trial with its choices; None where it has none, or may not change.
+        """Return a trial with its choices; None if it has none or is not elastic.
 
-        Without ``at_most`` the choices have fewer slots than there are.
+        Without ``at_most`` the choices are up to its present slots.
         """
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))
@@ -221,7 +326,7 @@ class Resizing:
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
     ) -> _Known:
-        """Return what ``resume`` says, asked again after a change of checkpoint or config."""
+        """Return the possible slot counts; cached until checkpoint or config change."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
@@ -239,7 +344,7 @@ class Resizing:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Note another number of slots in a trial's log and metrics."""
+    """Record a changed number of slots in a trial's log and metrics."""
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:
@@ -270,7 +375,7 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Say whether a trial could have more slots, or may have to lose some."""
+    """Return whether a trial is elastic or runs below its configured slots."""
     elasticity = _elasticity(row.section, row.slots_per_trial)
     return elasticity.is_asked_for or len(json.loads(row.slots)) < row.slots_per_trial
 

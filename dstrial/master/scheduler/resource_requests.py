@@ -1,10 +1,11 @@
-"""Requests of waiting trials to a back end with an engine."""
+"""Resource requests to an engine (Slurm, Ray), and its answers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrial.master.backends.backend import Answer, Key, Node, ResourceRequest
 from dstrial.master.lifecycle import commands as life
@@ -17,6 +18,10 @@ from dstrial.master.store.database import Connection, Database, Transaction
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.visible_text import visible_line
 
+if TYPE_CHECKING:
+    from dstrial.config.diagnostics import Diagnostics
+    from dstrial.master.services import Services
+
 
 def requests_of(
     waiting: Iterable[Waiting],
@@ -24,10 +29,7 @@ def requests_of(
     off: frozenset[int],
     describe: Callable[[Key], tuple[str, Mapping[str, Any]]],
 ) -> Iterator[ResourceRequest]:
-    """Return the requests of waiting trials, within ``max_slots``. Pure.
-
-    ``off`` are disabled nodes.
-    """
+    """Return requests of jobs within their ``max_slots``; ``off``: disabled nodes."""
     used = dict(used_by)
     for one in waiting:
         in_use = used.get(one.experiment_id, 0)
@@ -47,9 +49,9 @@ def requests_of(
 def request_of_config(
     config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool
 ) -> ResourceRequest | None:
-    """Return the request of a submitted config, None without slots. Pure.
+    """Return the request of a submitted config; None without slots.
 
-    ``may_wait``: accept it though it needs more than there is now.
+    ``may_wait``: accept it even if it needs more slots than exist now.
     """
     resources = config["resources"]
     num_slots = resources["slots_per_trial"]
@@ -67,7 +69,7 @@ def request_of_config(
 
 
 def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
-    """Return the request of a submitted command, None without slots. Pure."""
+    """Return the request of a submitted command; None without slots."""
     num_slots = config["resources"]["slots"]
     if num_slots == 0:
         return None
@@ -80,8 +82,8 @@ def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
     )
 
 
-def begins_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
-    """Return the keys that begin, with their slots if they need any. Pure."""
+def starts_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
+    """Return the keys of the jobs that start now, with their slots."""
     found: list[tuple[Key, list[int]]] = []
     for one in waiting:
         if one.num_slots == 0:
@@ -92,7 +94,7 @@ def begins_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, lis
 
 
 def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
-    """Return the name of a job for a trial or command, and its config."""
+    """Return the name and config of a trial or command for the engine's job."""
     if isinstance(key, str):
         command = commands.require(connection, key)
         return f"task {key} ({visible_line(command.description)})", json.loads(command.config)
@@ -105,15 +107,15 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Log what an engine says of waiting trials, and end those that can never begin."""
+    """Log the engine's messages, and end jobs that can never start."""
     if not answer.messages and not answer.refused:
         return
 
     def write(tx: Transaction) -> None:
         for key, text in answer.messages.items():
-            _say(tx, key, text, "INFO")
+            _log_line(tx, key, text, "INFO")
         for key, text in answer.refused.items():
-            _say(tx, key, f"it can never start: {text}", "ERROR")
+            _log_line(tx, key, f"it can never start: {text}", "ERROR")
             if isinstance(key, str):
                 life.refuse(tx, key, text)
             elif trial_rows.require(tx.connection, key).state == "ACTIVE":
@@ -122,8 +124,29 @@ def write_answer(database: Database, answer: Answer) -> None:
     database.write(write)
 
 
-def _say(tx: Transaction, key: Key, text: str, level: str) -> None:
+def _log_line(tx: Transaction, key: Key, text: str, level: str) -> None:
     if isinstance(key, str):
         add_master_line(tx, key, None, text, level=level)
     else:
         add_master_line(tx, trial_rows.require(tx.connection, key).task_id, key, text, level=level)
+
+
+SLOTS_KEY = "resources.slots_per_trial"  # the key under which back ends report an unsatisfiable slot count
+
+
+async def refuse_unsatisfiable(
+    services: Services, request: ResourceRequest | None, findings: Diagnostics, *, slots_key: str = SLOTS_KEY
+) -> None:
+    """Raise ``ConfigError`` if the engine could never run the requested job.
+
+    ``request`` is None without slots; ``slots_key`` is the config key of the slot count.
+
+    Raises:
+        ConfigError: with the engine's reasons.
+    """
+    if services.engine is None or request is None:
+        return
+    # Not in the services' thread pool: this may take seconds, and the pool is for short calls.
+    for one in await asyncio.to_thread(services.backend.unsatisfiable_reasons, request):
+        findings.problem(slots_key if one.key == SLOTS_KEY else one.key, one.got, one.expected, one.fix)
+    findings.raise_if_any()

@@ -1,4 +1,4 @@
-"""Bounded retries with exponential backoff, and whose fault an error is."""
+"""Bounded retries with exponential backoff, and faults that all jobs share."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class Retries:
         self._failures: dict[Hashable, _Failures] = {}
 
     def is_due(self, key: Hashable) -> bool:
-        """Say whether the next attempt may begin."""
+        """Return whether the next attempt may start."""
         failures = self._failures.get(key)
         return failures is None or self._clock() >= failures.due_s
 
     def delay_s(self, key: Hashable) -> float:
-        """Return in how many seconds the next attempt may begin."""
+        """Return the seconds until the next attempt; 0 if it is due."""
         failures = self._failures.get(key)
         return 0.0 if failures is None else max(failures.due_s - self._clock(), 0.0)
 
     def postponed(self) -> dict[Hashable, float]:
-        """Return in how many seconds each next attempt that is not due may begin."""
+        """Return key -> seconds until its next attempt, for attempts not yet due."""
         return {key: delay_s for key in self._failures if (delay_s := self.delay_s(key))}
 
     def record_failure(self, key: Hashable, *, counts: bool = True) -> bool:
         """Postpone the next attempt; return whether the limit is reached.
 
-        A failure for which the key is not at fault does not count.
+        With ``counts`` false the failure is not the key's fault and does not count.
         """
         failures = self._failures.setdefault(key, _Failures(0, 0.0))
         failures.count += counts
@@ -66,12 +66,12 @@ class Retries:
         return failures.count >= self._limit
 
     def forget(self, key: Hashable) -> None:
-        """Begin anew: the key has succeeded, or is gone."""
+        """Reset the key: it has succeeded, or no longer exists."""
         self._failures.pop(key, None)
 
 
 def is_shared_fault(error: BaseException, database: Database) -> bool:
-    """Return whether an error, as a full disk, is not one trial's or job's."""
+    """Return whether an error, such as a full disk, would hit every trial or job."""
     if isinstance(error, SqlError) and not isinstance(error, IntegrityError):
         return True
     if isinstance(error, DatabaseDamagedError) or file_limit.is_shortage(error):

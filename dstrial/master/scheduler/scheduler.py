@@ -1,7 +1,7 @@
-"""The thread that assigns slots and reconciles what runs with its rows.
+"""The scheduler thread: assigns slots, and reconciles processes with the database.
 
-Everything it does is idempotent: a master that is killed between a row and its effect finds the row at its next start.
-A problem of one trial is that trial's, never the thread's.
+Every step is idempotent: if the master is killed between a commit and its effect, the next start finds the row and completes it.
+An error of one trial never stops the thread.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_TICK_S = 0.05  # between looks whether all trials have ended, at the end of a master
-_IDLE_TICK_S = 1.0  # longest time between polls
-_SILENCE_POLL_S = 1.0  # between looks for detached runs without heartbeats
+_DRAIN_POLL_S = 0.05  # between checks at shutdown whether all allocations have ended
+_IDLE_TICK_S = 1.0  # longest time between iterations
+_HEARTBEAT_POLL_S = 1.0  # between checks for detached runs without heartbeats
 _CLOCK_JUMP_S = 2.0  # change of the wall clock that counts as a jump
-_REST_OF_OUTPUT_S = 15.0  # for which a master that ends stores what killed trials have printed
-_THREAD = "scheduler"  # key of `_retries` for the thread's own failures
+_OUTPUT_GRACE_S = 15.0  # at shutdown, for storing the output of killed allocations
+_THREAD = "scheduler"  # key of `_retries` for failures of an iteration
 
 
 class Scheduler:
-    """Owns the slots of this machine and the processes of trials and commands."""
+    """Runs dispatcher, reconciler and janitor in threads."""
 
     def __init__(self, services: Services, retries: Retries | None = None) -> None:
         self._services = services
@@ -58,7 +58,7 @@ class Scheduler:
         storage_wait = StorageWait(services.database, services.storages)
         self._reconciler = Reconciler(services, storage_wait, self._retries)
         self._dispatcher = Dispatcher(services, self._reconciler, storage_wait, self._retries)
-        self._version = -1  # of the topic at the last poll of allocations
+        self._version = -1  # of the topic at the last reconciliation
         self._is_begun = False
         self._is_stopping = False
         self._is_killing = False
@@ -66,54 +66,50 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="dstrial-scheduler", daemon=True)
 
     def start(self) -> None:
-        """Take back what a previous master left running, and start."""
+        """Adopt allocations of a previous master, and start the threads."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         self._reconciler.adopt(live)
-        self._remove_left_over({row.id for row in live})
+        self._remove_stale({row.id for row in live})
         self._janitor.start()
         self._thread.start()
 
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
-        """Free all slots and end; experiments keep their state for the next start.
+        """Stop all allocations and the threads; experiments keep their state.
 
-        If ``graceful``, trials save a checkpoint first and are killed after ``timeout_s``. May be called again, from another
-        thread, to kill what was being stopped gracefully.
+        If ``graceful``, trials save a checkpoint first and are killed after ``timeout_s``. Another thread may call it again with
+        ``graceful`` false to kill the trials immediately.
         """
         if not graceful:
             self._is_killing = True
         if not self._dispatcher.is_draining:
             self._dispatcher.is_draining = True
             deadline_s = time.monotonic() + timeout_s
-            while self._can_end_trials() and not self._is_killing and time.monotonic() < deadline_s:
+            while self._stop_allocations() and not self._is_killing and time.monotonic() < deadline_s:
                 self._event.set()
-                time.sleep(_TICK_S)
+                time.sleep(_DRAIN_POLL_S)
             self._is_killing = True
-            give_up_at_s = time.monotonic() + _REST_OF_OUTPUT_S
-            while self._can_end_trials() and (time.monotonic() < give_up_at_s or self._has_processes()):
+            give_up_at_s = time.monotonic() + _OUTPUT_GRACE_S
+            while self._stop_allocations() and (time.monotonic() < give_up_at_s or self._has_processes()):
                 self._event.set()
-                time.sleep(_TICK_S)
+                time.sleep(_DRAIN_POLL_S)
             self._is_stopping = True
             self._event.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._janitor.stop()
 
-    def _can_end_trials(self) -> bool:
-        """Stop every trial's processes; return whether any are left to end.
+    def _stop_allocations(self) -> bool:
+        """Stop or kill every allocation; return whether any is left.
 
-        If the back end cannot begin, nothing can be stopped: trials go on, and the next master adopts them.
+        If the back end cannot start, nothing can be stopped: trials continue, and the next master adopts them.
         """
         if not self._is_begun:
             return not self._services.scheduler_problem
-        return self._release_all()
-
-    def _release_all(self) -> bool:
-        """Stop every trial's processes; return whether any are left."""
         is_kill = self._is_killing
 
-        def ask(tx: Transaction) -> bool:
+        def stop(tx: Transaction) -> bool:
             live = allocation_rows.all_live(tx.connection)
             for row in live:
                 wants = row.kill_us is None if is_kill else row.preempt_us is None and row.kill_us is None
@@ -122,19 +118,19 @@ class Scheduler:
             return bool(live)
 
         try:
-            return self._database.write(ask)
+            return self._database.write(stop)
         except (SqlError, MasterError) as error:
             return self._release_without_rows(error)
 
     def _release_without_rows(self, error: Exception) -> bool:
-        """Stop what can be stopped where nothing can be written; False if nothing runs.
+        """Kill processes although the database cannot be written; return whether any runs.
 
-        Trials that may save wait for room. Those that are to be killed are, and the next master takes them for lost, which counts
-        as no restart.
+        Only when killing: trials that may save wait for disk space. The next master treats killed trials as lost, which does not
+        count as a restart.
         """
         if not self._is_without_rows:
             self._is_without_rows = True
-            logger.error("allocations are ended without a note in the database: %s", error)
+            logger.error("allocations are killed without a record in the database: %s", error)
         if self._is_killing:
             with self._database.read() as connection:
                 live = allocation_rows.all_live(connection)
@@ -143,7 +139,7 @@ class Scheduler:
         return self._has_processes()
 
     def _has_processes(self) -> bool:
-        """Say whether any allocation runs; the next master takes in what others left."""
+        """Return whether any allocation still has processes."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         return any(self._backend.observe(run_of(row)) is None for row in live)
@@ -160,7 +156,7 @@ class Scheduler:
                 logger.exception("the scheduler has failed and tries again")
                 self._services.scheduler_problem = str(error)
                 self._retries.record_failure(_THREAD)
-                # What runs is looked after at least as often as on an idle master.
+                # Reconcile at least as often as an idle master.
                 wait_s = min(self._retries.delay_s(_THREAD), _IDLE_TICK_S)
             else:
                 self._services.scheduler_problem = ""
@@ -169,7 +165,7 @@ class Scheduler:
             self._event.clear()
 
     def _tick(self) -> float:
-        """Do what is due; return in how many seconds there may be more."""
+        """Run one iteration; return the seconds until the next."""
         self._services.note_scheduler("reading the allocations")
         version = self._services.pubsub.version("scheduler")  # before the rows are read
         with self._database.read() as connection:
@@ -184,8 +180,8 @@ class Scheduler:
         self._services.note_scheduler("waiting")
         return wait_s
 
-    def _remove_left_over(self, live: set[str]) -> None:
-        """Remove directories of ended allocations for which there was no time."""
+    def _remove_stale(self, live: set[str]) -> None:
+        """Kill processes and remove directories of allocations that have ended."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
                 local.kill(local.find(directory), directory)
@@ -195,8 +191,7 @@ class Scheduler:
 class _HeartbeatTimeout:
     """Ends detached runs without heartbeats.
 
-    The time begins anew when the master starts, after a jump of the wall clock, which heartbeats are noted by, and after the
-    machine was suspended.
+    The timeout restarts when the master starts, when the wall clock (of the stored heartbeats) jumps, and after a suspend.
     """
 
     def __init__(self, database: Database, timeout_s: float) -> None:
@@ -213,7 +208,7 @@ class _HeartbeatTimeout:
         if abs(lead_s - known_s) > _CLOCK_JUMP_S:
             self._next_s = time.monotonic() + self._timeout_s
             return
-        self._next_s = time.monotonic() + _SILENCE_POLL_S
+        self._next_s = time.monotonic() + _HEARTBEAT_POLL_S
         before_us = now_us() - int(self._timeout_s * 1e6)
         with self._database.read() as connection:
             is_any = detached_runs.has_silent_runs(connection, before_us)

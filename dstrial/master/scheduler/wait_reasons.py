@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dstrial.master.scheduler.queue import SlotUser, Waiting, waiting_text
+from dstrial.master.scheduler.queue import Waiting
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.commands import CommandInfo
@@ -22,28 +23,71 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.scheduler")
 
 
+_MAX_NAMED = 3  # slot users named in one line
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotUser:
+    """A trial or command with slots."""
+
+    name: str  # for example ``trial 3 of experiment 2 (gpt)``
+    experiment_id: int  # 0 for a command
+    num_slots: int
+
+
+def waiting_text(
+    num_slots: int,
+    num_enabled: int,
+    slot_users: Sequence[SlotUser],
+    *,
+    experiment_id: int,
+    max_slots: int | None,
+    before: str | None,
+) -> str:
+    """Return one line: how many slots a trial waits for, and which jobs use them.
+
+    ``before`` names the first trial in the queue; None if that is the trial itself.
+    """
+    wanted = f"waiting for {_slots(num_slots)}"
+    own = sum(user.num_slots for user in slot_users if user.experiment_id == experiment_id)
+    if max_slots is not None and own + num_slots > max_slots:
+        return f"{wanted}: its experiment uses {own} of the {max_slots} that resources.max_slots allows"
+    used = sum(user.num_slots for user in slot_users)
+    if used + num_slots <= num_enabled and before is not None:
+        return f"{wanted}: {before} is before it in the queue, and needs more than is free"
+    named = [f"{user.name} on {user.num_slots}" for user in slot_users[:_MAX_NAMED]]
+    if len(slot_users) > _MAX_NAMED:
+        named.append(f"{len(slot_users) - _MAX_NAMED} others")
+    held = f", by {', '.join(named)}" if named else ""
+    return f"{wanted}: {used} of {num_enabled} {'are' if used != 1 else 'is'} in use{held}"
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'s' if count != 1 else ''}"
+
+
 class WaitReasons:
     """Called by the scheduler's thread, outside of any snapshot."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._said: dict[int | str, set[Hashable]] = {}  # by trial id or task id
+        self._logged: dict[int | str, set[Hashable]] = {}  # by trial id or task id
 
     def forget_others(self, rows: Iterable[WaitingTrial | CommandInfo]) -> None:
-        """Forget what was said of trials and commands that no longer wait."""
-        self._said = {key: self._said[key] for key in map(_key, rows) if key in self._said}
+        """Forget trials and commands that no longer wait."""
+        self._logged = {key: self._logged[key] for key in map(_key, rows) if key in self._logged}
 
-    def _has_said(self, row: WaitingTrial | CommandInfo, reason: Hashable) -> bool:
-        return reason in self._said.get(_key(row), ())
+    def _has_logged(self, row: WaitingTrial | CommandInfo, reason: Hashable) -> bool:
+        return reason in self._logged.get(_key(row), ())
 
-    def has_said_lacking(self, row: WaitingTrial, num_slots: int) -> bool:
-        """Return whether :meth:`lacks_slots` would say nothing new."""
-        return self._has_said(row, ("slots", row.slots_per_trial, num_slots))
+    def has_logged_lacking(self, row: WaitingTrial, num_slots: int) -> bool:
+        """Return whether :meth:`lacks_slots` would log nothing new."""
+        return self._has_logged(row, ("slots", row.slots_per_trial, num_slots))
 
-    def _say(
+    def _log_once(
         self, lines: Sequence[tuple[WaitingTrial | CommandInfo, Hashable, str]], level: str = "WARNING"
     ) -> None:
-        new = [line for line in lines if not self._has_said(line[0], line[1])]
+        new = [line for line in lines if not self._has_logged(line[0], line[1])]
         if not new:
             return
 
@@ -54,41 +98,40 @@ class WaitReasons:
 
         self._services.database.write(write)
         for row, reason, text in new:
-            self._said.setdefault(_key(row), set()).add(reason)
+            self._logged.setdefault(_key(row), set()).add(reason)
             logger.info("%s waits: %s", _key(row), text)
 
     def lacks_slots(self, row: WaitingTrial | CommandInfo, num_slots: int, why: str | None = None) -> None:
-        """Log which slots a trial or command lacks; ``why`` is its checkpoint's."""
+        """Log that a job needs more slots than exist; ``why`` is its checkpoint's reason."""
         services = self._services
         is_command = isinstance(row, CommandInfo)
         wanted = row.num_slots if isinstance(row, CommandInfo) else row.slots_per_trial
-        slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
         has = (
             "no host has more than"
             if is_command and (services.hosts or services.engine)
             else "this master has"
         )
-        text = f"{'it' if is_command else 'the trial'} needs {slots} and waits; {has} {num_slots}. "
+        text = f"{'it' if is_command else 'the trial'} needs {_slots(wanted)} and waits; {has} {num_slots}. "
         text += self._how_to_have(wanted)
         if why is not None:
             text += f", for its checkpoint cannot go on with fewer: {why}"
-        self._say([(row, ("slots", wanted, num_slots), text)])
+        self._log_once([(row, ("slots", wanted, num_slots), text)])
 
     def all_agents_are_off(self, rows: Iterable[WaitingTrial | CommandInfo]) -> None:
         how = f"`det agent enable {self._services.agent_id}`"
         text = f"the agent is disabled, and nothing starts; go on with {how}"
-        self._say([(row, ("off", row.run_id), text) for row in rows])
+        self._log_once([(row, ("off", row.run_id), text) for row in rows])
 
     def waits_for_slots(
         self, waiting: Sequence[tuple[WaitingTrial, Waiting]], live: Sequence[Allocation], num_enabled: int
     ) -> None:
-        """Say once per run for which slots a trial waits, and what holds them."""
+        """Log once per run why a trial waits, and which jobs use the slots."""
         begun = {row.trial_id for row in live}
         left = [pair for pair in waiting if pair[0].id not in begun]
         new = [
             (row, one)
             for row, one in left
-            if one.num_slots <= num_enabled and not self._has_said(row, ("queue", row.run_id))
+            if one.num_slots <= num_enabled and not self._has_logged(row, ("queue", row.run_id))
         ]
         if not new:
             return
@@ -106,10 +149,10 @@ class WaitReasons:
                 before=f"trial {first}" if first != row.id else None,
             )
             lines.append((row, ("queue", row.run_id), text))
-        self._say(lines, "INFO")
+        self._log_once(lines, "INFO")
 
     def _how_to_have(self, num_slots: int) -> str:
-        """Say what gives a master more slots."""
+        """Return a hint on how to get more slots."""
         services = self._services
         down = [node.name for node in services.backend.nodes() if node.why_down is not None]
         if down:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from dstrial.errors import RequestError
 from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
-from dstrial.master.http.streams import EventStream
+from dstrial.master.http.responses import Stream, event_stream
 from dstrial.master.services import Services
 from dstrial.master.store import commands
 from dstrial.master.store.database import Connection
@@ -154,13 +154,13 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
             await asyncio.sleep(_GAP_S)
 
 
-async def get_events(request: ApiRequest) -> EventStream:
+async def get_events(request: ApiRequest) -> Stream:
     """Stream server-sent events.
 
     The first is ``{"master": id}``, with a new id after a restart. Changes follow as ``{"topics": […]}``, or ``{"all": true}`` if
     there are too many.
     """
-    return EventStream(_events(request.services))
+    return event_stream(_events(request.services))
 
 
 def _below(path: str, depths: range) -> list[str]:

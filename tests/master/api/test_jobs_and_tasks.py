@@ -80,14 +80,6 @@ def test_a_task_tells_of_its_allocations(fresh_master: Master, session: api.Sess
     assert fresh_master.get("/api/v1/tasks/none").status == 404
 
 
-def test_the_one_workspace_and_its_project_are_found(session: api.Session) -> None:
-    (workspace,) = bindings.get_GetWorkspaces(session, nameCaseSensitive="Uncategorized").workspaces
-    (project,) = bindings.get_GetWorkspaceProjects(session, id=workspace.id).projects
-    assert bindings.get_GetProject(session, id=project.id).project.workspaceId == workspace.id
-    assert bindings.get_GetWorkspace(session, id=workspace.id).workspace.numExperiments == 2
-    assert list(bindings.get_GetWorkspaces(session, name="elsewhere").workspaces) == []
-
-
 def _task(master: Master, **fields: object) -> str:
     body = {"config": "entrypoint: 'true'", **fields}
     answer = master.send("POST", "/api/v1/generic-tasks", body, token="determined")

@@ -1,23 +1,18 @@
-"""What is kept of experiments that have ended: their checkpoints by policy, and their logs for some days."""
+"""Which checkpoints of ended experiments are kept by their policy."""
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from submitting import config, log_of, submit, trials, wait_until
+from submitting import config, submit, wait_until
 
 from dstrial.errors import DstrialError
-from dstrial.testing.master import MasterForTest, master_for_test
+from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
 
-DAY_US = 24 * 3600 * 1_000_000
 # Checkpoints at 1 to 4; validations at 1 to 3 with scores that the hyperparameters give.
 SAVE = """
 import determined as det
@@ -93,42 +88,3 @@ def test_a_checkpoint_that_another_trial_started_from_is_kept_and_a_deleted_one_
     while len(left := saved(shared_master, first)) > 1:
         assert time.monotonic() < give_up_at_s
     assert [steps for _, steps in left] == [3]
-
-
-def test_logs_are_deleted_after_as_many_days_as_they_are_to_be_kept(tmp_path: Path) -> None:
-    (tmp_path / "master.yaml").write_text(yaml.safe_dump({"retention_policy": {"log_retention_days": 2}}))
-    options = ("--config-file", str(tmp_path / "master.yaml"))
-    with master_for_test(tmp_path, num_slots=2, options=options) as master:
-        ids = {
-            name: submit(master, config("echo kept", **changes))
-            for name, changes in {
-                "by default": {},
-                "for ever": {"retention_policy": {"log_retention_days": -1}},
-                "shorter": {"retention_policy": {"log_retention_days": 0}},
-                "trial": {},
-                "new": {},
-            }.items()
-        }
-        for experiment_id in ids.values():
-            wait_until(master, experiment_id, "COMPLETED")
-        (trial,) = trials(master, ids["trial"])
-        done = master.det("t", "set", "log-retention", str(trial["id"]), "--days", "9")
-        assert done.returncode == 0, done.stdout + done.stderr
-
-        assert master.dstrial("down").returncode == 0
-        with contextlib.closing(sqlite3.connect(master.state.database_path)) as connection, connection:
-            connection.execute(
-                "UPDATE trials SET end_us = end_us - ? WHERE experiment_id IN (?, ?, ?)",
-                (3 * DAY_US, ids["by default"], ids["for ever"], ids["trial"]),
-            )
-        master.up()
-        give_up_at_s = time.monotonic() + 30
-        while log_of(master, ids["by default"]) or log_of(master, ids["shorter"]):
-            assert time.monotonic() < give_up_at_s
-            time.sleep(0.05)
-
-        assert {name for name, one in ids.items() if "kept" in log_of(master, one)} == {
-            "for ever",
-            "trial",
-            "new",
-        }

@@ -25,12 +25,6 @@ with det.core.init(distributed=distributed, tensorboard_mode=mode) as core:
         core.train.report_training_metrics(len(ranks), {"sum": sum(ranks)})
     print("of", len(ranks))
 """
-ONE_RANK_DIES = """
-import os, time
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), 9)
-time.sleep(60)
-"""
 ENTRYPOINTS = [
     "python3 -m dstrial.launch train.py",
     "python3 -m determined.launch.torch_distributed python3 train.py",
@@ -51,18 +45,6 @@ def test_a_script_runs_once_per_slot(shared_master: MasterForTest, entrypoint: s
     assert "[rank=0] || of 2" in of_rank
     assert "[rank=1]" not in of_rank
     assert "Scheduling" not in of_rank
-
-
-@pytest.mark.exhaustive("[python3 -m dstrial.launch train.py]")
-@pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
-def test_the_signal_that_killed_a_rank_is_explained(shared_master: MasterForTest, entrypoint: str) -> None:
-    experiment_id = submit(shared_master, config(entrypoint, resources={"slots_per_trial": 2}), ONE_RANK_DIES)
-
-    wait_until(shared_master, experiment_id, "ERROR")
-
-    last = log_of(shared_master, experiment_id).splitlines()[-2:]
-    assert "killed by SIGKILL: out of host memory" in last[0]
-    assert "trial" in last[1]
 
 
 def test_a_dstrial_trial_validates_and_saves_as_often_as_its_config_says(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.elasticity import Running, grown, leaves_drained, select_preemption_victims
 from dstrial.master.scheduler.queue import Waiting, assignments
+from dstrial.master.scheduler.resizing import Running, grown, leaves_drained, select_preemption_victims
 from dstrial.master.store.nodes import slot_id_of
 
 LOW, HIGH = (42, 1.0), (10, 1.0)

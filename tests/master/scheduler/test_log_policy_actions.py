@@ -55,16 +55,6 @@ def test_a_failure_that_is_not_to_be_retried_is_no_restart(strict: MasterForTest
     assert text.count("crashed: resources failed") == 1
 
 
-def test_a_policy_that_matches_nothing_changes_nothing(strict: MasterForTest) -> None:
-    given = config(log_policies=policy("cancel_retries", "this should not match"), max_restarts=1)
-    experiment_id = submit(strict, given, SCRIPT)
-
-    wait_until(strict, experiment_id, "ERROR")
-
-    assert trials(strict, experiment_id)[0]["restarts"] == 1
-    assert DONT_RETRY not in log_of(strict, experiment_id)
-
-
 @pytest.mark.parametrize("num_slots", [0, 1])
 def test_without_another_machine_a_trial_that_excludes_this_one_fails(
     strict: MasterForTest, num_slots: int

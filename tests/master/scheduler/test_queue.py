@@ -1,4 +1,4 @@
-"""Who gets slots, and what a trial that waits for them is told: pure decisions over what waits and what is free."""
+"""Which jobs get slots, on which nodes, and why a trial waits: pure decisions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.queue import SlotUser, Waiting, assignments, waiting_text
-from dstrial.master.store.nodes import slot_id_of
+from dstrial.master.scheduler.queue import Waiting, assignments, by_node, could_ever_fit, place
+from dstrial.master.scheduler.wait_reasons import SlotUser, waiting_text
+from dstrial.master.store.nodes import node_of, slot_id_of
 
 
 def waiting(*sizes: int, max_slots: int | None = None) -> list[Waiting]:
@@ -74,68 +75,83 @@ def test_nothing_is_given_twice_or_beyond_a_limit(
 
 FIRST = SlotUser("trial 1 of experiment 1 (gpt)", 1, 2)
 SECOND = SlotUser("task shell-7", 0, 1)
+OWN = SlotUser("trial 3 of experiment 9 (x)", 9, 2)
+BY_FIRST = "are in use, by trial 1 of experiment 1 (gpt) on 2"
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "num_enabled", "slot_users", "max_slots", "before", "told"),
+    ("num_slots", "num_enabled", "slot_users", "max_slots", "before", "text"),
     [
-        pytest.param(
-            1,
-            2,
-            [FIRST],
-            None,
-            None,
-            "waiting for 1 slot: 2 of 2 are in use, by trial 1 of experiment 1 (gpt) on 2",
-            id="held by a trial",
-        ),
-        pytest.param(
-            2,
-            4,
-            [FIRST, SECOND],
-            None,
-            None,
-            "waiting for 2 slots: 3 of 4 are in use, by trial 1 of experiment 1 (gpt) on 2, task shell-7 on 1",
-            id="held by several",
-        ),
-        pytest.param(
-            1,
-            8,
-            [FIRST, SECOND, SECOND, SECOND, SECOND],
-            None,
-            None,
-            "waiting for 1 slot: 6 of 8 are in use, by trial 1 of experiment 1 (gpt) on 2, task shell-7 on 1, task shell-7 on 1, "
-            "2 others",
-            id="many are counted",
-        ),
-        pytest.param(
-            1,
-            4,
-            [FIRST],
-            None,
-            "trial 5",
-            "waiting for 1 slot: trial 5 is before it in the queue, and needs more than is free",
-            id="behind a larger one",
-        ),
-        pytest.param(
-            2,
-            8,
-            [SlotUser("trial 3 of experiment 9 (x)", 9, 2)],
-            2,
-            None,
-            "waiting for 2 slots: its experiment uses 2 of the 2 that resources.max_slots allows",
-            id="its experiment has as many as it may",
-        ),
+        (1, 2, [FIRST], None, None, f"1 slot: 2 of 2 {BY_FIRST}"),
+        (2, 4, [FIRST, SECOND], None, None, f"2 slots: 3 of 4 {BY_FIRST}, task shell-7 on 1"),
+        (1, 8, [FIRST, *[SECOND] * 4], None, None, f"1 slot: 6 of 8 {BY_FIRST}, task shell-7 on 1, task shell-7 on 1, 2 others"),
+        (1, 4, [FIRST], None, "trial 5", "1 slot: trial 5 is before it in the queue, and needs more than is free"),
+        (2, 8, [OWN], 2, None, "2 slots: its experiment uses 2 of the 2 that resources.max_slots allows"),
     ],
-)
-def test_a_wait_is_told_with_its_reason(
-    num_slots: int,
-    num_enabled: int,
-    slot_users: list[SlotUser],
-    max_slots: int | None,
-    before: str | None,
-    told: str,
-) -> None:
-    text = waiting_text(
+    ids=["held by a trial", "held by several", "many are counted", "behind a larger one", "at max_slots"],
+)  # fmt: skip
+def test_waiting_text_names_the_reason(
+    num_slots: int, num_enabled: int, slot_users: list[SlotUser], max_slots: int | None, before: str | None, text: str
+) -> None:  # fmt: skip
+    found = waiting_text(
         num_slots, num_enabled, slot_users, experiment_id=9, max_slots=max_slots, before=before
     )
-    assert text == told
+    assert found == f"waiting for {text}"
+
+
+def slots(*counts: int) -> dict[int, list[int]]:
+    return {node: [slot_id_of(node, index) for index in range(count)] for node, count in enumerate(counts)}
+
+
+def counts(chosen: list[int] | None) -> dict[int, int] | None:
+    return None if chosen is None else {node: len(found) for node, found in by_node(chosen).items()}
+
+
+def test_what_fits_on_one_node_is_on_the_fullest_that_has_room() -> None:
+    assert counts(place(2, slots(8, 3, 2), {0: 8, 1: 8, 2: 8})) == {2: 2}
+    assert counts(place(3, slots(8, 3, 2), {0: 8, 1: 8, 2: 8})) == {1: 3}
+
+
+def test_what_fits_on_one_node_waits_for_one() -> None:
+    assert place(4, slots(3, 3), {0: 4, 1: 4}) is None
+    assert counts(place(4, slots(3, 3), {0: 3, 1: 3})) == {0: 2, 1: 2}
+
+
+def test_what_fits_on_none_has_few_nodes_and_equal_parts_where_that_can_be() -> None:
+    assert counts(place(4, slots(2, 2, 2), {0: 2, 1: 2, 2: 2})) == {0: 2, 1: 2}
+    assert counts(place(4, slots(1, 3, 2), {0: 3, 1: 3, 2: 2})) == {1: 2, 2: 2}
+    assert counts(place(5, slots(3, 3), {0: 3, 1: 3})) == {0: 3, 1: 2}
+
+
+def test_a_command_is_never_divided() -> None:
+    assert place(4, slots(2, 2), {0: 2, 1: 2}, is_on_one_node=True) is None
+    assert not could_ever_fit(4, {0: 2, 1: 2}, is_on_one_node=True)
+    assert could_ever_fit(4, {0: 2, 1: 2})
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.integers(1, 40))
+def test_slots_are_free_ones_once_each_as_many_as_asked_for(
+    nodes: list[tuple[int, int]], num_slots: int
+) -> None:
+    free = slots(*(min(unused, capacity) for unused, capacity in nodes))
+    capacity = {node: most for node, (_, most) in enumerate(nodes)}
+
+    chosen = place(num_slots, free, capacity)
+
+    total = sum(map(len, free.values()))
+    if chosen is None:
+        is_waiting_for_one = num_slots <= max(capacity.values(), default=0)
+        has_one = any(len(found) >= num_slots for found in free.values())
+        assert not has_one
+        assert is_waiting_for_one or total < num_slots
+        return
+    assert len(chosen) == len(set(chosen)) == num_slots
+    assert all(slot in free[node_of(slot)] for slot in chosen)
+    used = by_node(chosen)
+    if num_slots <= max(capacity.values()):
+        assert len(used) == 1
+    # No fewer nodes would have done.
+    most_first = sorted(map(len, free.values()), reverse=True)
+    assert sum(most_first[: len(used) - 1]) < num_slots
+    # The order of ranks is that of nodes.
+    assert [node_of(slot) for slot in chosen] == sorted(node_of(slot) for slot in chosen)

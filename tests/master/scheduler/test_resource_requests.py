@@ -8,7 +8,7 @@ from typing import Any
 from dstrial.master.backends.backend import Answer, Node
 from dstrial.master.backends.devices import Slot
 from dstrial.master.scheduler.queue import Waiting
-from dstrial.master.scheduler.resource_requests import begins_of, request_of_config, requests_of
+from dstrial.master.scheduler.resource_requests import request_of_config, requests_of, starts_of
 
 _NODES = [Node(1, "a", "a", (Slot(10, "cpu", "", "a-0"), Slot(11, "cpu", "", "a-1")), None, 0)]
 
@@ -37,7 +37,7 @@ def test_requests_keep_to_max_slots_and_skip_zero_slots() -> None:
 
 def test_begins_are_granted_requests_and_those_without_slots() -> None:
     waiting = [Waiting(1, 1, 2, None), Waiting(2, 1, 2, None), Waiting("shell", 0, 0, None)]
-    assert begins_of(waiting, Answer(slots={2: (1024, 1025)})) == [(2, [1024, 1025]), ("shell", [])]
+    assert starts_of(waiting, Answer(slots={2: (1024, 1025)})) == [(2, [1024, 1025]), ("shell", [])]
 
 
 def test_request_of_config_matches_that_of_its_trials() -> None:

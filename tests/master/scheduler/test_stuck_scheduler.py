@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -54,3 +56,19 @@ def test_trial_that_forges_files_is_killed(tmp_path: Path, forged: str) -> None:
 
         wait_for(lambda: [one["state"] for one in trials(master, forging)] == ["STATE_CANCELED"], "its end")
         assert json.loads(master.dstrial("status", "--json").stdout)["trouble"] == ""
+
+
+def test_kill_stopped_supervisor_ends_the_trial(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=1) as master:
+        experiment_id = submit(
+            master, config("python3 train.py", hyperparameters={"steps": 600, "sleep": 0.1})
+        )
+        wait_for(lambda: any(one.get("totalBatchesProcessed") for one in trials(master, experiment_id)))
+        (trial,) = trials(master, experiment_id)
+        (path,) = master.state.allocations_path.glob("*/supervisor.json")
+        os.kill(int(json.loads(path.read_text())["pid"]), signal.SIGSTOP)
+
+        killed = master.det("trial", "kill", str(trial["id"]))
+
+        assert killed.returncode == 0, killed.stdout + killed.stderr
+        wait_for(lambda: [one["state"] for one in trials(master, experiment_id)] == ["STATE_CANCELED"])

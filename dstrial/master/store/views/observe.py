@@ -127,7 +127,8 @@ def experiment_view(state: StateDirectory, experiment_id: int) -> ExperimentView
         if experiment is None:
             return None
         trials = fetch_all(TrialView, connection, _TRIALS, (experiment_id,))
-    return ExperimentView(experiment_id, *experiment, tuple(trials))
+    state_name, progress, end_reason = experiment
+    return ExperimentView(experiment_id, state_name, progress, end_reason, tuple(trials))
 
 
 _LIVE = "SELECT trial_id, experiment_id, directory FROM allocations WHERE state != 'TERMINATED' AND trial_id > 0 ORDER BY id"

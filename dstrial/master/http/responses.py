@@ -1,0 +1,267 @@
+"""Response bodies, error responses and streams of the API.
+
+Clients print names, descriptions and messages verbatim (``det experiment list``), so control characters are made visible here.
+User data (configs, metrics, metadata) is sent as ``orjson.Fragment``, byte for byte as stored; clients print it as JSON or YAML,
+which escape control characters. An error is a status and one JSON shape, never a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import inspect
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import orjson
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from dstrial.errors import DatabaseDamagedError, DstrialError, MasterError, RequestError
+from dstrial.master import file_limit
+from dstrial.master.store.database import OperationalError, SqlError
+from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
+from dstrial.visible_text import visible
+
+DEFAULT_LIMIT = 100  # default page size, as in Determined 0.38.1
+
+# Pattern of control characters in JSON. It has false positives (an escaped backslash before b, user data) but no false
+# negatives; most responses do not match and are serialised only once.
+_SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa6-\xa9]")
+
+
+def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
+    """Return a message with all fields of its class; fields not given are null."""
+    required, optional = _names_of(bindings_class)
+    unknown = fields.keys() - required - optional.keys()
+    missing = required - fields.keys()
+    if unknown or missing:
+        raise TypeError(
+            f"{bindings_class.__name__} is given {sorted(unknown)} and lacks {sorted(missing)}; expected its own fields. "
+            "Name them as the generated class does."
+        )
+    return {**optional, **fields}
+
+
+@functools.cache
+def _names_of(bindings_class: type) -> tuple[frozenset[str], dict[str, None]]:
+    parameters = list(inspect.signature(bindings_class).parameters.values())
+    empty = inspect.Parameter.empty
+    required = frozenset(parameter.name for parameter in parameters if parameter.default is empty)
+    return required, {parameter.name: None for parameter in parameters if parameter.default is not empty}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    offset: int
+    limit: int
+    start: int
+    end: int
+    total: int
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "offset": self.offset,
+            "limit": self.limit,
+            "startIndex": self.start,
+            "endIndex": self.end,
+            "total": self.total,
+        }
+
+
+def page_of(total: int, offset: int | None, limit: int | None) -> Page:
+    """Return the range of rows for a page of ``total`` rows.
+
+    A negative offset counts from the end. Limit 0 or None means 100, -1 all, -2 none (Determined 0.38.1
+    ``master/internal/api/paginate.go``).
+    """
+    offset = offset or 0
+    limit = limit or DEFAULT_LIMIT
+    if limit < -2:
+        raise RequestError(
+            400, f"limit is {limit}; expected at least -2. Send -1 for all rows, or a positive number."
+        )
+    start = max(0, total + offset) if offset < 0 else min(offset, total)
+    end = total if limit == -1 else start if limit == -2 else min(start + limit, total)
+    return Page(offset, limit, start, end, total)
+
+
+def to_json(answer: Any) -> bytes:
+    """Serialise a response; mapping keys may be numbers."""
+    body = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(_shown(answer), option=orjson.OPT_NON_STR_KEYS) if _SUSPECT.search(body) else body
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {key: _shown(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(inner) for inner in value]
+    return value
+
+
+_RETRY_AFTER_S = 1
+
+_SQL_ERROR = 1  # SQLITE_ERROR: a wrong statement, so a retry cannot succeed
+
+_STATUSES: dict[type[StoreError], int] = {NotFoundError: 404, ConflictError: 409, InvalidError: 400}
+
+# HTTP status -> gRPC code and name, as in Determined's gateway.
+_CODES = {
+    400: (3, "InvalidArgument"),
+    401: (16, "Unauthenticated"),
+    403: (7, "PermissionDenied"),
+    404: (5, "NotFound"),
+    405: (12, "Unimplemented"),
+    409: (6, "AlreadyExists"),
+    413: (8, "ResourceExhausted"),
+    429: (8, "ResourceExhausted"),
+    500: (13, "Internal"),
+    501: (12, "Unimplemented"),
+    502: (14, "Unavailable"),
+    503: (14, "Unavailable"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    status: int
+    code: int
+    reason: str
+    text: str
+
+
+def status_and_text(error: BaseException) -> Problem:
+    """Return the HTTP status and message for an exception.
+
+    Transient write failures are 503, which sessions in trials retry. Errors of the request are 4xx. All other exceptions are
+    bugs: 500, with the cause in the master's log only.
+    """
+    if file_limit.is_shortage(error):
+        return problem(503, file_limit.shortage() or str(error))
+    if isinstance(error, RequestError):
+        return problem(error.status, str(error))
+    if isinstance(error, StoreError):
+        return problem(_STATUSES[type(error)], str(error))
+    if isinstance(error, DatabaseDamagedError):
+        return problem(503, str(error))
+    if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_transient(error)):
+        return problem(
+            503, f"the master cannot answer now ({error}); expected it to. Send the request again."
+        )
+    if isinstance(error, DstrialError):
+        return problem(400, str(error))
+    if isinstance(error, OverflowError):
+        return problem(
+            400,
+            "a number in the request is larger than the master can store; expected 64 bits. Send a smaller one.",
+        )
+    return problem(
+        500, "the master has failed to answer this request; expected an answer. See why with `dstrial logs`."
+    )
+
+
+def _is_transient(error: OperationalError) -> bool:
+    """Return whether a SQLite error is transient; always True before Python 3.11."""
+    return getattr(error, "sqlite_errorcode", None) != _SQL_ERROR
+
+
+def problem(status: int, text: str) -> Problem:
+    code, reason = _CODES.get(status, (2, "Unknown"))
+    return Problem(status, code, reason, text)
+
+
+def error_response(refusal: Problem) -> Response:
+    """Return an error response as Determined's client expects it: ``{"error": {…}}``."""
+    body = {"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}}
+    headers = {}
+    if refusal.status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
+    return Response(to_json(body), status_code=refusal.status, media_type="application/json", headers=headers)
+
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 5.0
+
+Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
+
+
+def ndjson(items: AsyncIterator[Item]) -> Stream:
+    """Return a stream of ``{"result": item}`` lines; a list is sent as one chunk.
+
+    A ``DstrialError`` after the first line is sent as an error line of the protocol.
+    """
+    return Stream(_lines(items), media_type="application/json")
+
+
+async def _lines(items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
+    try:
+        async for item in items:
+            messages = [item] if isinstance(item, Mapping) else item
+            if messages:
+                yield b"".join(to_json({"result": one}) + b"\n" for one in messages)
+    except (DstrialError, SqlError) as error:
+        if not isinstance(error, (RequestError, StoreError)):
+            logger.exception("a stream ends early")
+        yield to_json(_error_line(error)) + b"\n"
+
+
+def event_stream(items: AsyncIterator[Mapping[str, Any] | None]) -> Stream:
+    """Return server-sent events: one JSON object per event; None sends a heartbeat."""
+    headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
+    return Stream(_events(items), headers=headers)
+
+
+async def _events(items: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterator[bytes]:
+    async for item in items:
+        yield b": still here\n\n" if item is None else b"data: " + to_json(item) + b"\n\n"
+
+
+class Stream(StreamingResponse):
+    """Sends chunks until the client disconnects or its token is revoked."""
+
+    is_still_known: Callable[[], Awaitable[bool]] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(super().__call__(scope, receive, send))
+        tasks = {sending}
+        if self.is_still_known is not None:
+            tasks.add(asyncio.ensure_future(_until_unknown(self.is_still_known)))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            is_unknown = not sending.done()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if is_unknown:
+            with contextlib.suppress(OSError):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            with contextlib.suppress(OSError):
+                sending.result()
+
+
+async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until the sender logs out, is deactivated, or its token is revoked."""
+    while await is_still_known():
+        await asyncio.sleep(_ASK_AGAIN_S)
+
+
+def _error_line(error: Exception) -> dict[str, Any]:
+    problem = status_and_text(error)
+    return {
+        "error": {
+            "grpcCode": problem.code,
+            "httpCode": problem.status,
+            "message": problem.text,
+            "httpStatus": problem.reason,
+        }
+    }
