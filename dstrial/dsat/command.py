@@ -19,13 +19,12 @@ from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.driver.dry_runs import gather_inputs, on_one_device, target_here
+from dstrial.dsat.driver.dry_runs import gather_inputs, target_here
 from dstrial.dsat.driver.full_run import run_full
 from dstrial.dsat.flags import PlanFlags, SearchFlags
 from dstrial.dsat.methods import METHODS, search_method
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
-from dstrial.dsat.predictor.models import DeviceMemory, unmeasured_peak
-from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, one_device, table_rows
+from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, table_rows
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.report.live import LiveTable, summary
 from dstrial.dsat.space.filters import Filters
@@ -195,12 +194,6 @@ def run_plan(flags: PlanFlags) -> int:
         device, settings.num_slots, per_machine=flags.per_machine, bytes_per_value=space.bytes_per_value
     )
     plan = make_plan(space, dataclasses.replace(inputs, machine=machine))
-    alone: list[str] = []
-    if settings.num_slots > 1:
-        device_memory = DeviceMemory.cuda(device_bytes)
-        for kind, run in on_one_device(settings, capacity_bytes=device_bytes):
-            alone.append(one_device(kind, unmeasured_peak(device_memory, run.device, 1), device_bytes))
-    plan = dataclasses.replace(plan, notes=(*alone, *plan.notes))
     title = headline(plan, settings.num_slots, name or "device", device_bytes)
     _print(plan, title, None if name else "times are those of an a100; name the device with --device")
     output = Path(flags.search.output or "plan") / "report.json"

@@ -77,9 +77,6 @@ class ConfigSearch(Protocol):
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
         """Process the outcome of a measurement."""
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state as JSON for people and tools; a resume replays results instead."""
-
     def report_facts(self) -> ReportFacts:
         """Return what a report says beyond the measurements."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, score
@@ -127,21 +127,6 @@ class LineageMethod(abc.ABC):
         if limit is not None and self._num_since_best >= limit:
             return self._finish(f"{limit} trials brought no new best")
         return self._fill()
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "random": self.random.snapshot(),
-            "phase": self._phase,
-            "info": None if self.info is None else self.info.to_json(),
-            "best_score": self._best_score,
-            "num_since_best": self._num_since_best,
-            "unproven": [candidate.to_json() for candidate in self._unproven],
-            "lineages": [dataclasses.asdict(lineage) for lineage in self.lineages],
-            "known": [
-                {"trial_id": trial_id, **observation.to_json(), "lineage": self._lineage_of.get(trial_id)}
-                for trial_id, observation in self.observations.items()
-            ],
-        }
 
     def report_facts(self) -> ReportFacts:
         return ReportFacts()

@@ -105,20 +105,6 @@ class PredictSearch:
             actions += [Note(line) for line in lines]
         return [*actions, *self._fill()]
 
-    def snapshot(self) -> dict[str, Any]:
-        facts = self.report_facts()
-        return {
-            "is_finished": self._is_finished,
-            "order": list(self._order),
-            "known": [{"trial_id": trial_id, **one.to_json()} for trial_id, one in self.observations.items()],
-            "skipped": [self.space.describe(one) for one in self._skipped_in_order()],
-            "forecasts": {str(trial_id): forecast for trial_id, forecast in facts.forecasts.items()},
-            "explained": {str(trial_id): parts for trial_id, parts in facts.explained.items()},
-            "margins": facts.margins,
-            "factors": self.predictor.time.factors(),
-            "left": facts.left,
-        }
-
     def report_facts(self) -> ReportFacts:
         best = self.incumbent()
         shown = [
@@ -383,9 +369,6 @@ class PredictSearch:
     def _finish(self, reason: str) -> list[Action]:
         self._is_finished = True
         return [Finish(reason, self.incumbent() is None)]
-
-    def _skipped_in_order(self) -> list[Candidate]:
-        return sorted(self._skipped, key=lambda one: repr(dataclasses.astuple(one)))
 
 
 def _mean_cost(costs: _Costs) -> float:

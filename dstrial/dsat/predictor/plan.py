@@ -9,7 +9,6 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions
-from dstrial.dsat.predictor.models import MemoryPrediction
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Space, Structure
@@ -152,14 +151,6 @@ def headline(plan: HardwarePlan, num_slots: int, device: str, device_bytes: floa
         missing = -least.margin_bytes / 2**30
         return f"{params} do not fit on {where}: the least hungry configuration lacks {missing:.3g} GiB on each device"
     return f"{params} fit on {where} in {len(fitting)} of {len(plan.rows)} kinds of configurations"
-
-
-def one_device(kind: str, memory: MemoryPrediction, device_bytes: float) -> str:
-    """Return whether one device would do, with a micro batch of one record."""
-    needed = memory.quantile(PROBABILITY) / 2**30
-    margin = device_bytes / 2**30 - needed
-    verdict = f"which leaves {margin:.3g} GiB" if margin >= 0 else f"which is {-margin:.3g} GiB too much"
-    return f"one device alone, {kind}, micro batch 1: {needed:.3g} GiB, {verdict}"
 
 
 def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:

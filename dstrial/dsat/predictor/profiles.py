@@ -80,9 +80,6 @@ class ModelInfo:
             measured.value("device_memory_bytes"),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def state_bytes(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value: int) -> float:
     """Return the bytes of parameters, gradients and optimizer state on one device.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from dstrial.dsat.core.candidate import Candidate, value_at
-from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome, outcome_to_json
+from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome
 from dstrial.dsat.space.knob_effects import knob_effects, without_dead
 from dstrial.dsat.space.knobs import KNOBS
 from dstrial.dsat.space.space import Space
@@ -22,10 +22,6 @@ class Observation:
 
     candidate: Candidate
     outcome: Outcome | None
-
-    def to_json(self) -> dict[str, Any]:
-        outcome = None if self.outcome is None else outcome_to_json(self.outcome)
-        return {"candidate": self.candidate.to_json(), "outcome": outcome}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
