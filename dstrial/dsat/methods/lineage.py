@@ -143,7 +143,7 @@ class LineageMethod(abc.ABC):
             if not ladder.is_free:
                 return self.space.first_position(ladder.last)
             guess = 2 * self.space.own().batch.micro_batch_size
-        highest = max(0, min(ladder.position(max(guess * self.options.range_factor, 1)), ladder.last))
+        highest = max(0, min(ladder.position(max(guess * self.options.search_range_factor, 1)), ladder.last))
         return self.space.first_position(highest)
 
     def new_lineage(self, stage: int) -> Lineage:

@@ -379,7 +379,7 @@ PREDICT = MethodEntry(
     "predict",
     "dry-run and predict, then measure only what may be best (the default method)",
     PredictSearch,
-    (Flag("--thorough", bool, False, "spend up to twice the trials on the last percent", "thorough", None),),
+    (Flag("--thorough", bool, False, "spend up to twice the trials on the last percent", None),),
     zero_stages=(0, 1, 2, 3),
     predicts=True,
 )

@@ -161,12 +161,7 @@ class RandomConfigSearch(LineageMethod):
 
 
 _RANGE = Flag(
-    "--search-range-factor",
-    float,
-    1.0,
-    "multiplies the first guess at the largest micro batch (1.0)",
-    "range_factor",
-    None,
+    "--search-range-factor", float, 1.0, "multiplies the first guess at the largest micro batch (1.0)", None
 )
 
 BINARY = MethodEntry(
@@ -182,17 +177,10 @@ ASHA = MethodEntry(
     lambda space, options, filters, _inputs: AshaSearch(space, options, filters),
     (
         _RANGE,
-        Flag("--max-rungs", int, 5, "number of rungs (5)", "max_rungs", 1),
-        Flag(
-            "--min-binary-search-trials",
-            int,
-            3,
-            "trials of a lineage in the lowest rung (3)",
-            "min_binary_search_trials",
-            1,
-        ),
-        Flag("--divisor", int, 2, "one of so many lineages is promoted (2)", "divisor", 2),
-        Flag("--asha-early-stopping", int, 0, "rungs that are left out below (0)", "asha_early_stopping", 0),
+        Flag("--max-rungs", int, 5, "number of rungs (5)", 1),
+        Flag("--min-binary-search-trials", int, 3, "trials of a lineage in the lowest rung (3)", 1),
+        Flag("--divisor", int, 2, "one of so many lineages is promoted (2)", 2),
+        Flag("--asha-early-stopping", int, 0, "rungs that are left out below (0)", 0),
     ),
 )
 
@@ -201,16 +189,7 @@ RANDOM = MethodEntry(
     "random structures with random micro batches",
     lambda space, options, filters, _inputs: RandomConfigSearch(space, options, filters),
     (
-        Flag(
-            "--trials-per-random-config",
-            int,
-            5,
-            "most trials of one structure (5)",
-            "trials_per_random_config",
-            1,
-        ),
-        Flag(
-            "--early-stopping", int, None, "end after so many trials without a new best", "early_stopping", 1
-        ),
+        Flag("--trials-per-random-config", int, 5, "most trials of one structure (5)", 1),
+        Flag("--early-stopping", int, None, "end after so many trials without a new best", 1),
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,17 +17,6 @@ PROBABILITY = 0.98
 
 _NUM_BEST = 3
 _BAND = 1.28
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,15 +159,3 @@ def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
             )
         )
     return found
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of ``80GiB``, ``24G`` or ``85899345920``."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?i?)B?\s*", text, re.IGNORECASE)
-    try:
-        number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
-    except (ValueError, KeyError):
-        number = 0.0
-    if number < 1:
-        raise ValueError(f"{text!r} is no amount of memory; expected 80GiB, for example")
-    return int(number)

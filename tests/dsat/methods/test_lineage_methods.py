@@ -125,7 +125,7 @@ def test_a_ceiling_that_was_guessed_too_low_is_raised_with_gates_and_kept_withou
     largest = {}
     for no_gates in (False, True):
         searched = space(free_batch=True, stages=(2,))
-        played = play("binary", searched, max_trials=10, no_gates=no_gates, range_factor=0.2)
+        played = play("binary", searched, max_trials=10, no_gates=no_gates, search_range_factor=0.2)
         largest[no_gates] = max(one.candidate.batch.micro_batch_size for one in played.measured)
 
     assert largest[False] > 2 * largest[True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,13 +13,14 @@ import pytest
 from predicted import inputs
 from surfaces import DEVICE_BYTES, Played, assert_is_lawful, play, space, surface
 
+from dstrial.dsat.cli import parse_bytes
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, measures
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
-from dstrial.dsat.predictor.plan import headline, make_plan, parse_bytes
+from dstrial.dsat.predictor.plan import headline, make_plan
 from dstrial.dsat.predictor.predictor import Predictor
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.filters import Filters, needs_no_less_memory
@@ -354,5 +356,5 @@ def test_amounts_of_memory_are_read(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "lots", "0", "5 parsecs"])
 def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected 80GiB"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 80GiB"):
         parse_bytes(text)
