@@ -24,8 +24,8 @@ from dstrial.dsat.driver.dry_runs import gather_inputs, target_here
 from dstrial.dsat.driver.full_run import run_full
 from dstrial.dsat.methods import METHODS, search_method
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, table_rows
-from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.report.live import LiveTable, summary
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import LaunchError, SearchError

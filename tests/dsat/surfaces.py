@@ -20,7 +20,7 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.report.document import SearchFacts
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space

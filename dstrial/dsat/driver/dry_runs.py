@@ -12,8 +12,7 @@ from typing import Any
 from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.dry_run_requests import NUM_BATCHES, script_request, trial_request
-from dstrial.dsat.predictor.profiles import UNDESCRIBED, PredictInputs
+from dstrial.dsat.predictor.inputs import NUM_BATCHES, UNDESCRIBED, PredictInputs, dry_run_request
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
@@ -130,6 +129,7 @@ def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int
         "target": target,
         "exp_conf": settings.experiment.raw,
         "sample_batch": Path(asked) if isinstance(asked, str) else None,
+        "num_batches": asked if isinstance(asked, int) else NUM_BATCHES,
         "trusts_code": settings.flags.trust_code,
         "device_bytes": capacity_bytes,
     }
@@ -142,13 +142,8 @@ def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int
             if key not in MEASURING_KEYS
         }
         config = space.config(candidate)
-        if settings.trial is None:
-            words = python_words(settings.experiment.entrypoint)
-            return script_request(words, settings.context_dir, hparams, config, **shared)
-        num_batches = asked if isinstance(asked, int) else NUM_BATCHES
-        return trial_request(
-            settings.trial, settings.context_dir, hparams, config, num_batches=num_batches, **shared
-        )
+        code = settings.trial or python_words(settings.experiment.entrypoint)
+        return dry_run_request(code, settings.context_dir, hparams, config, **shared)
 
     return request_of
 

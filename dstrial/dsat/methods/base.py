@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Outcome
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 

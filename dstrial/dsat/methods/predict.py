@@ -25,8 +25,8 @@ from dstrial.dsat.methods.base import (
 )
 from dstrial.dsat.predictor.acquisition import Acquisition, worth
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, positions_near, structure_of
+from dstrial.dsat.predictor.inputs import PredictInputs, log_lines
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
-from dstrial.dsat.predictor.profiles import PredictInputs, log_lines
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.space import Space, Structure
 
@@ -96,13 +96,11 @@ class PredictSearch:
             return []
         candidate = self.observations[trial_id].candidate
         self._learn(trial_id, candidate, outcome)
-        if isinstance(outcome, Failure) and outcome.kind in (FailureKind.USER_ERROR, FailureKind.CANCELED):
+        if isinstance(outcome, Failure) and outcome.kind.ends_search:
             return self._finish(f"{outcome.kind.value}: {outcome.message}")
         actions: list[Action] = []
         if candidate.is_own and isinstance(outcome, Measured) and self.predictor.info is not None:
-            space = self.space
-            lines = log_lines(self.predictor.info, space.stages, space.replicas, space.bytes_per_value)
-            actions += [Note(line) for line in lines]
+            actions += map(Note, log_lines(self.predictor.info, self.space))
         return [*actions, *self._fill()]
 
     def report_facts(self) -> ReportFacts:

@@ -8,8 +8,8 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
-from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Space, Structure
 
 PROBABILITY = 0.98

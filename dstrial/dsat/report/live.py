@@ -15,7 +15,6 @@ from rich.text import Text
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import (
     Failure,
-    FailureKind,
     Measured,
     TrialResult,
     best_of,
@@ -163,7 +162,7 @@ def summary(
     lines.append(f"all trials:    {record.trials_path}")
     lines.append(f"report:        {record.path / 'report.md'}")
     failed = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
-    is_over = any(kind in (FailureKind.USER_ERROR, FailureKind.CANCELED) for kind in failed)
+    is_over = any(kind.ends_search for kind in failed)
     if is_finished and failed and (best is None or is_over):
         lines.append("to begin anew: correct what failed, and pass --fresh")
     if not is_finished:

@@ -20,9 +20,9 @@ from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, measures
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import headline, make_plan
 from dstrial.dsat.predictor.predictor import Predictor
-from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.filters import Filters, needs_no_less_memory
 from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space, Structure

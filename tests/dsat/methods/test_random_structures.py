@@ -12,8 +12,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, Note, Skip
-from dstrial.dsat.methods.lineage import LineageMethod
-from dstrial.dsat.methods.random_structures import AshaSearch, RandomConfigSearch
+from dstrial.dsat.methods.random_structures import AshaSearch, BinarySearch, RandomConfigSearch
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.space import Structure
@@ -227,7 +226,7 @@ def test_an_unknown_method_is_refused() -> None:
             search_method(name, space(), MethodOptions(), Filters(space()))
 
 
-def _finish(method: LineageMethod) -> None:
+def _finish(method: BinarySearch) -> None:
     waiting = [action for action in method.start() if hasattr(action, "trial_id")]
     while waiting:
         done = waiting.pop(0)
