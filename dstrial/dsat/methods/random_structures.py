@@ -27,8 +27,7 @@ from dstrial.dsat.methods.base import (
     Skip,
 )
 from dstrial.dsat.predictor.inputs import ModelInfo, largest_micro_batch, log_lines
-from dstrial.dsat.space.filters import Filters, Observation
-from dstrial.dsat.space.knob_effects import best_knob_effects, trials_for_effects
+from dstrial.dsat.space.filters import Filters, Observation, best_knob_effects, trials_for_effects
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.search.random_state import SearchRandom
 
