@@ -27,7 +27,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, relative_gain
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Finish, MethodOptions, measures
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 

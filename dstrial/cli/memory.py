@@ -211,7 +211,7 @@ def _requests_of(
     experiment: ExperimentConfig, num_slots: int, device_bytes: int
 ) -> list[tuple[Placement, DryRunRequest]]:
     """Return the dry runs for a number of devices: one, or one per pipeline stage."""
-    from dstrial.dsat.predictor.dry_run_requests import script_request, trial_request
+    from dstrial.dsat.predictor.inputs import dry_run_request
     from dstrial.dsat.predictor.model_memory import Placement
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(experiment.path))
@@ -235,14 +235,14 @@ def _requests_of(
     }
     if entrypoint.trial is None:
         words = _python_words(entrypoint.words)
-        request = script_request(words, context_dir, experiment.hyperparameters, config, **shared)
+        request = dry_run_request(words, context_dir, experiment.hyperparameters, config, **shared)
         return [(Placement(num_slots, micro_batch_size, None), request)]
     num_stages = experiment.sizes.pp
     stages = [None] if num_stages == 1 else list(range(num_stages))
     return [
         (
             Placement(num_slots, micro_batch_size, None, stage=stage),
-            trial_request(
+            dry_run_request(
                 entrypoint.trial,
                 context_dir,
                 experiment.hyperparameters,

@@ -1,22 +1,198 @@
-"""Parse dsat's command line: the flags of ``determined.pytorch.dsat``, and ours."""
+"""dsat's flags: each one's option, default, lower bound and help in one place.
+
+Whether values suit an experiment is decided in ``config``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.core.outcome import METRIC_NAMES
-from dstrial.dsat.flags import PlanFlags, SearchFlags
 from dstrial.dsat.methods import METHOD_NAMES, METHODS
-from dstrial.dsat.methods.base import MethodEntry
 from dstrial.dsat.predictor.hardware import DEVICES
-from dstrial.dsat.predictor.plan import parse_bytes
-from dstrial.dsat.report.formatting import parse_duration
 
 PLAN = "plan"
 """The subcommand that measures nothing."""
+
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+_BYTES = re.compile(r"(\d*\.?\d+)\s*([KMGT]?)(I?)B?")
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of ``30m``, ``90s`` or ``1h30m``."""
+    found = _DURATION.fullmatch(text.strip().lower())
+    parts = found.groups() if found else ()
+    seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False) if part)
+    if not seconds:
+        raise argparse.ArgumentTypeError(
+            f"the value is {text!r}; expected a length of time above 0. Write 30m, 90s or 1h30m."
+        )
+    return seconds
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of ``80GiB``, ``24G`` or ``85899345920``."""
+    found = _BYTES.fullmatch(text.strip().upper())
+    number = 0.0
+    if found and (found[2] or not found[3]):
+        number = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; expected 80GiB, for example")
+    return int(number)
+
+
+def _count_or_path(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _flag(
+    default: Any,
+    text: str,
+    short: str | None = None,
+    *,
+    least: int | None = None,
+    resumes: bool = False,
+    **options: Any,
+) -> Any:
+    """Return a dataclass field that is also an option.
+
+    ``least`` is the smallest valid value. With ``resumes``, a command that is repeated with another value of the
+    option resumes the search instead of beginning another one. ``options`` are those of argparse.
+    """
+    metadata = {"help": text, "short": short, "least": least, "resumes": resumes, "options": options}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SearchFlags:
+    """The command line of a search or plan, defaults included."""
+
+    search_method: str
+    config_path: str
+    model_dir: str
+    include: Sequence[str] = _flag(
+        (), "further files or directories for the trials", "-i", nargs="+", metavar="PATH"
+    )
+    max_trials: int = _flag(64, "most trials, the first one included (64)", "-mt", least=1)
+    max_slots: int | None = _flag(None, "most slots in use at the same time", "-ms", least=1, type=int)
+    max_concurrent_trials: int = _flag(
+        16,
+        "most trials at the same time (16); unless it is given, one for each machine, for trials that share a machine "
+        "disturb each other's times",
+        "-mct",
+        least=1,
+    )
+    metric: str = _flag("FLOPS_per_gpu", "what is searched for (FLOPS_per_gpu)", "-m", choices=METRIC_NAMES)
+    run_full_experiment: bool = _flag(
+        False, "then train the experiment with the best configuration", resumes=True
+    )
+    zero_stages: Sequence[int] = _flag(
+        (0, 1, 2, 3), "ZeRO stages to try", "-z", nargs="+", choices=range(4), type=int
+    )
+    start_profile_step: int = _flag(3, "first step that may be measured (3)", least=0)
+    end_profile_step: int = _flag(5, "a trial trains at least one step more than this (5)", least=0)
+    random_seed: int = _flag(42, "seed of the search (42)", "-r", least=0)
+    search_runner_config: str | None = _flag(
+        None, "accepted; pool, labels, workspace and project are those of CONFIG.yaml", metavar="PATH"
+    )
+    max_search_runner_restarts: int = _flag(5, "accepted; the same command resumes the search", least=0)
+    budget: float | None = _flag(
+        None,
+        "begin no trial after this time, and end what is running then",
+        resumes=True,
+        metavar="30m",
+        type=parse_duration,
+    )
+    train_batch_size: int | None = _flag(
+        None, "global batch to keep, instead of the config's own", least=1, type=int
+    )
+    free_batch: bool = _flag(
+        False, "let the global batch follow the micro batch, which changes what is learned"
+    )
+    space: str | None = _flag(
+        None, "further paths and values to try: YAML, path -> list of values", metavar="FILE"
+    )
+    output: str | None = _flag(
+        None,
+        "directory of the search (dsat/<experiment's name>-<method>)",
+        resumes=True,
+        metavar="DIR",
+    )
+    local: bool = _flag(False, "measure on this machine, without a master", resumes=True)
+    fresh: bool = _flag(
+        False, "begin a new search in a new directory, instead of going on with the last", resumes=True
+    )
+    no_worker: bool = _flag(
+        False,
+        "launch ranks anew for every configuration, as only `predict` of a trial class does not",
+        resumes=True,
+    )
+    no_gates: bool = _flag(False, "measure duplicates, illegal and hopeless configurations too")
+    trial_timeout: float = _flag(
+        1800.0,
+        "longest time of a trial of which nothing is known (30m)",
+        resumes=True,
+        metavar="30m",
+        type=parse_duration,
+    )
+    measure_seconds: float = _flag(60.0, "most seconds of timed steps in a trial (60)")
+    sample_batch: int | str | None = _flag(
+        None,
+        "what batches look like: the largest of so many first ones of the training loader (4), or one that `torch.save` "
+        "has written, as the loader gives it; for a script, what its engine is called with",
+        least=1,
+        metavar="N|FILE",
+        type=_count_or_path,
+    )
+    trust_code: bool = _flag(
+        False,
+        "load the file of --sample-batch also where it holds other classes than tensors and plain values, which can run any "
+        "code: for files of people whom you trust",
+    )
+    slots: int | None = _flag(
+        None, "ranks in all (the config's slots_per_trial)", least=1, resumes=True, type=int
+    )
+    device: str | None = _flag(
+        None,
+        "which device, for its speed and, if that is not given, memory",
+        resumes=True,
+        choices=tuple(DEVICES),
+    )
+    device_memory: int | None = _flag(
+        None,
+        "memory of one device (that of --device, or an a100)",
+        resumes=True,
+        metavar="80GiB",
+        type=parse_bytes,
+    )
+    per_machine: int = _flag(8, "devices of one machine (8)", least=1, resumes=True)
+    is_plan: bool = False
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # flags of the method only
+    given: frozenset[str] = frozenset()  # names of the flags on the command line
+
+    def fingerprinted(self) -> dict[str, Any]:
+        """Return the values that decide which configurations are measured, by name."""
+        is_described = METHODS[self.search_method].predicts
+        names = [name for name, field in FIELDS.items() if not field.metadata["resumes"]]
+        kept = [name for name in names if is_described or name not in _DESCRIBING]
+        values = {name: getattr(self, name) for name in ("search_method", "config_path", "model_dir", *kept)}
+        return {**values, **self.own}
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(SearchFlags) if field.metadata}
+"""Name of a flag -> its field."""
+_DESCRIBING = ("sample_batch", "trust_code")
+_OF_PLAN = ("slots", "device", "device_memory", "per_machine")
+_PLAN_ORDER = (*_OF_PLAN, "zero_stages", "train_batch_size", "free_batch", "space", "output", *_DESCRIBING)
+_PLAN_HELP = {
+    "train_batch_size": "global batch, instead of the config's own",
+    "free_batch": "let the global batch follow the micro batch",
+    "output": "where report.json is written (plan)",
+}
 
 
 class _Given(argparse.Action):
@@ -31,7 +207,7 @@ class _Given(argparse.Action):
     ) -> None:
         del parser, option
         setattr(namespace, self.dest, values)
-        namespace.given = frozenset({*getattr(namespace, "given", ()), self.dest})
+        namespace.given = frozenset({*namespace.given, self.dest})
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -43,15 +219,34 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def with_method(words: Sequence[str]) -> list[str]:
-    """Return a command line with its method: the default one where it names none."""
+    """Return the arguments with the default method inserted if they name none."""
     is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
     return list(words) if is_named else [METHOD_NAMES[0], *words]
 
 
 def add_methods(subparsers: Any) -> None:
     for method in METHODS.values():
-        _add_arguments(_parser_of(subparsers, method.name, method.summary), method)
-    add_plan(subparsers)
+        parser = _parser_of(subparsers, method.name, method.summary)
+        for name in FIELDS:
+            if name not in _OF_PLAN and (method.predicts or name not in _DESCRIBING):
+                _add_field(parser, name)
+        parser.set_defaults(zero_stages=method.zero_stages)
+        for flag in method.flags:
+            _add(parser, (flag.name,), flag.default, flag.help, {"type": flag.kind})
+    text = "predict what fits and what is fastest on hardware that is not at hand; measures nothing"
+    parser = _parser_of(subparsers, PLAN, text)
+    for name in _PLAN_ORDER:
+        _add_field(parser, name, _PLAN_HELP.get(name))
+
+
+def flags_of(args: argparse.Namespace) -> SearchFlags:
+    # A plan has the flags of a search by prediction.
+    is_plan = args.search_method == PLAN
+    method = METHOD_NAMES[0] if is_plan else args.search_method
+    known = {field.name for field in dataclasses.fields(SearchFlags)}
+    values = {name: value for name, value in vars(args).items() if name in known}
+    own = {flag.dest: getattr(args, flag.dest, flag.default) for flag in METHODS[method].flags}
+    return SearchFlags(**{**values, "search_method": method, "own": own, "is_plan": is_plan})
 
 
 def _parser_of(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -62,204 +257,23 @@ def _parser_of(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser
     return parser
 
 
-def add_plan(subparsers: Any) -> None:
-    text = "predict what fits and what is fastest on hardware that is not at hand; measures nothing"
-    add = _adder(_parser_of(subparsers, PLAN, text))
-    add("--slots", type=int, help="ranks in all (the config's slots_per_trial)")
-    add(
-        "--device",
-        choices=tuple(DEVICES),
-        help="which device, for its speed and, if that is not given, memory",
-    )
-    add(
-        "--device-memory",
-        type=_memory,
-        metavar="80GiB",
-        help="memory of one device (that of --device, or an a100)",
-    )
-    add("--per-machine", type=int, default=8, help="devices of one machine (8)")
-    add(
-        "-z", "--zero-stages", type=int, nargs="+", choices=range(4), default=(0, 1, 2, 3), help="ZeRO stages"
-    )
-    add("--train-batch-size", type=int, help="global batch, instead of the config's own")
-    add("--free-batch", action="store_true", help="let the global batch follow the micro batch")
-    add("--space", metavar="FILE", help="further paths and values to try: YAML, path -> list of values")
-    add("--output", metavar="DIR", help="where report.json is written (plan)")
-    _add_sample_batch(add)
+def _add_field(parser: argparse.ArgumentParser, name: str, text: str | None = None) -> None:
+    field = FIELDS[name]
+    options = dict(field.metadata["options"])
+    if isinstance(field.default, (int, float)):
+        options.setdefault("type", type(field.default))
+    short = field.metadata["short"]
+    names = (*([short] if short else []), "--" + name.replace("_", "-"))
+    _add(parser, names, field.default, text or field.metadata["help"], options)
 
 
-def flags_of(args: argparse.Namespace) -> SearchFlags | PlanFlags:
-    if args.search_method != PLAN:
-        return _search_flags(vars(args))
-    # A plan is a search by prediction that differs in nothing but what it was given.
-    search = build_parser("dsat").parse_args([METHOD_NAMES[0], args.config_path, args.model_dir])
-    given = {**vars(search), **vars(args), "search_method": METHOD_NAMES[0]}
-    return PlanFlags(_search_flags(given), args.device, args.device_memory, args.per_machine)
-
-
-def _search_flags(parsed: Mapping[str, Any]) -> SearchFlags:
-    own = {flag.dest: parsed[flag.dest] for flag in METHODS[parsed["search_method"]].flags}
-    names = {field.name for field in dataclasses.fields(SearchFlags)}
-    return SearchFlags(own=own, **{name: value for name, value in parsed.items() if name in names})
-
-
-def _add_arguments(parser: argparse.ArgumentParser, method: MethodEntry) -> None:
-    add = _adder(parser)
-    _add_old_flags(add, method)
-    _add_search_flags(add)
-    _add_run_flags(add)
-    if method.predicts:
-        _add_sample_batch(add)
-    for flag in method.flags:
-        if flag.kind is bool:
-            add(flag.name, action="store_true", help=flag.help)
-            continue
-        default = {} if flag.default is None else {"default": flag.default}
-        add(flag.name, type=flag.kind, help=flag.help, **default)
-
-
-def _add_old_flags(add: Callable[..., None], method: MethodEntry) -> None:
-    """Add the flags that ``determined.pytorch.dsat`` has, too."""
-    add(
-        "-i",
-        "--include",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="further files or directories for the trials",
-    )
-    add("-mt", "--max-trials", type=int, default=64, help="most trials, the first one included (64)")
-    add("-ms", "--max-slots", type=int, help="most slots in use at the same time")
-    add(
-        "-mct",
-        "--max-concurrent-trials",
-        type=int,
-        default=16,
-        help="most trials at the same time (16); unless it is given, one for each machine, for trials that share a "
-        "machine disturb each other's times",
-    )
-    add(
-        "-m",
-        "--metric",
-        choices=METRIC_NAMES,
-        default="FLOPS_per_gpu",
-        help="what is searched for (FLOPS_per_gpu)",
-    )
-    add(
-        "--run-full-experiment",
-        action="store_true",
-        help="then train the experiment with the best configuration",
-    )
-    add(
-        "-z",
-        "--zero-stages",
-        type=int,
-        nargs="+",
-        choices=range(4),
-        default=method.zero_stages,
-        help="ZeRO stages to try",
-    )
-    add("--start-profile-step", type=int, default=3, help="first step that may be measured (3)")
-    add("--end-profile-step", type=int, default=5, help="a trial trains at least one step more than this (5)")
-    add("-r", "--random-seed", type=int, default=42, help="seed of the search (42)")
-    add(
-        "--search-runner-config",
-        metavar="PATH",
-        help="accepted; pool, labels, workspace and project are those of CONFIG.yaml",
-    )
-    add(
-        "--max-search-runner-restarts",
-        type=int,
-        default=5,
-        help="accepted; the same command resumes the search",
-    )
-
-
-def _add_search_flags(add: Callable[..., None]) -> None:
-    add(
-        "--budget",
-        type=_duration,
-        metavar="30m",
-        help="begin no trial after this time, and end what is running then",
-    )
-    add("--train-batch-size", type=int, help="global batch to keep, instead of the config's own")
-    add(
-        "--free-batch",
-        action="store_true",
-        help="let the global batch follow the micro batch, which changes what is learned",
-    )
-    add("--space", metavar="FILE", help="further paths and values to try: YAML, path -> list of values")
-    add("--output", metavar="DIR", help="directory of the search (dsat/<experiment's name>-<method>)")
-
-
-def _add_run_flags(add: Callable[..., None]) -> None:
-    add("--local", action="store_true", help="measure on this machine, without a master")
-    add(
-        "--fresh",
-        action="store_true",
-        help="begin a new search in a new directory, instead of going on with the last",
-    )
-    add(
-        "--no-worker",
-        action="store_true",
-        help="launch ranks anew for every configuration, as only `predict` of a trial class does not",
-    )
-    add("--no-gates", action="store_true", help="measure duplicates, illegal and hopeless configurations too")
-    add(
-        "--trial-timeout",
-        type=_duration,
-        default=1800.0,
-        metavar="30m",
-        help="longest time of a trial of which nothing is known (30m)",
-    )
-    add("--measure-seconds", type=float, default=60.0, help="most seconds of timed steps in a trial (60)")
-
-
-def _add_sample_batch(add: Callable[..., None]) -> None:
-    add(
-        "--sample-batch",
-        type=_sample_batch,
-        metavar="N|FILE",
-        help="what batches look like: the largest of so many first ones of the training loader (4), or one that `torch.save` "
-        "has written, as the loader gives it; for a script, what its engine is called with",
-    )
-    add(
-        "--trust-code",
-        action="store_true",
-        help="load the file of --sample-batch also where it holds other classes than tensors and plain values, which can run any "
-        "code: for files of people whom you trust",
-    )
-
-
-def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """Return a function that adds an option spelled with dashes and underscores."""
-
-    def add(*flags: str, **options: Any) -> None:
-        spelled = list(flags)
-        for flag in flags:
-            other = "--" + flag.removeprefix("--").replace("-", "_")
-            if flag.startswith("--") and other not in spelled:
-                spelled.append(other)
-        if "action" not in options:
-            options["action"] = _Given
-        parser.add_argument(*spelled, **options)
-
-    return add
-
-
-def _sample_batch(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
-def _memory(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _add(
+    parser: argparse.ArgumentParser, names: Sequence[str], default: Any, text: str, options: Mapping[str, Any]
+) -> None:
+    """Add an option spelled with dashes and with underscores."""
+    long = names[-1]
+    spelled = dict.fromkeys((*names, "--" + long.removeprefix("--").replace("-", "_")))
+    if default is False:
+        parser.add_argument(*spelled, action="store_true", help=text)
+    else:
+        parser.add_argument(*spelled, default=default, help=text, **{"action": _Given, **options})

@@ -15,18 +15,17 @@ from pathlib import Path
 from dstrial.dsat.backends import BackendFactory
 from dstrial.dsat.backends.base import RemoteSearch
 from dstrial.dsat.backends.persistent_ranks import PersistentRanks
+from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.driver.dry_runs import gather_inputs, on_one_device, target_here
+from dstrial.dsat.driver.dry_runs import gather_inputs, target_here
 from dstrial.dsat.driver.full_run import run_full
-from dstrial.dsat.flags import PlanFlags, SearchFlags
 from dstrial.dsat.methods import METHODS, search_method
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
-from dstrial.dsat.predictor.models import DeviceMemory, unmeasured_peak
-from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, one_device, table_rows
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
+from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, table_rows
 from dstrial.dsat.report.live import LiveTable, summary
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import LaunchError, SearchError
@@ -43,12 +42,12 @@ EPILOG = (
 )
 
 
-def run_command(flags: SearchFlags | PlanFlags) -> int:
+def run_command(flags: SearchFlags) -> int:
     """Search, or plan, as a command line says; return the exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # urllib3 logs every retry of Determined's client; dsat reports an outage once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-    if isinstance(flags, PlanFlags):
+    if flags.is_plan:
         return run_plan(flags)
     settings = read_config(flags)
     for warning in settings.warnings:
@@ -180,12 +179,12 @@ def _print_line(line: str) -> None:
 _COLUMNS = ("configuration", "verdict", "GiB, phase", "host GiB", "records/s (80 %)", "largest micro batch")
 
 
-def run_plan(flags: PlanFlags) -> int:
+def run_plan(flags: SearchFlags) -> int:
     """Plan as a command line says; return 0 if anything fits, else 1."""
     name = flags.device
     device = DEVICES[name or "a100"]
     device_bytes = flags.device_memory or int(device.memory_bytes)
-    settings = read_config(flags.search)
+    settings = read_config(flags)
     space = settings.space
     inputs = gather_inputs(settings, target="cuda", capacity_bytes=device_bytes, print_line=_print_line)
     if not inputs.runs:
@@ -195,15 +194,9 @@ def run_plan(flags: PlanFlags) -> int:
         device, settings.num_slots, per_machine=flags.per_machine, bytes_per_value=space.bytes_per_value
     )
     plan = make_plan(space, dataclasses.replace(inputs, machine=machine))
-    alone: list[str] = []
-    if settings.num_slots > 1:
-        device_memory = DeviceMemory.cuda(device_bytes)
-        for kind, run in on_one_device(settings, capacity_bytes=device_bytes):
-            alone.append(one_device(kind, unmeasured_peak(device_memory, run.device, 1), device_bytes))
-    plan = dataclasses.replace(plan, notes=(*alone, *plan.notes))
     title = headline(plan, settings.num_slots, name or "device", device_bytes)
     _print(plan, title, None if name else "times are those of an a100; name the device with --device")
-    output = Path(flags.search.output or "plan") / "report.json"
+    output = Path(flags.output or "plan") / "report.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     facts = {
         "title": title,

@@ -7,36 +7,45 @@ import dataclasses
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, SIZE_FLAGS, AutoValues
 from dstrial.config.batch import AUTO, BATCH_KEYS
-from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.deepspeed_source import MAIN_KEY
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import read_yaml
 from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.config.experiment_config.script_source import find_script
-from dstrial.dsat.config_checks import (
-    accepted,
-    experiment_problems,
-    flag_problems,
-    read_space,
-    values_refused,
-)
+from dstrial.dsat.cli import FIELDS, SearchFlags
+from dstrial.dsat.core.candidate import HYPERPARAMETERS
 from dstrial.dsat.core.outcome import smaller_is_better
-from dstrial.dsat.flags import SearchFlags
 from dstrial.dsat.methods import METHODS
 from dstrial.dsat.methods.base import MethodOptions
+from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError, ConfigProblem
+
+_NOT_IN_A_FILE = {
+    "train_batch_size": "Pass --train-batch-size for another global batch, or --free-batch to let it change.",
+    "train_micro_batch_size_per_gpu": "Remove it: every micro batch that divides the global batch is tried anyway.",
+    "gradient_accumulation_steps": "Remove it: it follows from the global batch and the micro batch.",
+    f"{ZERO}.stage": "Pass --zero-stages, with the stages to try.",
+}
+"""Path that a file of ``--space`` cannot name -> what to do instead."""
+
+_INERT_FLAGS = {
+    "search_runner_config": "pool, labels, workspace and project of what it submits are those of {config_path}",
+    "max_search_runner_restarts": "the same command goes on with it, however often it was ended",
+}
+_TOTAL, _MICRO, _ = BATCH_KEYS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """A search that may be run."""
+    """A checked search."""
 
     method: str
     flags: SearchFlags
@@ -45,7 +54,7 @@ class SearchConfig:
     space: Space
     options: MethodOptions
     output: Path  # absolute, before ``--fresh`` is considered
-    fingerprint: str  # of everything that decides what is searched; equal for a command that may resume
+    fingerprint: str  # hash of all that decides what is measured; equal for a command that may resume
     warnings: tuple[str, ...]
 
     @property
@@ -68,49 +77,51 @@ class SearchConfig:
 
 
 def read_config(flags: SearchFlags) -> SearchConfig:
-    """Read and check all that a command line names; raise all problems at once."""
-    problems = flag_problems(flags)
-    path, model_dir = Path(flags.config_path), Path(flags.model_dir)
-    experiment: ExperimentConfig | None = None
-    overrides = [] if flags.train_batch_size is None else _batch_overrides(flags.train_batch_size)
-    if flags.slots is not None:
-        overrides.append(f"resources.slots_per_trial={flags.slots}")
-    try:
-        experiment = load_experiment(path, model_dir, overrides, require_entrypoint=True)
-    except ConfigError as error:
-        problems += error.problems
+    """Read the files that the flags name; raise all problems at once."""
+    problems = list(_flag_problems(flags))
+    path = Path(flags.config_path)
     extra: dict[str, tuple[Any, ...]] = {}
     space: Space | None = None
-    assumed: tuple[str, ...] = ()
-    doubtful: list[str] = []
-    if experiment is not None:
-        problems += experiment_problems(flags, experiment)
-        try:
-            if flags.space is not None:
-                extra = read_space(Path(flags.space), experiment.hyperparameters)
-            if experiment.deepspeed is not None:
-                base, assumed = with_batch_sizes(experiment)
-                space = _space(flags, base, experiment, extra)
-                refused, doubtful = values_refused(flags, space)
-                problems += refused
-        except ConfigError as error:
-            problems += error.problems
+    warnings: list[str] = []
+    try:
+        experiment = load_experiment(path, Path(flags.model_dir), _overrides(flags), require_entrypoint=True)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    problems += _experiment_problems(flags, experiment)
+    try:
+        if flags.space is not None:
+            extra = read_space(Path(flags.space), experiment.hyperparameters)
+        if experiment.deepspeed is not None:
+            base, assumed = with_batch_sizes(experiment)
+            space = Space(
+                base,
+                experiment.sizes,
+                stages=tuple(flags.zero_stages),
+                train_batch_size=flags.train_batch_size,
+                free_batch=flags.free_batch,
+                extra=extra,
+                hyperparameters=experiment.hyperparameters,
+            )
+            refused, doubtful = _values_refused(flags, space)
+            problems += refused
+            warnings = [*assumed, *_flag_warnings(flags), *doubtful]
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
-    assert experiment is not None
-    assert space is not None
+    assert space is not None  # else a problem says that there is no DeepSpeed config
     written: dict[str, Any] = copy.deepcopy(read_yaml(path, str(path)).value)
-    output = Path(flags.output or f"dsat/{_slug(experiment.name)}-{flags.search_method}").absolute()
+    options = MethodOptions(metric=flags.metric, max_trials=flags.max_trials, seed=flags.random_seed)
     return SearchConfig(
         method=flags.search_method,
         flags=flags,
         experiment=experiment,
         written=written,
         space=space,
-        options=_options(flags),
-        output=output,
+        options=dataclasses.replace(options, **flags.own),
+        output=Path(flags.output or f"dsat/{_slug(experiment.name)}-{flags.search_method}").absolute(),
         fingerprint=_fingerprint(flags, experiment, extra),
-        warnings=(*experiment.warnings, *assumed, *accepted(flags), *doubtful),
+        warnings=(*experiment.warnings, *warnings),
     )
 
 
@@ -120,46 +131,26 @@ def with_parallel(settings: SearchConfig, num_parallel: int) -> SearchConfig:
     )
 
 
-def _space(
-    flags: SearchFlags,
-    base: Mapping[str, Any],
-    experiment: ExperimentConfig,
-    extra: Mapping[str, tuple[Any, ...]],
-) -> Space:
-    return Space(
-        base,
-        experiment.sizes,
-        stages=tuple(flags.zero_stages),
-        train_batch_size=flags.train_batch_size,
-        free_batch=flags.free_batch,
-        extra=extra,
-        hyperparameters=experiment.hyperparameters,
-    )
-
-
-def _batch_overrides(train_batch_size: int) -> list[str]:
+def _overrides(flags: SearchFlags) -> list[str]:
     above = "hyperparameters.overwrite_deepspeed_args"
-    return [f"{above}.train_batch_size={train_batch_size}", f"{above}.gradient_accumulation_steps=null"]
-
-
-def _options(flags: SearchFlags) -> MethodOptions:
-    own = {flag.option: flags.own[flag.dest] for flag in METHODS[flags.search_method].flags}
-    options = MethodOptions(metric=flags.metric, max_trials=flags.max_trials, seed=flags.random_seed)
-    return dataclasses.replace(options, **own)
+    found = [] if flags.slots is None else [f"resources.slots_per_trial={flags.slots}"]
+    if flags.train_batch_size is not None:
+        found += [
+            f"{above}.train_batch_size={flags.train_batch_size}",
+            f"{above}.gradient_accumulation_steps=null",
+        ]
+    return found
 
 
 def _fingerprint(
     flags: SearchFlags, experiment: ExperimentConfig, extra: Mapping[str, tuple[Any, ...]]
 ) -> str:
-    asked = flags.deciding()
-    asked["config_path"], asked["model_dir"] = experiment.path.name, experiment.context_dir.resolve().name
-    content = [
-        asked,
-        experiment.raw,
-        experiment.deepspeed.merged if experiment.deepspeed else None,
-        dict(extra),
-    ]
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    values = flags.fingerprinted()
+    values["config_path"] = experiment.path.name
+    values["model_dir"] = experiment.context_dir.resolve().name
+    merged = experiment.deepspeed.merged if experiment.deepspeed else None
+    content = json.dumps([values, experiment.raw, merged, dict(extra)], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _slug(name: str) -> str:
@@ -167,12 +158,177 @@ def _slug(name: str) -> str:
     return kept.strip("-.")[:80] or "experiment"
 
 
-_TOTAL, _MICRO, _ = BATCH_KEYS
-_SECTION = "training_arguments"
+# ---- checks ----------------------------------------------------------------------------------
+
+
+def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
+    """Yield the problems of flags that do not depend on the experiment."""
+    own = {flag.dest: flag for flag in METHODS[flags.search_method].flags}
+    bounds = {name: field.metadata["least"] for name, field in FIELDS.items()}
+    bounds |= {name: flag.least for name, flag in own.items()}
+    for name, least in bounds.items():
+        value = flags.own[name] if name in own else getattr(flags, name)
+        if least is not None and isinstance(value, (int, float)) and value < least:
+            yield ConfigProblem(_option(name), str(value), f"at least {least}", f"Set it to {least} or more.")
+        elif least is None and isinstance(value, float) and value <= 0:
+            yield ConfigProblem(_option(name), str(value), "a number above 0", "Set it to 1.0, for example.")
+    if flags.start_profile_step > flags.end_profile_step:
+        yield ConfigProblem(
+            "--start-profile-step",
+            str(flags.start_profile_step),
+            f"at most --end-profile-step ({flags.end_profile_step})",
+            "Lower it, or raise --end-profile-step.",
+        )
+    if flags.free_batch and flags.train_batch_size is not None:
+        got, fix = "given with --train-batch-size", "Give one of the two."
+        yield ConfigProblem("--free-batch", got, "only one of them", fix)
+    sample = flags.sample_batch
+    if isinstance(sample, str) and not Path(sample).is_file():
+        fix = "Write one with torch.save(batch, 'batch.pt')."
+        yield ConfigProblem("--sample-batch", sample, "a number of batches, or the file of one", fix)
+    for path in flags.include:
+        if not Path(path).exists():
+            expected = "an existing file or directory"
+            yield ConfigProblem("--include", str(path), expected, "Correct the path.")
+
+
+def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> Iterator[ConfigProblem]:
+    """Yield why an experiment cannot be searched, or not with these flags."""
+    if experiment.deepspeed is None:
+        yield ConfigProblem(
+            f"{experiment.path}: hyperparameters.{MAIN_KEY}",
+            "not given",
+            "the path of a DeepSpeed JSON file",
+            "Add deepspeed_config: ds_config.json, and read it in the training code from there.",
+        )
+    if isinstance(flags.sample_batch, int) and trial_spec(experiment.entrypoint) is None:
+        yield ConfigProblem(
+            "--sample-batch",
+            f"{flags.sample_batch}, and a script has no loader that could be asked for so many batches",
+            "the file of a batch",
+            "Write what its engine is called with by torch.save, or leave --sample-batch out.",
+        )
+    slots = max(experiment.slots_per_trial, 1)
+    if flags.max_slots is not None and flags.max_slots < slots:
+        yield ConfigProblem(
+            "--max-slots",
+            str(flags.max_slots),
+            f"at least {slots}, the slots_per_trial, without which no trial ever starts",
+            f"Set it to {slots} or more.",
+        )
+    named = experiment.hyperparameters.get(MAIN_KEY)
+    words = _words(experiment)
+    for flag, following in zip(words, [*words[1:], "-"], strict=False):
+        name, _, given = flag.partition("=")
+        given = given or following
+        if name not in ("--deepspeed", "--deepspeed_config") or given.startswith("-"):
+            continue
+        if isinstance(named, str) and Path(given) != Path(named):
+            yield ConfigProblem(
+                f"{experiment.path}: entrypoint",
+                f"a command with --deepspeed {given}",
+                f"the file of hyperparameters.{MAIN_KEY} ({named}), which dsat changes",
+                "Name the same file in both.",
+            )
+
+
+def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
+    """Return problems of ``--space`` paths without a legal value, warnings of illegal values."""
+    problems: list[ConfigProblem] = []
+    warnings: list[str] = []
+    for path, values in space.extra.items():
+        found = {repr(value): space.rejection_reason(path, value) for value in values}
+        reasons = {value: reason for value, reason in found.items() if reason is not None}
+        if len(reasons) == len(values):
+            problems.append(
+                ConfigProblem(
+                    f"{flags.space}: {path}",
+                    f"[{', '.join(reasons)}]",
+                    f"at least one value that can be tried in ZeRO stage {', '.join(map(str, space.stages))}",
+                    f"Correct or remove it. Of the first it is said: {next(iter(reasons.values()))}",
+                )
+            )
+        else:
+            warnings += [
+                f"{flags.space}: {path}: {value} is never tried: {reason}"
+                for value, reason in reasons.items()
+            ]
+    return problems, warnings
+
+
+def _flag_warnings(flags: SearchFlags) -> list[str]:
+    warnings = [
+        f"{_option(name)} is accepted and has no effect: the search runs in this process, not in a trial; "
+        f"{instead.format(config_path=flags.config_path)}"
+        for name, instead in _INERT_FLAGS.items()
+        if name in flags.given
+    ]
+    if flags.free_batch:
+        warnings.append(
+            "--free-batch lets the global batch change with the micro batch: what is learned per step changes, and the "
+            "learning rate must be chosen anew for the batch that is found"
+        )
+    return warnings
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _words(experiment: ExperimentConfig) -> list[str]:
+    given = experiment.entrypoint
+    return shlex.split(given) if isinstance(given, str) else list(given or [])
+
+
+def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Read ``--space FILE``: YAML or JSON, dotted paths to lists of values.
+
+    A path that begins with ``hyperparameters.`` must name one of ``hyperparameters``.
+    """
+    try:
+        given = read_yaml(path, str(path)).value
+    except ConfigError as error:
+        raise ConfigError(
+            [
+                ConfigProblem("--space", f"{one.where}, which is {one.got}", one.expected, one.fix)
+                for one in error.problems
+            ]
+        ) from error
+    if not isinstance(given, Mapping):
+        fix = "Write zero_optimization.sub_group_size: [1e8, 1e9], for example."
+        raise ConfigError([ConfigProblem(f"{path}", render(given), "a mapping of paths to lists", fix)])
+    problems: list[ConfigProblem] = []
+    for name, values in given.items():
+        where, hyperparameter = f"{path}: {name}", str(name).removeprefix(HYPERPARAMETERS)
+        if name in _NOT_IN_A_FILE:
+            expected = "one that dsat does not choose by itself"
+            problems.append(ConfigProblem(where, "a path", expected, _NOT_IN_A_FILE[name]))
+        elif not isinstance(values, list) or not values:
+            expected = "a list with at least one value"
+            problems.append(ConfigProblem(where, render(values), expected, "List the values."))
+        elif str(name) != hyperparameter and hyperparameter.split(".")[0] not in hyperparameters:
+            fix = f"Add {hyperparameter} to the hyperparameters of the experiment, and read it in the trial."
+            problems.append(ConfigProblem(where, "no hyperparameter", "a declared one", fix))
+    if problems:
+        raise ConfigError(problems)
+    return {str(name): tuple(map(_as_size, values)) for name, values in given.items()}
+
+
+def _as_size(value: Any) -> Any:
+    """Return sizes as integers: YAML reads 1e9 as a float, and a quoted number as text."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1000 else value
+
+
+# ---- "auto" batch sizes ----------------------------------------------------------------------
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a DeepSpeed config with numeric batch sizes, and what was assumed.
+    """Return a DeepSpeed config with numeric batch sizes, and warnings of assumed ones.
 
     A Trainer's sizes are those of its entrypoint's flags, else of hyperparameters of the same name (also below
     ``training_arguments``), else the Trainer's defaults, with a warning. A number in the config wins, as in
@@ -184,7 +340,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     source = experiment.deepspeed
     assert source is not None
     sizes = {key: source.merged.get(key) for key in BATCH_KEYS}
-    filler = _filler(experiment)
+    filler = AutoValues.of(find_script(_words(experiment), experiment.context_dir))
     if filler is None or all(value not in (None, AUTO) for value in sizes.values()):
         return source.merged, ()
     findings = Diagnostics(source.lines, source.label)
@@ -204,42 +360,31 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     return {**source.merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}, warnings
 
 
-def _filler(experiment: ExperimentConfig) -> AutoValues | None:
-    given = experiment.entrypoint
-    words = shlex.split(given) if isinstance(given, str) else list(given or [])
-    return AutoValues.of(find_script(words, experiment.context_dir))
-
-
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return the Trainer with every size that is given anywhere among its arguments."""
+    """Return a Trainer's arguments completed from the hyperparameters, and warnings of defaults."""
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):
         flags = " and ".join(f"--{flag}" for flag in SIZE_FLAGS.values())
-        problem = ConfigProblem(
-            where,
+        fix = f"Write the arguments themselves into the entrypoint, or numbers into {findings.place(_MICRO)}."
+        got, expected = (
             f"a script with its arguments in {words[0]}",
             f"{flags} where a search can change them",
-            f"Write the arguments themselves into the entrypoint, or numbers into {findings.place(_MICRO)}.",
         )
-        raise ConfigError([problem])
+        raise ConfigError([ConfigProblem(where, got, expected, fix)])
     arguments, problems, warnings = filler.arguments, [], []
+    label = "the DeepSpeed config" if experiment.deepspeed is None else experiment.deepspeed.label
     for key, flag in SIZE_FLAGS.items():
         if sizes[key] not in (None, AUTO):
             continue
         given = arguments.find(flag)
-        if given is not None and not _is_size(given.value):
-            problems.append(
-                ConfigProblem(
-                    where,
-                    f"a command with --{flag} {given.value}",
-                    "a whole number of at least 1 there, which a search divides",
-                    f"Write the number, or set {key} in {_name(experiment.deepspeed)}.",
-                )
-            )
         if given is not None:
+            if given.value is None or not given.value.isdecimal() or int(given.value) == 0:
+                expected = "a whole number of at least 1 there, which a search divides"
+                fix = f"Write the number, or set {key} in {label}."
+                problems.append(ConfigProblem(where, f"a command with --{flag} {given.value}", expected, fix))
             continue
         value = _hyperparameter(experiment.hyperparameters, flag)
         if value is not None:
@@ -256,17 +401,9 @@ def _with_arguments(
 
 
 def _hyperparameter(hyperparameters: Mapping[str, Any], name: str) -> int | None:
-    below = hyperparameters.get(_SECTION)
+    below = hyperparameters.get("training_arguments")
     for values in (hyperparameters, below if isinstance(below, Mapping) else {}):
         value = values.get(name)
         if type(value) is int and value > 0:
             return value
     return None
-
-
-def _is_size(text: str | None) -> bool:
-    return text is not None and text.isdecimal() and int(text) > 0
-
-
-def _name(source: DeepSpeedSource | None) -> str:
-    return "the DeepSpeed config" if source is None else source.label

@@ -25,12 +25,12 @@ from dstrial.dsat.backends.cluster import ClusterBackend
 from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 from dstrial.dsat.backends.processes import log_lines
 from dstrial.dsat.backends.trial_spec import ranks_command
+from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
 from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.flags import SearchFlags
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.space.filters import Filters
 from dstrial.local.json_files import read_json
 from dstrial.ranks.stop_signals import noted_signals

@@ -20,7 +20,7 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.report.document import SearchFacts
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
@@ -81,7 +81,6 @@ class Played:
         self.actions: list[Action] = []
         self.outcomes: dict[int, tuple[Measure, Outcome]] = {}
         self.max_open = 0
-        self.last_snapshot = ""
 
     @property
     def measured(self) -> list[Measure]:
@@ -152,7 +151,6 @@ def play(
         waiting += measures(actions)
         played.max_open = max(played.max_open, len(waiting))
         if not waiting or any(isinstance(action, Finish) for action in actions):
-            played.last_snapshot = json.dumps(method.snapshot())
             return played
         done = waiting.pop(order.integer_below(len(waiting)))
         outcome = outcome_of(done.candidate)
@@ -161,7 +159,7 @@ def play(
         if resumed is not None:
             read = outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome))))
             assert resumed.on_result(done.trial_id, read) == actions
-            assert json.dumps(resumed.snapshot()) == json.dumps(method.snapshot())
+            assert resumed.report_facts() == method.report_facts()
 
 
 def assert_is_lawful(played: Played, searched: Space, *, num_parallel: int, max_trials: int) -> None:

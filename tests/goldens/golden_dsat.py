@@ -30,7 +30,7 @@ from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.space.filters import Filters
 
 _SEARCH_ID = "0123abcd"

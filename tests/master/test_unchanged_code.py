@@ -10,7 +10,7 @@ import pytest
 import warm_start
 from submitting import config, log_of, steps_of, submit, trials, wait_until
 
-from dstrial.dsat.predictor.dry_run_requests import trial_request
+from dstrial.dsat.predictor.inputs import dry_run_request
 from dstrial.engine.dryrun.process import dry_run
 from dstrial.testing.master import MasterForTest
 
@@ -260,7 +260,7 @@ def test_a_search_describes_the_same_file_without_a_gpu(tmp_path: Path) -> None:
         "deepspeed_config": deepspeed,
         "overwrite_deepspeed_args": {"zero_optimization.stage": 1},
     }
-    asked = trial_request("model_def:DigitsTrial", tmp_path, hparams, deepspeed, world_size=2)
+    asked = dry_run_request("model_def:DigitsTrial", tmp_path, hparams, deepspeed, world_size=2)
 
     assert dry_run(asked, deadline_s=200).parameters == 64 * 64 + 64 + 64 * 10 + 10
 

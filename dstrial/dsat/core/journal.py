@@ -5,7 +5,6 @@
     search.json          what is searched: fingerprint, method, the search's id, when it began
     search.lock          held by the process that runs the search
     events.jsonl         one line per event, append-only; the search is what follows from them
-    snapshot.json        the method's state after the last event, for people and for other tools
     best_ds_config.json  the best DeepSpeed config so far, whole
     best_ds_metrics.json what it measured
     best_experiment.yaml the experiment config with it, hyperparameters that were found included
@@ -66,10 +65,6 @@ class SearchRecord:
     @property
     def events_path(self) -> Path:
         return self.path / "events.jsonl"
-
-    @property
-    def snapshot_path(self) -> Path:
-        return self.path / "snapshot.json"
 
     @property
     def best_config_path(self) -> Path:
@@ -165,9 +160,6 @@ class SearchRecord:
     def restore(self, event: Mapping[str, Any]) -> None:
         """Append an event of another process's journal."""
         append_json_line(self.events_path, event)
-
-    def write_snapshot(self, snapshot: Mapping[str, Any]) -> None:
-        write_json_atomically(self.snapshot_path, snapshot, sync=False)
 
 
 def _is_of_others(path: Path) -> bool:

@@ -78,6 +78,10 @@ class FailureKind(str, enum.Enum):
     def is_out_of_memory(self) -> bool:
         return self in (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 
+    @property
+    def ends_search(self) -> bool:
+        return self in (FailureKind.USER_ERROR, FailureKind.CANCELED)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:

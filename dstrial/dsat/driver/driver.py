@@ -396,4 +396,4 @@ class Driver:
         return self._files.live_report(facts, self._notes, list(self.trials.values()), reason)
 
     def _write_files(self) -> None:
-        self._files.write(self._method.snapshot(), list(self.trials.values()))
+        self._files.write(list(self.trials.values()))

@@ -12,9 +12,7 @@ from typing import Any
 from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.dry_run_requests import NUM_BATCHES, script_request, trial_request
-from dstrial.dsat.predictor.profiles import UNDESCRIBED, PredictInputs
-from dstrial.dsat.space.knobs import ZERO
+from dstrial.dsat.predictor.inputs import NUM_BATCHES, UNDESCRIBED, PredictInputs, dry_run_request
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
@@ -131,6 +129,7 @@ def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int
         "target": target,
         "exp_conf": settings.experiment.raw,
         "sample_batch": Path(asked) if isinstance(asked, str) else None,
+        "num_batches": asked if isinstance(asked, int) else NUM_BATCHES,
         "trusts_code": settings.flags.trust_code,
         "device_bytes": capacity_bytes,
     }
@@ -143,13 +142,8 @@ def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int
             if key not in MEASURING_KEYS
         }
         config = space.config(candidate)
-        if settings.trial is None:
-            words = python_words(settings.experiment.entrypoint)
-            return script_request(words, settings.context_dir, hparams, config, **shared)
-        num_batches = asked if isinstance(asked, int) else NUM_BATCHES
-        return trial_request(
-            settings.trial, settings.context_dir, hparams, config, num_batches=num_batches, **shared
-        )
+        code = settings.trial or python_words(settings.experiment.entrypoint)
+        return dry_run_request(code, settings.context_dir, hparams, config, **shared)
 
     return request_of
 
@@ -198,25 +192,6 @@ def _as_real(request: DryRunRequest) -> DryRunRequest:
     """Return a request for one real batch on this machine in place of fake tensors."""
     # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
     return dataclasses.replace(request, is_real=True, target="cpu")
-
-
-def on_one_device(settings: SearchConfig, *, capacity_bytes: int) -> list[tuple[str, DryRunResult]]:
-    """Dry-run the model on a single device: as it is, and with all it can offload.
-
-    Returns a description and the result of each dry run that succeeded.
-    """
-    request_of = request_maker(settings, target="cuda", capacity_bytes=capacity_bytes)
-    offloads = (("offload_optimizer", "cpu"), ("offload_param", "cpu"))
-    everything = tuple((f"{ZERO}.{section}.device", device) for section, device in offloads)
-    kinds = {
-        "without offload": Structure(0, tuple((path, "none") for path, _ in everything)),
-        "with optimizer and parameters on the host": Structure(3, everything),
-    }
-    requests = [
-        dataclasses.replace(request_of(structure, True), world_size=1) for structure in kinds.values()
-    ]
-    found = dry_runs(requests, deadline_s=_DEADLINE_S, num_parallel=2)
-    return [(kind, run) for kind, run in zip(kinds, found, strict=True) if not isinstance(run, DryRunError)]
 
 
 def target_here(environment: Mapping[str, str]) -> Target:

@@ -40,10 +40,9 @@ class SearchFiles:
         self._record = record
         self._print_line = print_line
 
-    def write(self, snapshot: Mapping[str, Any], trials: Sequence[TrialResult]) -> None:
-        """Write the method's snapshot, the results, and the best one's experiment."""
+    def write(self, trials: Sequence[TrialResult]) -> None:
+        """Write the results and the experiment config of the best configuration."""
         try:
-            self._record.write_snapshot(snapshot)
             best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
             if best is not None:
                 config = full_config(self._settings, best.candidate)

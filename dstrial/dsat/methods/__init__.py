@@ -5,7 +5,7 @@ from __future__ import annotations
 from dstrial.dsat.methods.base import ConfigSearch, MethodEntry, MethodOptions
 from dstrial.dsat.methods.predict import PREDICT
 from dstrial.dsat.methods.random_structures import ASHA, BINARY, RANDOM
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 from dstrial.errors import SearchError

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Outcome
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 
@@ -77,9 +77,6 @@ class ConfigSearch(Protocol):
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
         """Process the outcome of a measurement."""
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state as JSON for people and tools; a resume replays results instead."""
-
     def report_facts(self) -> ReportFacts:
         """Return what a report says beyond the measurements."""
 
@@ -94,7 +91,7 @@ class MethodOptions:
     thorough: bool = False  # spend up to twice the trials (predict)
     seed: int = 42
     early_stopping: int | None = None  # end after so many trials without a new best
-    range_factor: float = 1.0  # multiplies the first guess at the largest micro batch (binary, asha)
+    search_range_factor: float = 1.0  # multiplies the first guess at the largest micro batch (binary, asha)
     trials_per_random_config: int = 5  # most trials of one structure (random)
     max_rungs: int = 5
     min_binary_search_trials: int = 3  # of a lineage in the lowest rung, ASHA's *r*
@@ -110,11 +107,11 @@ class Flag:
     kind: type[int] | type[float] | type[bool]
     default: int | float | None
     help: str
-    option: str  # the field of ``MethodOptions`` that it sets
     least: int | None  # smallest value; None for anything above 0, and for a switch
 
     @property
     def dest(self) -> str:
+        """The field of ``MethodOptions`` that it sets."""
         return self.name.removeprefix("--").replace("-", "_")
 
 

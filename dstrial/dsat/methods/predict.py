@@ -25,8 +25,8 @@ from dstrial.dsat.methods.base import (
 )
 from dstrial.dsat.predictor.acquisition import Acquisition, worth
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, positions_near, structure_of
+from dstrial.dsat.predictor.inputs import PredictInputs, log_lines
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
-from dstrial.dsat.predictor.profiles import PredictInputs, log_lines
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.space import Space, Structure
 
@@ -96,28 +96,12 @@ class PredictSearch:
             return []
         candidate = self.observations[trial_id].candidate
         self._learn(trial_id, candidate, outcome)
-        if isinstance(outcome, Failure) and outcome.kind in (FailureKind.USER_ERROR, FailureKind.CANCELED):
+        if isinstance(outcome, Failure) and outcome.kind.ends_search:
             return self._finish(f"{outcome.kind.value}: {outcome.message}")
         actions: list[Action] = []
         if candidate.is_own and isinstance(outcome, Measured) and self.predictor.info is not None:
-            space = self.space
-            lines = log_lines(self.predictor.info, space.stages, space.replicas, space.bytes_per_value)
-            actions += [Note(line) for line in lines]
+            actions += map(Note, log_lines(self.predictor.info, self.space))
         return [*actions, *self._fill()]
-
-    def snapshot(self) -> dict[str, Any]:
-        facts = self.report_facts()
-        return {
-            "is_finished": self._is_finished,
-            "order": list(self._order),
-            "known": [{"trial_id": trial_id, **one.to_json()} for trial_id, one in self.observations.items()],
-            "skipped": [self.space.describe(one) for one in self._skipped_in_order()],
-            "forecasts": {str(trial_id): forecast for trial_id, forecast in facts.forecasts.items()},
-            "explained": {str(trial_id): parts for trial_id, parts in facts.explained.items()},
-            "margins": facts.margins,
-            "factors": self.predictor.time.factors(),
-            "left": facts.left,
-        }
 
     def report_facts(self) -> ReportFacts:
         best = self.incumbent()
@@ -384,9 +368,6 @@ class PredictSearch:
         self._is_finished = True
         return [Finish(reason, self.incumbent() is None)]
 
-    def _skipped_in_order(self) -> list[Candidate]:
-        return sorted(self._skipped, key=lambda one: repr(dataclasses.astuple(one)))
-
 
 def _mean_cost(costs: _Costs) -> float:
     return statistics.mean(cost for _, cost in costs)
@@ -396,7 +377,7 @@ PREDICT = MethodEntry(
     "predict",
     "dry-run and predict, then measure only what may be best (the default method)",
     PredictSearch,
-    (Flag("--thorough", bool, False, "spend up to twice the trials on the last percent", "thorough", None),),
+    (Flag("--thorough", bool, False, "spend up to twice the trials on the last percent", None),),
     zero_stages=(0, 1, 2, 3),
     predicts=True,
 )

@@ -1,6 +1,7 @@
-"""Methods that draw structures: ``binary``, ``asha``, ``random``. Pure.
+"""``binary``, ``asha`` and ``random``: measure random structures. Pure.
 
-Each structure is measured with several micro batches.
+The user's own configuration is measured first. Then a search draws random structures; each is a *lineage* with a range of
+micro batches that narrows with every trial.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary``, ``asha`` and ``random``; Li et al. 2020, "A
 System for Massively Parallel Hyperparameter Tuning", algorithm 2.
@@ -8,45 +9,266 @@ System for Massively Parallel Hyperparameter Tuning", algorithm 2.
 
 from __future__ import annotations
 
-from dstrial.dsat.core.outcome import Failure, score
-from dstrial.dsat.methods.base import Flag, MethodEntry
-from dstrial.dsat.methods.lineage import Lineage, LineageMethod
-from dstrial.dsat.space.filters import Observation
+import dataclasses
+from typing import Literal
+
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, Measured, Outcome, score
+from dstrial.dsat.methods.base import (
+    NEED_SMALLEST,
+    Action,
+    Finish,
+    Flag,
+    Measure,
+    MethodEntry,
+    MethodOptions,
+    Note,
+    ReportFacts,
+    Skip,
+)
+from dstrial.dsat.predictor.inputs import ModelInfo, largest_micro_batch, log_lines
+from dstrial.dsat.space.filters import Filters, Observation, best_knob_effects, trials_for_effects
+from dstrial.dsat.space.space import Space, Structure
+from dstrial.search.random_state import SearchRandom
+
+_MAX_SKIPPED = 2000  # candidates in a row that need no measurement, after which a search waits or ends
 
 
-class BinarySearch(LineageMethod):
-    """Halves ranges of micro batches; throughput is remembered and does not steer.
+@dataclasses.dataclass(slots=True)
+class Lineage:
+    """A structure and the range of micro batches still to be tried."""
 
-    A success raises the lower end above it, running out of memory lowers the upper end below it, and an empty range
-    is followed by a new random structure.
+    idx: int
+    structure: Structure
+    low: int  # positions of the grid; the range is empty if ``high < low``
+    high: int
+    first_high: int
+    # (position, score, rung)
+    history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
+    rung: int = 0
+    is_closed: bool = False  # nothing more is tried
+    is_open: bool = False  # one of its trials is being measured
+
+    def best(self, last_rung: int | None = None) -> float | None:
+        """Return the best score, of the rungs up to ``last_rung`` if given."""
+        scores = [
+            value
+            for _, value, rung in self.history
+            if value is not None and (last_rung is None or rung <= last_rung)
+        ]
+        return max(scores, default=None)
+
+
+class BinarySearch:
+    """Binary search over the micro batches of one random structure after the other.
+
+    A success raises the lower end of the range, running out of memory lowers the upper end. When the range is empty, the
+    next structure is drawn. Throughput does not steer the search.
     """
 
+    def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
+        self.space = space
+        self.options = options
+        self.filters = filters
+        self.random = SearchRandom(options.seed)
+        self.lineages: list[Lineage] = []
+        self.info: ModelInfo | None = None
+        self.observations: dict[int, Observation] = {}
+        self._lineage_of: dict[int, tuple[int, int]] = {}  # trial -> index of its lineage, position
+        self._unproven: list[Candidate] = []
+        self._phase: Literal["own", "smallest", "search", "finished"] = "own"
+        self._best_score: float | None = None
+        self._num_since_best = 0
+
+    # ---- what the other methods decide differently -----------------------------------------------
+
     def choose(self) -> Lineage:
-        waiting = [lineage for lineage in self.lineages if not lineage.is_closed and not lineage.is_open]
-        return waiting[0] if waiting else self.new_lineage(self.any_stage())
+        """Return the lineage of the next trial, neither closed nor open; may draw a new one."""
+        waiting = self._waiting()
+        return waiting[0] if waiting else self.new_lineage(self.space.stages)
+
+    def why(self, lineage: Lineage) -> str:
+        return f"lineage {lineage.idx + 1}"
+
+    def new_range(self, stage: int) -> tuple[int, int]:
+        """Return the first range of a new lineage."""
+        return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
+        """Return the position in its range at which a lineage is tried next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        self.narrow(lineage, position, value)
+        """Narrow a lineage's range by a score, None if it did not fit, or close the lineage."""
+        if value is None:
+            lineage.high = position - 1
+        else:
+            lineage.low = position + 1
+            last = self.space.batch_size_grid.last
+            # The first guess at the largest micro batch was too low.
+            if not self.filters.disabled and position == lineage.first_high < last:
+                lineage.high = lineage.first_high = min(2 * position + 1, last)
+        lineage.is_closed = lineage.high < lineage.low
+
+    # ---- the contract of a method ----------------------------------------------------------------
+
+    def start(self) -> list[Action]:
+        return [self._measure(self.space.own(), "your configuration")]
+
+    def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
+        if self._phase == "finished":
+            return []
+        candidate = self.observations[trial_id].candidate
+        self.observations[trial_id] = Observation(candidate, outcome)
+        value = score(outcome, self.options.metric)
+        if value is not None and (self._best_score is None or value > self._best_score):
+            self._best_score, self._num_since_best = value, 0
+        else:
+            self._num_since_best += 1
+        if isinstance(outcome, Failure) and outcome.kind.ends_search:
+            return self._finish(f"{outcome.kind.value}: {outcome.message}")
+        if self._phase in ("own", "smallest"):
+            return self._begin(outcome)
+        if trial_id not in self._lineage_of:
+            return [*self._effects_of(candidate), *self._fill()]
+        lineage_idx, position = self._lineage_of[trial_id]
+        lineage = self.lineages[lineage_idx]
+        lineage.is_open = False
+        self._record(lineage, position, outcome)
+        limit = self.options.early_stopping
+        if limit is not None and self._num_since_best >= limit:
+            return self._finish(f"{limit} trials brought no new best")
+        return self._fill()
+
+    def report_facts(self) -> ReportFacts:
+        return ReportFacts()
+
+    # ---- lineages --------------------------------------------------------------------------------
+
+    def ceiling(self, stage: int) -> int:
+        """Return the position of the first guess at the largest micro batch of a stage."""
+        grid = self.space.batch_size_grid
+        guess = None
+        if self.info is not None:
+            guess = largest_micro_batch(self.info, stage, self.space)
+        if guess is None:
+            if not grid.is_free:
+                return self.space.first_position(grid.last)
+            guess = 2 * self.space.own().batch.micro_batch_size
+        highest = max(0, min(grid.position(max(guess * self.options.search_range_factor, 1)), grid.last))
+        return self.space.first_position(highest)
+
+    def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
+        """Draw a stage and a structure."""
+        stage = stages[self.random.integer_below(len(stages))]
+        low, high = self.new_range(stage)
+        num_params = None if self.info is None or self.filters.disabled else self.info.num_params
+        structure = self.space.draw(self.random, stage, num_params)
+        lineage = Lineage(len(self.lineages), structure, low, high, high)
+        self.lineages.append(lineage)
+        return lineage
+
+    def _waiting(self) -> list[Lineage]:
+        return [lineage for lineage in self.lineages if not lineage.is_closed and not lineage.is_open]
+
+    def _record(self, lineage: Lineage, position: int, outcome: Outcome) -> None:
+        value = score(outcome, self.options.metric)
+        lineage.history.append((position, value, lineage.rung))
+        if isinstance(outcome, Failure) and not outcome.kind.is_out_of_memory:
+            lineage.is_closed = True
+        else:
+            self.learn(lineage, position, value)
+
+    # ---- measuring -------------------------------------------------------------------------------
+
+    def _measure(self, candidate: Candidate, why: str) -> Measure:
+        trial_id = len(self.observations) + 1
+        self.observations[trial_id] = Observation(candidate, None)
+        return Measure(trial_id, candidate, why)
+
+    def _begin(self, outcome: Outcome) -> list[Action]:
+        """Begin to draw structures, knowing the model from the first measurement."""
+        if isinstance(outcome, Measured):
+            self._phase = "search"
+            self.info = ModelInfo.from_measured(outcome)
+            if not self.filters.disabled:
+                self._unproven = trials_for_effects(self.space)
+            if self.info is None:
+                return self._fill()
+            self.filters.note_params(self.info.num_params)
+            return [*map(Note, log_lines(self.info, self.space)), *self._fill()]
+        smallest = self.space.smallest()
+        is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
+        may_repeat = self._phase == "own" and is_smaller and self.options.max_trials > 1
+        if outcome.kind.is_out_of_memory and may_repeat:
+            self._phase = "smallest"
+            return [self._measure(smallest, "your structure with the smallest micro batch")]
+        return self._finish(f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}")
+
+    def _fill(self) -> list[Action]:
+        """Return new measurements up to the limit of parallel ones, else the end of the search."""
+        actions: list[Action] = []
+        num_open = sum(1 for observation in self.observations.values() if observation.outcome is None)
+        for _ in range(_MAX_SKIPPED):
+            if num_open >= self.options.num_parallel or len(self.observations) >= self.options.max_trials:
+                break
+            known = list(self.observations.values())
+            if self._unproven:
+                candidate = self._unproven.pop(0)
+                if self.filters.check(candidate, known) is None:
+                    actions.append(self._measure(candidate, "to prove that a knob does something"))
+                    num_open += 1
+                continue
+            lineage = self.choose()
+            position = self.position(lineage)
+            candidate = self.space.candidate(lineage.structure, position)
+            rejection = self.filters.check(candidate, known)
+            if rejection is None:
+                action = self._measure(candidate, self.why(lineage))
+                self._lineage_of[action.trial_id] = (lineage.idx, position)
+                lineage.is_open = True
+                actions.append(action)
+                num_open += 1
+            elif rejection.outcome is None:
+                lineage.is_closed = True
+            else:
+                if rejection.kind != "again":
+                    actions.append(Skip(candidate, rejection.reason))
+                self._record(lineage, position, rejection.outcome)
+        if num_open == 0:
+            num_trials = len(self.observations)
+            is_spent = num_trials >= self.options.max_trials
+            reason = f"all {num_trials} trials completed" if is_spent else "nothing new is left to try"
+            return [*actions, *self._finish(reason)]
+        return actions
+
+    def _effects_of(self, candidate: Candidate) -> list[Action]:
+        """Return notes about the knob that a trial has changed."""
+        known = [(one.candidate, one.outcome) for one in self.observations.values()]
+        paths = {path for path, _ in candidate.settings}
+        return [Note(str(effect)) for effect in best_knob_effects(self.space, known) if effect.path in paths]
+
+    def _finish(self, reason: str) -> list[Action]:
+        self._phase = "finished"
+        return [Finish(reason, is_failure=self._best_score is None)]
 
 
 class AshaSearch(BinarySearch):
-    """Asynchronous halving over lineages.
+    """Binary searches that have to earn their trials by asynchronous successive halving.
 
     The resource is the number of trials of a lineage: rung *i* is complete after *r* x *eta* ^ (*s* + *i*) trials, or
     when nothing of the range is left. One of *eta* lineages that completed a rung goes on to the next.
     """
 
     def choose(self) -> Lineage:
-        """Go on in an incomplete rung, else promote a rung's best, else begin a lineage."""
-        waiting = [lineage for lineage in self.lineages if not lineage.is_closed and not lineage.is_open]
-        incomplete = [lineage for lineage in waiting if not self.is_complete(lineage)]
+        """Go on in an incomplete rung, else promote a rung's best, else draw a lineage."""
+        incomplete = [lineage for lineage in self._waiting() if not self.is_complete(lineage)]
         if incomplete:
             return max(incomplete, key=lambda one: (one.rung, len(one.history), -one.idx))
-        promoted = self._promote()
-        return promoted if promoted is not None else self.new_lineage(self.any_stage())
+        return self._promote() or self.new_lineage(self.space.stages)
+
+    def why(self, lineage: Lineage) -> str:
+        return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def is_complete(self, lineage: Lineage) -> bool:
         return lineage.is_closed or len(lineage.history) >= self.trials_of(lineage.rung)
@@ -54,9 +276,6 @@ class AshaSearch(BinarySearch):
     def trials_of(self, rung: int) -> int:
         options = self.options
         return int(options.min_binary_search_trials * options.divisor ** (options.asha_early_stopping + rung))
-
-    def why(self, lineage: Lineage) -> str:
-        return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def _promote(self) -> Lineage | None:
         for rung in reversed(range(self.options.max_rungs - 1)):
@@ -76,46 +295,43 @@ class AshaSearch(BinarySearch):
         return None
 
 
-class RandomConfigSearch(LineageMethod):
-    """Draws a stage, a structure, and micro batches around the middle of what is left.
+class RandomConfigSearch(BinarySearch):
+    """Draw a stage, a structure, and micro batches around the middle of the range.
 
     Once stage 1 or 2 has run, stage 3, which communicates more, is not tried any more. A lineage ends after
-    ``trials_per_random_config`` trials, when nothing fits, or when it has failed and another one of its stage
+    ``trials_per_random_config`` trials, when nothing fits, or when it has failed and another lineage of its stage
     has run with as large a micro batch.
 
-    With gates a new lineage begins at the best micro batch that is known for its stage and stays below those that are
-    known not to fit. Without, it begins above the best one, as documented; that mostly runs out of memory.
+    With gates the range of a new lineage begins at the stage's best micro batch and ends below those known not to fit.
+    Without gates it begins above the best one, as documented; that mostly runs out of memory.
     """
 
     def choose(self) -> Lineage:
-        for lineage in self.lineages:
-            if not lineage.is_closed and not lineage.is_open:
-                if not self._is_over(lineage):
-                    return lineage
-                lineage.is_closed = True
-        stages = [stage for stage in self.space.stages if stage != 3 or not self._is_stage_3_ruled_out()]
-        return self.new_lineage(stages[self.random.integer_below(len(stages))])
+        for lineage in self._waiting():
+            if not self._is_over(lineage):
+                return lineage
+            lineage.is_closed = True
+        has_excluded = self._excludes_stage_3()
+        return self.new_lineage(tuple(stage for stage in self.space.stages if stage != 3 or not has_excluded))
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        ladder, high = self.space.batch_size_grid, self.ceiling(stage)
-        observations = self._of_stage(stage)
-        runs = [
-            (value, ladder.position(one.candidate.batch.micro_batch_size))
-            for one in observations
-            if one.outcome is not None and (value := score(one.outcome, self.options.metric)) is not None
-        ]
+        grid, ceiling = self.space.batch_size_grid, self.ceiling(stage)
+        high = ceiling
+        runs: list[tuple[float, int]] = []
+        for one in self._ended(stage):
+            position = grid.position(one.candidate.batch.micro_batch_size)
+            value = None if one.outcome is None else score(one.outcome, self.options.metric)
+            if value is not None:
+                runs.append((value, position))
+            elif isinstance(one.outcome, Failure) and one.outcome.kind.is_out_of_memory:
+                high = min(high, position - 1)
         if not runs:
-            return 0, high
+            return 0, ceiling
         best, largest = max(runs)[1], max(position for _, position in runs)
         if self.filters.disabled:
-            low = min(best + 1, ladder.last)
-            return low, min(max(largest, high, 2 * low), ladder.last)
-        failed = [
-            ladder.position(one.candidate.batch.micro_batch_size)
-            for one in observations
-            if isinstance(one.outcome, Failure) and one.outcome.kind.is_out_of_memory
-        ]
-        high = max(largest, min([high, *(position - 1 for position in failed)]))
+            low = min(best + 1, grid.last)
+            return low, min(max(largest, ceiling, 2 * low), grid.last)
+        high = max(largest, high)
         return min(best, high), high
 
     def position(self, lineage: Lineage) -> int:
@@ -124,49 +340,39 @@ class RandomConfigSearch(LineageMethod):
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
         """Move the lower end above a success, doubling a spent range, or the upper end."""
+        last = self.space.batch_size_grid.last
         if value is None:
             lineage.is_closed = position <= lineage.low
             lineage.high = max(position - 1, lineage.low)
             return
-        lineage.low = min(position + 1, self.space.batch_size_grid.last)
+        lineage.low = min(position + 1, last)
         if lineage.high < position + 1:
-            lineage.high = min(2 * (position + 1), self.space.batch_size_grid.last)
-        lineage.is_closed = position >= self.space.batch_size_grid.last
+            lineage.high = min(2 * (position + 1), last)
+        lineage.is_closed = position >= last
 
     def _is_over(self, lineage: Lineage) -> bool:
         if len(lineage.history) >= self.options.trials_per_random_config:
             return True
-        if lineage.structure.stage == 3 and self._is_stage_3_ruled_out():
+        if lineage.structure.stage == 3 and self._excludes_stage_3():
             return True
-        if not lineage.num_failed:
-            return False
-        return any(
-            position >= lineage.high
+        return any(value is None for _, value, _ in lineage.history) and any(
+            value is not None and position >= lineage.high
             for other in self.lineages
             if other.idx != lineage.idx and other.structure.stage == lineage.structure.stage
             for position, value, _ in other.history
-            if value is not None
         )
 
-    def _is_stage_3_ruled_out(self) -> bool:
-        has_smaller = any(stage in (1, 2) for stage in self.space.stages)
-        return has_smaller and any(
-            one.outcome is not None and not isinstance(one.outcome, Failure)
-            for stage in (1, 2)
-            for one in self._of_stage(stage)
+    def _excludes_stage_3(self) -> bool:
+        return any(stage in (1, 2) for stage in self.space.stages) and any(
+            isinstance(one.outcome, Measured) for stage in (1, 2) for one in self._ended(stage)
         )
 
-    def _of_stage(self, stage: int) -> list[Observation]:
-        return [one for one in self.observations.values() if one.candidate.stage == stage]
+    def _ended(self, stage: int) -> list[Observation]:
+        return [one for one in self.observations.values() if one.candidate.stage == stage and one.outcome]
 
 
 _RANGE = Flag(
-    "--search-range-factor",
-    float,
-    1.0,
-    "multiplies the first guess at the largest micro batch (1.0)",
-    "range_factor",
-    None,
+    "--search-range-factor", float, 1.0, "multiplies the first guess at the largest micro batch (1.0)", None
 )
 
 BINARY = MethodEntry(
@@ -182,17 +388,10 @@ ASHA = MethodEntry(
     lambda space, options, filters, _inputs: AshaSearch(space, options, filters),
     (
         _RANGE,
-        Flag("--max-rungs", int, 5, "number of rungs (5)", "max_rungs", 1),
-        Flag(
-            "--min-binary-search-trials",
-            int,
-            3,
-            "trials of a lineage in the lowest rung (3)",
-            "min_binary_search_trials",
-            1,
-        ),
-        Flag("--divisor", int, 2, "one of so many lineages is promoted (2)", "divisor", 2),
-        Flag("--asha-early-stopping", int, 0, "rungs that are left out below (0)", "asha_early_stopping", 0),
+        Flag("--max-rungs", int, 5, "number of rungs (5)", 1),
+        Flag("--min-binary-search-trials", int, 3, "trials of a lineage in the lowest rung (3)", 1),
+        Flag("--divisor", int, 2, "one of so many lineages is promoted (2)", 2),
+        Flag("--asha-early-stopping", int, 0, "rungs that are left out below (0)", 0),
     ),
 )
 
@@ -201,16 +400,7 @@ RANDOM = MethodEntry(
     "random structures with random micro batches",
     lambda space, options, filters, _inputs: RandomConfigSearch(space, options, filters),
     (
-        Flag(
-            "--trials-per-random-config",
-            int,
-            5,
-            "most trials of one structure (5)",
-            "trials_per_random_config",
-            1,
-        ),
-        Flag(
-            "--early-stopping", int, None, "end after so many trials without a new best", "early_stopping", 1
-        ),
+        Flag("--trials-per-random-config", int, 5, "most trials of one structure (5)", 1),
+        Flag("--early-stopping", int, None, "end after so many trials without a new best", 1),
     ),
 )

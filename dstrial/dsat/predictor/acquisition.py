@@ -1,7 +1,7 @@
 """Find the candidates of every group that are worth a measurement. Pure.
 
-Groups (stage, offload, what ``--space`` names) are few, and all are looked at. Within one, knobs are changed one after the other
-as long as the lower bound of the predicted cost falls (coordinate descent); all that is predicted on the way may be measured.
+Groups (stage, offload, what ``--space`` names) are few, and all are considered. Within a group, coordinate descent changes one
+knob after the other while the lower bound of the predicted cost falls; all that is predicted on the way may be measured.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.space.space import Structure
 
 _MAX_CHANGES = 30
-_MIN_CHANGE = 1e-4
-_FITS = 0.85  # least probability to fit of what a descent goes through
+_MIN_CHANGE = 1e-4  # of the log cost; a change that gains less ends a descent
+_FITS = 0.85  # probability to fit that a descent does not go below
 _BOUNDS = (1.5, 0.0)  # standard deviations below the median by which candidates of a group compete
 _HOPELESS_STDS, _HOPELESS = 3.0, 1.03
-"""A group whose bound at so many standard deviations is above the best cost by this is not descended into."""
+"""A group is not searched if its cost at so many standard deviations below the median exceeds the best by this factor."""
 _OOM_COST = 0.2  # of running out of memory, as a share of the best cost
 _MIN_TO_FIT = 0.5
+
+_Place = tuple[Prediction, int]  # a prediction, and the index of its micro batch among the positions
 
 
 def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
@@ -42,7 +44,7 @@ class Acquisition:
 
     def __init__(self, groups: ConfigGroups, predictor: Predictor) -> None:
         self._groups, self._predictor = groups, predictor
-        self._starts: dict[tuple[Any, ...], Structure] = {}
+        self._ends: dict[tuple[Any, ...], Structure] = {}  # group -> where its last descent ended
 
     def candidates(
         self,
@@ -58,19 +60,17 @@ class Acquisition:
         starts: dict[tuple[Any, ...], list[Structure]] = {}
         for structure in (*self._groups.bases(), *map(structure_of, measured)):
             starts.setdefault(self._groups.group(structure), []).append(structure)
-        found: list[Prediction] = []
+        descent = _Descent(self._groups, self._predictor, positions, time)
         for group, structures in starts.items():
-            known = [self._starts[group]] if group in self._starts else []
-            descent = _Descent(self._groups, self._predictor, positions, time)
+            known = [self._ends[group]] if group in self._ends else []
             end = descent.run([*known, *structures], cost)
             if end is not None:
-                self._starts[group] = end
-            found += descent.seen.values()
-        return found
+                self._ends[group] = end
+        return list(descent.seen.values())
 
 
 class _Descent:
-    """Coordinate descent within one group."""
+    """Coordinate descents, one in each group."""
 
     def __init__(
         self, groups: ConfigGroups, predictor: Predictor, positions: Sequence[int], time: StepModel
@@ -80,14 +80,14 @@ class _Descent:
         self.seen: dict[Candidate, Prediction] = {}
 
     def run(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Descend from the best start; return the end, None if the group is hopeless."""
-        begun = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
-        at: tuple[Prediction, int] | None = None
+        """Descend from a group's best start; return the end, None if the group is hopeless."""
+        places = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
+        at: _Place | None = None
         for stds in _BOUNDS:
-            at = at or min(begun, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
-            if at is None or (
-                cost is not None and at[0].lower_confidence_bound(_HOPELESS_STDS) > _HOPELESS * cost
-            ):
+            at = at or min(places, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
+            if at is None:
+                return None
+            if cost is not None and at[0].lower_confidence_bound(_HOPELESS_STDS) > _HOPELESS * cost:
                 return None
             for _ in range(_MAX_CHANGES):
                 moved = self._move(*at, stds)
@@ -96,41 +96,32 @@ class _Descent:
                 at = moved
         return None if at is None else structure_of(at[0].candidate)
 
-    def _start(self, structure: Structure) -> tuple[Prediction, int] | None:
-        """Return a structure with its cheapest micro batch that fits, and its place."""
+    def _start(self, structure: Structure) -> _Place | None:
+        """Return a structure with its cheapest micro batch that fits."""
         if not self._groups.is_legal(structure):
             return None
-        places = range(len(self._positions))
-        found = self._predict({self._candidate(structure, place): place for place in places})
+        found = self._predict([(structure, idx) for idx in range(len(self._positions))])
         fitting = [one for one in found if one[0].probability_to_fit >= _FITS] or found[:1]
         return min(fitting, key=lambda one: one[0].cost, default=None)
 
-    def _move(self, at: Prediction, place: int, stds: float) -> tuple[Prediction, int] | None:
-        """Return the best change of one knob, maybe with the micro batch; None without."""
+    def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
+        """Return the best change of one knob, maybe with the micro batch; None without a gain."""
         structure = structure_of(at.candidate)
-        changes = {
-            self._candidate(structure, place + step): place + step
-            for step in (-1, 1, 2)
-            if self._has(place + step)
-        }
-        for other in self._groups.moves(structure, self._predictor.num_params):
-            changes |= {
-                self._candidate(other, place + step): place + step
-                for step in (0, 1)
-                if self._has(place + step)
-            }
+        others = self._groups.moves(structure, self._predictor.num_params)
+        changes = [(structure, idx + step) for step in (-1, 1, 2)]
+        changes += [(other, idx + step) for other in others for step in (0, 1)]
         fitting = [one for one in self._predict(changes) if one[0].probability_to_fit >= _FITS]
         best = min(fitting, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
         least = at.lower_confidence_bound(stds) * math.exp(-_MIN_CHANGE)
         return best if best is not None and best[0].lower_confidence_bound(stds) < least else None
 
-    def _has(self, place: int) -> bool:
-        return 0 <= place < len(self._positions)
-
-    def _candidate(self, structure: Structure, place: int) -> Candidate:
-        return self._predictor.space.candidate(structure, self._positions[place])
-
-    def _predict(self, places: dict[Candidate, int]) -> list[tuple[Prediction, int]]:
-        new = [one for one in places if one not in self.seen]
+    def _predict(self, changes: Sequence[tuple[Structure, int]]) -> list[_Place]:
+        space = self._predictor.space
+        indices = {
+            space.candidate(structure, self._positions[idx]): idx
+            for structure, idx in changes
+            if 0 <= idx < len(self._positions)
+        }
+        new = [one for one in indices if one not in self.seen]
         self.seen |= {one.candidate: one for one in self._predictor.predictions(new, self._time)}
-        return [(self.seen[one], place) for one, place in places.items() if one in self.seen]
+        return [(self.seen[one], idx) for one, idx in indices.items() if one in self.seen]

@@ -1,4 +1,4 @@
-"""Which structures are considered, and which dry run speaks for each. Pure."""
+"""Which structures are considered, and which dry run represents each. Pure."""
 
 from __future__ import annotations
 
@@ -6,51 +6,45 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import BatchSplit, Candidate, value_at
 from dstrial.dsat.predictor.features import ZeroFeatures
-from dstrial.dsat.space.knobs import KNOBS, KNOWN_PATHS, ZERO, Knob, useful_values, width_of
+from dstrial.dsat.space.knobs import KNOBS, KNOWN_PATHS, ZERO, useful_values, width_of
 from dstrial.dsat.space.space import Space, Structure
 
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+_SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
 _MAX_BASES = 96
 _BEYOND = 8  # times the largest micro batch that has run
+# Micro batches of a free batch: all up to the first number, then 16 to each doubling.
 _ALL_UP_TO, _SHARES = 32, 16
-_SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
 
 
 class ConfigGroups:
-    """The structures of a space, each looked at once; a CPU has nowhere to offload to."""
+    """The structures of a space and their groups, cached; a CPU has nowhere to offload to."""
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
         self.space = space
+        self.own = Structure(space.own_stage, ())
         self._is_cpu = is_cpu
         self._effective: dict[Structure, Mapping[str, Any]] = {}
         self._setups: dict[Structure, ZeroFeatures] = {}
         self._legal: dict[Structure, bool] = {}
-        self._bases: list[Structure] | None = None
-
-    @property
-    def own(self) -> Structure:
-        return Structure(self.space.own_stage, ())
+        self._bases: list[Structure] = []
 
     def bases(self) -> list[Structure]:
-        """Return a legal structure of each group."""
-        if self._bases is None:
-            found, seen = {self.group(self.own): self.own}, {self._identity(self.own)}
-            for stage in self.space.stages:
-                knobs = [
-                    knob
-                    for knob in self.space.knobs(stage)
-                    if (knob.path in _OFFLOADS and self._may_offload(knob)) or knob.path not in KNOWN_PATHS
-                ]
-                for structure in self.space.structures(stage, knobs):
-                    if len(found) >= _MAX_BASES or not self.is_legal(structure):
-                        continue
-                    if (identity := self._identity(structure)) not in seen:
+        """Return a legal structure of each group, the user's own first."""
+        if self._bases:
+            return self._bases
+        found, seen = {self.group(self.own): self.own}, {self._identity(self.own)}
+        for stage in self.space.stages:
+            knobs = [knob for knob in self.space.knobs(stage) if self._makes_group(knob.path)]
+            for structure in self.space.structures(stage, knobs):
+                if len(found) < _MAX_BASES and self.is_legal(structure):
+                    identity = self._identity(structure)
+                    if identity not in seen:
                         seen.add(identity)
                         found.setdefault(self.group(structure), structure)
-            self._bases = list(found.values())
+        self._bases = list(found.values())
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
@@ -59,11 +53,11 @@ class ConfigGroups:
         Sizes above the model's ``num_params`` do not differ.
         """
         found, settings = [], dict(structure.settings)
-        zero = self._effective_of(self._without_sizes(structure))
+        effective = self._effective_of(_without_sizes(structure))
         for knob in self.space.knobs(structure.stage):
             if knob.path in _OFFLOADS or knob.path not in KNOWN_PATHS:
                 continue
-            now = settings.get(knob.path, value_at(zero, knob.path))
+            now = settings.get(knob.path, value_at(effective, knob.path))
             for value in useful_values(knob, num_params):
                 changed = Structure(structure.stage, tuple(sorted({**settings, knob.path: value}.items())))
                 if value != now and self.is_legal(changed):
@@ -74,7 +68,7 @@ class ConfigGroups:
         """Return the features of a structure that decide where time and memory go."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so it is not checked again for each of them.
-            effective = dict(self._effective_of(self._without_sizes(structure)))
+            effective = dict(self._effective_of(_without_sizes(structure)))
             sizes = {_SIZES[path]: value for path, value in structure.settings if path in _SIZES}
             effective[ZERO] = {**(effective.get(ZERO) or {}), **sizes}
             self._setups[structure] = ZeroFeatures.from_config(
@@ -83,11 +77,11 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Say whether DeepSpeed takes a structure and all of its settings have effect."""
-        frame = self._without_sizes(structure)
-        if frame not in self._legal:
-            self._legal[frame] = self.space.illegal_reason(self.space.candidate(frame, 0)) is None
-        return self._legal[frame]
+        """Return whether DeepSpeed accepts a structure and all of its settings have effect."""
+        checked = _without_sizes(structure)
+        if checked not in self._legal:
+            self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
+        return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
         """Return what changes most: stage, what is on the host, keys of ``--space``."""
@@ -98,25 +92,23 @@ class ConfigGroups:
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def identity(self, candidate: Candidate, num_params: float | None) -> tuple[Any, ...]:
-        """Return a key that candidates share which DeepSpeed cannot tell apart."""
+        """Return a key shared by candidates that DeepSpeed cannot tell apart."""
         structure = structure_of(candidate)
         setup = self.setup(structure)
         setup = setup if num_params is None else setup.clamped(num_params)
         return setup, self.unknown_settings(structure), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the name of a structure's dry run, equal whatever buckets and the like."""
+        """Return the key of a structure's dry run, which other sizes and switches share."""
         setup = self.setup(structure)
-        extras = [list(pair) for pair in self.unknown_settings(structure)]
+        unknown = [list(pair) for pair in self.unknown_settings(structure)]
         on_host = float(setup.host_share > 0)
-        return json.dumps([setup.stage, on_host, setup.has_host_params, extras, is_accumulating])
+        return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
         """Return run key -> the structure to dry-run for it, and whether it accumulates."""
-        splits = [
-            self.space.batch_size_grid.split(position) for position in (0, self.space.batch_size_grid.last)
-        ]
-        kinds = sorted({split.accumulation > 1 for split in splits}, reverse=True)
+        grid = self.space.batch_size_grid
+        kinds = sorted({grid.split(position).accumulation > 1 for position in (0, grid.last)}, reverse=True)
         return {
             self.run_key(structure, is_accumulating=is_accumulating): (structure, is_accumulating)
             for structure in self.bases()
@@ -126,27 +118,24 @@ class ConfigGroups:
     def _effective_of(self, structure: Structure) -> Mapping[str, Any]:
         """Return a structure's DeepSpeed config with all defaults in it."""
         if structure not in self._effective:
-            space, candidate = self.space, self.space.candidate(structure, 0)
-            if structure == self.own:
-                checked = check_deepspeed(space.base, space.sizes, auto="warning")
-            elif space.sizes_of(candidate) == space.sizes:
-                checked = space.checked(candidate)
-            else:
-                checked = check_deepspeed(space.config(candidate), space.sizes, auto="warning")
-            self._effective[structure] = checked.effective
+            space = self.space
+            candidate = space.own() if structure == self.own else space.candidate(structure, 0)
+            self._effective[structure] = space.effective(candidate)
         return self._effective[structure]
-
-    @staticmethod
-    def _without_sizes(structure: Structure) -> Structure:
-        """Return a structure without its sizes; it is legal if the structure is."""
-        kept = tuple((path, value) for path, value in structure.settings if path not in _SIZES)
-        return Structure(structure.stage, kept)
 
     def _identity(self, structure: Structure) -> str:
         return self.space.identity(self.space.candidate(structure, 0))
 
-    def _may_offload(self, knob: Knob) -> bool:
-        return not self._is_cpu or knob.path in self.space.extra
+    def _makes_group(self, path: str) -> bool:
+        if path in _OFFLOADS:
+            return not self._is_cpu or path in self.space.extra
+        return path not in KNOWN_PATHS
+
+
+def _without_sizes(structure: Structure) -> Structure:
+    """Return a structure without its sizes; it is legal if the structure is."""
+    kept = tuple((path, value) for path, value in structure.settings if path not in _SIZES)
+    return Structure(structure.stage, kept)
 
 
 def structure_of(candidate: Candidate) -> Structure:
@@ -156,24 +145,21 @@ def structure_of(candidate: Candidate) -> Structure:
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
     """Return the grid's positions up to a micro batch of ``largest``, or to its end."""
-    ladder = space.batch_size_grid
-    if not ladder.is_free:
-        return range(ladder.last + 1)
-    last = ladder.last if largest is None else ladder.position(largest)
+    grid = space.batch_size_grid
+    if not grid.is_free:
+        return range(grid.last + 1)
+    end = 1 + (grid.last if largest is None else grid.position(largest))
     # All small sizes, then steps of a sixteenth to an eighth, which matter where communication dominates.
-    sizes = {last + 1, *range(1, min(_ALL_UP_TO, last + 1) + 1)}
+    sizes = {end, *range(1, min(_ALL_UP_TO, end) + 1)}
     size = _ALL_UP_TO
-    while size <= last + 1:
+    while size <= end:
         sizes |= {size * (_SHARES + number) // _SHARES for number in range(_SHARES)}
         size *= 2
-    return sorted(size - 1 for size in sizes if size <= last + 1)
+    return sorted(size - 1 for size in sizes if size <= end)
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return ladder positions up to 8 times the largest micro batch run, or the own."""
+    """Return grid positions up to 8 times the largest micro batch run, or the own."""
+    grid = space.batch_size_grid
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)
-    return [
-        position
-        for position in positions(space, largest)
-        if space.batch_size_grid.split(position).micro_batch_size <= largest
-    ]
+    return [at for at in positions(space, largest) if grid.split(at).micro_batch_size <= largest]

@@ -71,9 +71,6 @@ class Machine:
             hides=_HIDDEN_ON_DEVICES if is_device else 0.0,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Machine:
         links = {kind: Link(**link) for kind, link in value["collectives"].items()}

@@ -14,7 +14,6 @@ from typing import Any
 
 from dstrial.dsat.predictor.features import MEMORY_PARTS, PARTS, PHASES, PeakParts, StepParts
 from dstrial.dsat.predictor.regression import Effects, Regression, Row, Sample
-from dstrial.engine.dryrun.values import MemoryForm
 
 # ---- time ------------------------------------------------------------------------------------
 
@@ -221,15 +220,6 @@ class MemoryPrediction:
         if self.median_bytes <= 0 or self.log_std <= 0:
             return float(self.median_bytes <= capacity_bytes)
         return statistics.NormalDist().cdf(math.log(capacity_bytes / self.median_bytes) / self.log_std)
-
-
-def unmeasured_peak(device: DeviceMemory, form: MemoryForm, micro_batch_size: float) -> MemoryPrediction:
-    """Return the peak of a configuration on a device on which nothing was measured."""
-    body = form.peak(micro_batch_size) * math.exp(device.waste)
-    median = body + device.context_bytes
-    log_std = math.hypot(device.log_std * body, device.context_std_bytes) / median if median else 0.0
-    phases = tuple((phase.phase, phase.at(micro_batch_size)) for phase in form.phases)
-    return MemoryPrediction(median, log_std, form.peak_phase(micro_batch_size), phases)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

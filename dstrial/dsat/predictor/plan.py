@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions
-from dstrial.dsat.predictor.models import MemoryPrediction
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
-from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Space, Structure
 
 PROBABILITY = 0.98
@@ -19,17 +17,6 @@ PROBABILITY = 0.98
 
 _NUM_BEST = 3
 _BAND = 1.28
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,14 +141,6 @@ def headline(plan: HardwarePlan, num_slots: int, device: str, device_bytes: floa
     return f"{params} fit on {where} in {len(fitting)} of {len(plan.rows)} kinds of configurations"
 
 
-def one_device(kind: str, memory: MemoryPrediction, device_bytes: float) -> str:
-    """Return whether one device would do, with a micro batch of one record."""
-    needed = memory.quantile(PROBABILITY) / 2**30
-    margin = device_bytes / 2**30 - needed
-    verdict = f"which leaves {margin:.3g} GiB" if margin >= 0 else f"which is {-margin:.3g} GiB too much"
-    return f"one device alone, {kind}, micro batch 1: {needed:.3g} GiB, {verdict}"
-
-
 def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
     """Return cells: configuration, verdict, margin, memory, throughput, micro batch."""
     found: list[tuple[str, ...]] = []
@@ -180,15 +159,3 @@ def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
             )
         )
     return found
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of ``80GiB``, ``24G`` or ``85899345920``."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?i?)B?\s*", text, re.IGNORECASE)
-    try:
-        number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
-    except (ValueError, KeyError):
-        number = 0.0
-    if number < 1:
-        raise ValueError(f"{text!r} is no amount of memory; expected 80GiB, for example")
-    return int(number)

@@ -12,6 +12,7 @@ from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, FailureKind, Measured
 from dstrial.dsat.predictor.config_groups import ConfigGroups, structure_of
 from dstrial.dsat.predictor.features import PHASES, StepParts, ZeroFeatures, peak_parts, step_parts
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
+from dstrial.dsat.predictor.inputs import ModelInfo, PredictInputs
 from dstrial.dsat.predictor.models import (
     DeviceMemory,
     MemoryModel,
@@ -22,7 +23,6 @@ from dstrial.dsat.predictor.models import (
     TimePrediction,
     Timing,
 )
-from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs
 from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 

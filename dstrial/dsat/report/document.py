@@ -1,32 +1,27 @@
-"""Everything that a report says, as JSON values; renderings add nothing. Pure."""
+"""The report of a search as JSON values; renderings add nothing. Pure."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dstrial.dsat.core.candidate import HYPERPARAMETERS, value_at
 from dstrial.dsat.core.outcome import (
     TIE,
     Failure,
+    FailureKind,
     Measured,
     TrialResult,
     best_of,
     gain_over,
     outcome_to_json,
     own_of,
+    relative_gain,
     smaller_is_better,
 )
 from dstrial.dsat.methods.base import ReportFacts
-from dstrial.dsat.report.explain import (
-    device_needs,
-    model_facts,
-    own_and_best,
-    sensitivity,
-    step_shares,
-)
-from dstrial.dsat.space.knob_effects import best_knob_effects
+from dstrial.dsat.space.filters import best_knob_effects
 from dstrial.dsat.space.space import Space
 
 FORMAT = 1
@@ -38,21 +33,13 @@ UNITS = {
     "backward": "µs",
 }
 _NUM_RUNNERS_UP = 3
-# What stands in a report while the search goes on: it is sent again with every result, and others may read it.
+_NUM_LEFT = 5
+_NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
+
+# A live report is sent again with every result, and other users may read it.
 _LIVE_FACTS = (
-    *(
-        "format",
-        "name",
-        "method",
-        "metric",
-        "unit",
-        "smaller_is_better",
-        "reason",
-        "is_finished",
-        "is_failure",
-        "num_slots",
-    ),
-    *("notes", "best", "own", "gain", "is_gain_certain", "pareto"),
+    *("format", "name", "method", "metric", "unit", "smaller_is_better", "reason", "is_finished"),
+    *("is_failure", "num_slots", "notes", "best", "own", "gain", "is_gain_certain", "pareto"),
 )
 _LIVE_ROW = (
     *("trial_id", "description", "is_own", "state", "why", "seconds", "value", "throughput", "step_s"),
@@ -60,6 +47,17 @@ _LIVE_ROW = (
 )
 _MAX_LIVE_ROWS = 200
 _LONGEST_LIVE_TEXT = 500
+
+_MODEL = ("num_params", "num_trainable_params", "activation_bytes_per_record", "device_memory_bytes")
+_MEASURED_PHASES = {"forward": "forward", "backward": "backward", "step": "optimizer step"}
+_PREDICTED_PARTS = {
+    "compute": ("compute", "unfilled", "overhead"),
+    "exposed communication": ("transfer", "reduce", "calls", "unhidden", "gradient_copies"),
+    "host copies": ("host_copies",),
+    "optimizer": ("optimizer", "host_optimizer"),
+}
+"""Name in a report -> parts of a predicted step (``predictor.features.PARTS``)."""
+_VISIBLE = 0.0005  # share of a step below which a part is left out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,15 +77,14 @@ class SearchFacts:
 
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
     """Return the report as JSON values, of trials that have ended or not."""
-    metric = facts.metric
-    predicted = facts.predicted
+    metric, predicted = facts.metric, facts.predicted
+    best, own = best_of(trials, metric), own_of(trials)
+    scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
+    ranked = [trial for _, trial in sorted(scored, key=lambda pair: -pair[0])]
     rows = [_row(trial, metric, predicted.forecasts.get(trial.trial_id)) for trial in trials]
-    best = best_of(trials, metric)
-    own = own_of(trials)
-    ranked = sorted(
-        (trial for trial in trials if trial.score(metric) is not None),
-        key=lambda trial: -(trial.score(metric) or 0.0),
-    )
+    # The user's own configuration and the best one, once if they are the same.
+    shown = [trial for trial in (own, None if best is own else best) if trial is not None]
+    effects = [str(one) for one in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])]
     return {
         "format": FORMAT,
         "name": facts.name,
@@ -99,8 +96,8 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "is_finished": facts.is_finished,
         "is_failure": facts.is_failure,
         "num_slots": facts.num_slots,
-        "notes": _notes(facts, space, trials),
-        "model": model_facts(trials),
+        "notes": [*facts.notes, *(line for line in effects if line not in facts.notes)],
+        "model": _model_facts(trials),
         "best": None if best is None else best.trial_id,
         "own": None if own is None else own.trial_id,
         "gain": gain_over(best, own, metric),
@@ -112,47 +109,32 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "failures": _failures(trials),
         "step_time": [
             {"trial_id": trial.trial_id, **shares}
-            for trial in own_and_best(trials, metric)
-            if (shares := step_shares(trial.outcome, predicted.explained.get(trial.trial_id))) is not None
+            for trial in shown
+            if (shares := _step_shares(trial, predicted.explained.get(trial.trial_id)))
         ],
-        "sensitivity": sensitivity(trials, space, metric),
-        "needs": device_needs(trials, space, metric, predicted.margins),
-        "left": [dict(one) for one in predicted.left][:5],
+        "sensitivity": [] if best is None else _sensitivity(scored, best, space, metric),
+        "needs": list(_needs(trials, shown, space, predicted.margins)),
+        "left": [dict(one) for one in predicted.left][:_NUM_LEFT],
         "trials": rows,
     }
 
 
 def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the small part of a report that is shown while the search goes on.
+    """Return the small part of a report that is shown while the search runs.
 
     It has no configs, which may hold secrets.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
     newest = document["trials"][-_MAX_LIVE_ROWS:]
-    rows = [row for row in document["trials"][: -len(newest) or None] if row["trial_id"] in kept]
-    found = []
-    for row in (*rows, *newest):
-        failure = row.get("failure")
-        found.append(
-            {
-                **{name: row[name] for name in _LIVE_ROW if row[name] is not None},
-                **(
-                    {}
-                    if failure is None
-                    else {"failure": {"message": failure["message"][:_LONGEST_LIVE_TEXT]}}
-                ),
-            }
-        )
+    older = [row for row in document["trials"][: -len(newest) or None] if row["trial_id"] in kept]
+    rows = []
+    for row in (*older, *newest):
+        found = {name: row[name] for name in _LIVE_ROW if row[name] is not None}
+        if row.get("failure") is not None:
+            found["failure"] = {"message": row["failure"]["message"][:_LONGEST_LIVE_TEXT]}
+        rows.append(found)
     facts = {name: document[name] for name in _LIVE_FACTS}
-    return {**facts, "num_trials": len(document["trials"]), "trials": found}
-
-
-def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:
-    """Return the notes, and the proved effects of the knobs of ``--space``."""
-    proved = [
-        str(proof) for proof in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])
-    ]
-    return [*facts.notes, *(line for line in proved if line not in facts.notes)]
+    return {**facts, "num_trials": len(document["trials"]), "trials": rows}
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -167,13 +149,29 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     return front
 
 
+def memory_bytes(measured: Measured) -> float | None:
+    """Return a device's peak memory: the allocator's, else tensors'; a CPU rank's own."""
+    for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
+        if (value := measured.value(name)) is not None:
+            return value
+    return None
+
+
 def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) -> dict[str, Any]:
-    outcome = trial.outcome
-    measured = outcome if isinstance(outcome, Measured) else None
-    value = None if measured is None else measured.value(metric)
-    latency = None if measured is None else measured.value("latency")
-    batch = trial.candidate.batch
-    row: dict[str, Any] = {
+    outcome, batch = trial.outcome, trial.candidate.batch
+    measured = outcome if isinstance(outcome, Measured) else Measured({})
+    latency = measured.value("latency")
+    predicted = None
+    if forecast is not None:
+        # Before anything is measured, nothing is known of the machine; that was no prediction.
+        is_guess = forecast.get("is_guess")
+        predicted = {
+            "step_s": None if is_guess else forecast.get("median_s"),
+            "spread": None if is_guess else forecast.get("spread"),
+            "memory_bytes": forecast.get("memory_median_bytes"),
+            "probability_to_fit": forecast.get("probability_to_fit"),
+        }
+    return {
         "trial_id": trial.trial_id,
         "description": trial.description,
         "is_own": trial.candidate.is_own,
@@ -185,64 +183,171 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
         "why": trial.why,
         "seconds": trial.seconds,
         "experiment": trial.handle.get("experiment_id"),
-        "state": "running"
-        if outcome is None
-        else (outcome.kind.value if isinstance(outcome, Failure) else "measured"),
-        "value": value,
-        "half_width": None if measured is None else measured.value("half_width"),
-        "throughput": None if measured is None else measured.value("throughput"),
+        "state": outcome.kind.value if isinstance(outcome, Failure) else "measured" if outcome else "running",
+        "value": measured.value(metric),
+        "half_width": measured.value("half_width"),
+        "throughput": measured.value("throughput"),
         "step_s": None if latency is None else latency * 1e-6,
-        "memory_bytes": None if measured is None else memory_bytes(measured),
-        "predicted": None,
+        "memory_bytes": memory_bytes(measured),
+        "predicted": predicted,
         **({} if outcome is None else outcome_to_json(outcome)),
     }
-    if forecast is not None:
-        row["predicted"] = {
-            # Before anything is measured, nothing is known of the machine; that was no prediction.
-            "step_s": None if forecast.get("is_guess") else forecast.get("median_s"),
-            "spread": None if forecast.get("is_guess") else forecast.get("spread"),
-            "memory_bytes": forecast.get("memory_median_bytes"),
-            "probability_to_fit": forecast.get("probability_to_fit"),
-        }
-    return row
 
 
-def memory_bytes(measured: Measured) -> float | None:
-    """Return a device's peak memory: the allocator's, else tensors'; a CPU rank's own."""
-    for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
-        if (value := measured.value(name)) is not None:
-            return value
-    return None
+def _model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
+    """Return facts about the model and its device, of the first measured trial."""
+    measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
+    return {name: one.metrics[name] for one in measured[:1] for name in _MODEL if name in one.metrics}
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
     """Return whether the intervals of the two are apart."""
-    found = gain_over(best, own, metric)
-    if found is None or best is None or own is None:
-        return False
-    widths = [
-        trial.outcome.value("half_width") or 0.0
-        for trial in (best, own)
-        if isinstance(trial.outcome, Measured)
-    ]
-    return found > sum(widths)
+    gain = gain_over(best, own, metric)
+    outcomes = [trial.outcome for trial in (best, own) if trial is not None]
+    widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
+    return gain is not None and gain > sum(widths)
 
 
 def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
-    failed: dict[str, list[TrialResult]] = collections.defaultdict(list)
+    """Return the failures by kind, the most frequent first."""
+    found: dict[FailureKind, dict[str, Any]] = {}
     for trial in trials:
         if isinstance(trial.outcome, Failure):
-            failed[trial.outcome.kind.value].append(trial)
+            kind, message = trial.outcome.kind, trial.outcome.message
+            row = found.setdefault(kind, {"kind": kind.value, "count": 0, "trials": [], "example": message})
+            row["count"] += 1
+            row["trials"].append(trial.trial_id)
+    return sorted(found.values(), key=lambda row: -row["count"])
+
+
+def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[str, Any] | None:
+    """Return where the time of a step goes, seconds; None if nothing was measured.
+
+    ``measured``: forward, backward, optimizer step, and what is between them (loading data, logging). ``explained``: the
+    predicted ``parts``, scaled where they exceed the measured time, and ``idle``, the rest. Both add up to ``step_s``.
+    """
+    measured = trial.outcome
+    if not isinstance(measured, Measured) or (latency := measured.value("latency")) is None:
+        return None
+    step_s = latency * 1e-6
+    # Phases are timed apart, with the device synchronised between them, which takes time of its own.
+    phases = {name: (measured.value(key) or 0.0) * 1e-6 for key, name in _MEASURED_PHASES.items()}
+    predicted = {
+        name: sum(float(parts.get(one, 0.0)) for one in group) if parts else 0.0
+        for name, group in _PREDICTED_PARTS.items()
+    }
+    return {
+        "step_s": step_s,
+        "measured": _completed(phases, step_s, "between") if any(phases.values()) else {},
+        "explained": _completed(predicted, step_s, "idle") if parts else {},
+    }
+
+
+def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
+    """Return parts scaled down to the whole, and the rest, without parts too small to see."""
+    total = sum(parts.values())
+    factor = min(1.0, whole / total) if total else 1.0
+    scaled = {name: value * factor for name, value in parts.items()}
+    scaled[rest] = max(whole - sum(scaled.values()), 0.0)
+    return {name: value for name, value in scaled.items() if value > _VISIBLE * whole}
+
+
+def _sensitivity(
+    scored: Sequence[tuple[float, TrialResult]], best: TrialResult, space: Space, metric: str
+) -> list[dict[str, Any]]:
+    """Return each value's best measurement by knob, the most effective knob first.
+
+    Settings are compared as they take effect, DeepSpeed's defaults included. The effect of knobs that were changed together
+    is not told apart.
+    """
+    top = best.score(metric)
+    assert top is not None
+    scores: dict[str, dict[Any, list[float]]] = {}
+    for value, trial in scored:
+        for name, setting in _effective_settings(trial, space).items():
+            scores.setdefault(name, {}).setdefault(setting, []).append(value)
     found = []
-    for kind, those in sorted(failed.items(), key=lambda pair: -len(pair[1])):
-        first = those[0].outcome
-        assert isinstance(first, Failure)
-        found.append(
+    for name, values in scores.items():
+        rows: list[dict[str, Any]] = [
             {
-                "kind": kind,
-                "count": len(those),
-                "trials": [trial.trial_id for trial in those],
-                "example": first.message,
+                "value": "default" if value is None else value,
+                "loss": -relative_gain(max(of_value), top),
+                "count": len(of_value),
             }
+            for value, of_value in values.items()
+        ]
+        rows.sort(key=lambda row: row["loss"])
+        if len(rows) > 1:
+            found.append({"knob": name, "effect": rows[-1]["loss"] - rows[0]["loss"], "values": rows})
+    return sorted(found, key=lambda row: -row["effect"])
+
+
+def _effective_settings(trial: TrialResult, space: Space) -> dict[str, Any]:
+    candidate = trial.candidate
+    settings: dict[str, Any] = {
+        "ZeRO stage": candidate.stage,
+        "micro batch": candidate.batch.micro_batch_size,
+    }
+    if space.batch_size_grid.is_free:  # else it follows from the micro batch
+        settings["accumulation"] = candidate.batch.accumulation
+    effective = space.effective(candidate)
+    for knob in space.knobs(candidate.stage):
+        is_hyperparameter = knob.path.startswith(HYPERPARAMETERS)
+        value = (
+            space.hyperparameter(candidate, knob.path)
+            if is_hyperparameter
+            else value_at(effective, knob.path)
         )
-    return found
+        settings[knob.path] = "none" if value is None and knob.path.endswith(".device") else value
+    return settings
+
+
+def _needs(
+    trials: Sequence[TrialResult],
+    shown: Sequence[TrialResult],
+    space: Space,
+    margins: Sequence[Mapping[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """Yield the memory that larger micro batches of the best and own structure need.
+
+    As the method predicts it (``margins``), else from the measured peak and what one record keeps for backward.
+    """
+    by_id = {trial.trial_id: trial for trial in trials}
+    predicted = [one for one in margins if one["trial_id"] in by_id]
+    for one in sorted(predicted, key=lambda one: by_id[one["trial_id"]].candidate.is_own):
+        yield {**one, "was_tried": _tried(trials, by_id[one["trial_id"]], one["micro_batch_size"])}
+    for trial in [] if predicted else reversed(shown):
+        if not isinstance(trial.outcome, Measured):
+            continue
+        metrics, micro = trial.outcome.metrics, trial.candidate.batch.micro_batch_size
+        peak = metrics.get("peak_reserved_bytes", metrics.get("peak_memory_bytes"))
+        capacity, record = metrics.get("device_memory_bytes"), metrics.get("activation_bytes_per_record")
+        if peak is None or capacity is None or record is None:
+            continue
+        grid = space.batch_size_grid
+        at = grid.position(micro)
+        for position in range(at + 1, min(at + 1 + _NEXT_SIZES, grid.last + 1)):
+            larger = grid.split(position).micro_batch_size
+            yield {
+                "trial_id": trial.trial_id,
+                "micro_batch_size": larger,
+                "missing_bytes": peak + (larger - micro) * record - capacity,
+                "was_tried": _tried(trials, trial, larger),
+            }
+
+
+def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
+    """Return how the structure ended at another micro batch; None if not tried."""
+    structure = like.candidate.stage, like.candidate.settings
+    for trial in trials:
+        candidate, outcome = trial.candidate, trial.outcome
+        if (
+            outcome is not None
+            and (candidate.stage, candidate.settings) == structure
+            and candidate.batch.micro_batch_size == micro_batch_size
+        ):
+            if isinstance(outcome, Measured):
+                return "measured"
+            is_oom = outcome.kind is FailureKind.DEVICE_OOM
+            return "out of memory" if is_oom else outcome.kind.value
+    return None

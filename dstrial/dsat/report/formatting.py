@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 _RATES = {
@@ -11,8 +10,6 @@ _RATES = {
     "bare_throughput": "bare (one batch again and again)",
 }
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
-
-_PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
 def amount(value: float) -> str:
@@ -42,21 +39,6 @@ def share(value: float, *, signed: bool = False) -> str:
 def knob(path: str) -> str:
     """Return a dotted path without the section that all have."""
     return path.removeprefix("zero_optimization.")
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of ``30m``, ``90s`` or ``1h30m``."""
-    found = _PARTS.fullmatch(text.strip().lower())
-    seconds = (
-        sum(float(part) * unit for part, unit in zip(found.groups(), (3600, 60, 1), strict=True) if part)
-        if found
-        else 0
-    )
-    if not seconds:
-        raise ValueError(
-            f"the value is {text!r}; expected a length of time above 0. Write 30m, 90s or 1h30m."
-        )
-    return seconds
 
 
 def format_duration(seconds: float) -> str:

@@ -13,15 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.outcome import (
-    Failure,
-    FailureKind,
-    Measured,
-    TrialResult,
-    best_of,
-    gain_over,
-    own_of,
-)
+from dstrial.dsat.core.outcome import Failure, Measured, TrialResult, best_of, gain_over, own_of
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import UNITS, memory_bytes
 
@@ -75,67 +67,54 @@ class LiveTable:
         best = best_of(trials, self._metric)
         num_ended = sum(1 for trial in trials if trial.outcome is not None)
         table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
-        for name in ("trial", self._metric, "memory", "time"):
-            width = 22 if name == self._metric else None
-            table.add_column(
-                name, justify="right" if name in ("trial", "time") else "left", no_wrap=True, min_width=width
-            )
+        table.add_column("trial", justify="right", no_wrap=True)
+        table.add_column(self._metric, no_wrap=True, min_width=22)
+        table.add_column("memory", no_wrap=True)
+        table.add_column("time", justify="right", no_wrap=True)
         table.add_column("configuration", no_wrap=True, overflow="ellipsis", ratio=1)
-        ranked = sorted(trials, key=lambda trial: (trial.outcome is not None, -_worth(trial, self._metric)))
+        ranked = sorted(trials, key=lambda trial: (trial.outcome is not None, -_rank(trial, self._metric)))
         for trial in ranked[:_NUM_ROWS]:
             style = "bold" if trial is best else ("dim" if isinstance(trial.outcome, Failure) else "")
-            table.add_row(*self._cells(trial), style=style)
+            memory = memory_bytes(trial.outcome) if isinstance(trial.outcome, Measured) else None
+            table.add_row(
+                str(trial.trial_id),
+                _value(trial, self._metric),
+                "" if memory is None else formatting.gibibytes(memory),
+                _took(trial),
+                trial.description,
+                style=style,
+            )
         if len(ranked) > _NUM_ROWS:
             table.add_row("", f"and {len(ranked) - _NUM_ROWS} more", style="dim")
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             ProgressBar(total=self._max_trials, completed=num_ended, width=30),
             f"{num_ended} of at most {self._max_trials} trials",
-            self.time_left(trials, running_s),
+            self._time_left(trials, running_s),
         )
-        line = Text(self.best_line(trials), style="bold", no_wrap=True, overflow="ellipsis")
-        return Group(table, bar, line)
+        line = "best so far: nothing was measured yet"
+        if best is not None:
+            amount = formatting.amount(abs(best.score(self._metric) or 0.0))
+            gain = gain_over(best, own_of(trials), self._metric)
+            line = f"best so far: {amount} {UNITS[self._metric]}"
+            if best.candidate.is_own:
+                line += " (yours)"
+            else:
+                over = "" if gain is None else f" ({formatting.share(gain, signed=True)} over yours)"
+                line += f"{over}: {best.description}"
+        return Group(table, bar, Text(line, style="bold", no_wrap=True, overflow="ellipsis"))
 
-    def best_line(self, trials: Sequence[TrialResult]) -> str:
-        best = best_of(trials, self._metric)
-        if best is None:
-            return "best so far: nothing was measured yet"
-        value = abs(best.score(self._metric) or 0.0)
-        line = f"best so far: {formatting.amount(value)} {UNITS[self._metric]}"
-        if best.candidate.is_own:
-            return f"{line} (yours)"
-        gain = gain_over(best, own_of(trials), self._metric)
-        over = "" if gain is None else f" ({formatting.share(gain, signed=True)} over yours)"
-        return f"{line}{over}: {best.description}"
-
-    def time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
-        """Return the most time it may still take, by the median trial and the budget."""
-        took = sorted(trial.seconds for trial in trials if trial.outcome is not None and trial.seconds)
-        num_ended = sum(1 for trial in trials if trial.outcome is not None)
+    def _time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
+        """Return an upper bound of the time left, by the median trial and the budget."""
+        ended = [trial for trial in trials if trial.outcome is not None]
+        took = sorted(trial.seconds for trial in ended if trial.seconds)
         estimates = []
         if took:
-            left = (self._max_trials - num_ended) * took[len(took) // 2] / self._num_parallel
-            estimates.append(left)
+            num_left = self._max_trials - len(ended)
+            estimates.append(num_left * took[len(took) // 2] / self._num_parallel)
         if self._budget_s is not None:
             estimates.append(max(self._budget_s - running_s, 0.0))
         return f"at most {formatting.format_duration(min(estimates))} left" if estimates else ""
-
-    def _cells(self, trial: TrialResult) -> tuple[str, str, str, str, str]:
-        took = "" if trial.seconds is None else formatting.format_duration(trial.seconds)
-        value, memory = "running", ""
-        if isinstance(trial.outcome, Failure):
-            value = trial.outcome.kind.value
-        elif isinstance(trial.outcome, Measured):
-            found = trial.outcome.value(self._metric)
-            value = "not measured" if found is None else formatting.amount(found)
-            held = memory_bytes(trial.outcome)
-            memory = "" if held is None else formatting.gibibytes(held)
-        return str(trial.trial_id), value, memory, took, trial.description
-
-
-def _worth(trial: TrialResult, metric: str) -> float:
-    value = trial.score(metric)
-    return float("-inf") if value is None else value
 
 
 def summary(
@@ -143,45 +122,27 @@ def summary(
 ) -> str:
     """Return the final lines: trials, the best, its gain over the own, and files."""
     best = best_of(trials, metric)
-    lines = trial_table(trials, metric)
-    lines.append("")
     state = "finished" if is_finished else "not finished"
-    lines.append(f"search:        {state} ({reason})")
+    lines = [*_trial_table(trials, metric), "", f"search:        {state} ({reason})"]
     if best is None:
         lines.append("best:          nothing was measured")
     else:
-        value = best.score(metric) or 0.0
+        value = formatting.four_digits(abs(best.score(metric) or 0.0))
         lines.append(f"best:          trial {best.trial_id}: {best.description}")
-        lines.append(
-            f"{metric + ':':<15}{formatting.four_digits(abs(value))}{_over_own(trials, best, metric)}"
-        )
-        if isinstance(best.outcome, Measured) and (told := formatting.rates(best.outcome.metrics)):
-            lines.append(f"samples/s:     {told}")
+        lines.append(f"{metric + ':':<15}{value}{_over_own(trials, best, metric)}")
+        if isinstance(best.outcome, Measured) and (rates := formatting.rates(best.outcome.metrics)):
+            lines.append(f"samples/s:     {rates}")
         lines.append(f"config:        {record.best_config_path}")
         lines.append(f"metrics:       {record.best_metrics_path}")
         lines.append(f"experiment:    {record.best_experiment_path}")
     lines.append(f"all trials:    {record.trials_path}")
     lines.append(f"report:        {record.path / 'report.md'}")
-    failed = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
-    is_over = any(kind in (FailureKind.USER_ERROR, FailureKind.CANCELED) for kind in failed)
-    if is_finished and failed and (best is None or is_over):
+    failures = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
+    if is_finished and failures and (best is None or any(kind.ends_search for kind in failures)):
         lines.append("to begin anew: correct what failed, and pass --fresh")
     if not is_finished:
         lines.append("to go on:      the same command, without --fresh")
     return "\n".join(lines) + "\n"
-
-
-def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
-    """Return one line per trial, the best first, failures last."""
-    rows = [("trial", metric, "time", "why", "configuration")]
-    for trial in sorted(trials, key=lambda trial: (-_worth(trial, metric), trial.trial_id)):
-        took = "" if trial.seconds is None else formatting.format_duration(trial.seconds)
-        rows.append((str(trial.trial_id), _shown(trial, metric), took, trial.why, trial.description))
-    widths = [max(len(row[idx]) for row in rows) for idx in range(4)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
-        for row in rows
-    ]
 
 
 def ended_line(trial: TrialResult, metric: str) -> str:
@@ -194,14 +155,39 @@ def ended_line(trial: TrialResult, metric: str) -> str:
     return f"trial {trial.trial_id} measured {metric} {shown}{within}"
 
 
-def _shown(trial: TrialResult, metric: str) -> str:
+def _trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
+    """Return one line per trial, the best first, failures last."""
+    rows = [("trial", metric, "time", "why", "configuration")]
+    for trial in sorted(trials, key=lambda trial: (-_rank(trial, metric), trial.trial_id)):
+        shown = "not finished" if trial.outcome is None else _value(trial, metric)
+        if isinstance(trial.outcome, Failure) and trial.outcome.phase:
+            shown = f"{shown} in {trial.outcome.phase}"
+        elif isinstance(trial.outcome, Measured) and (value := trial.outcome.value(metric)) is not None:
+            shown = formatting.four_digits(value)
+        rows.append((str(trial.trial_id), shown, _took(trial), trial.why, trial.description))
+    widths = [max(len(row[idx]) for row in rows) for idx in range(4)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    ]
+
+
+def _value(trial: TrialResult, metric: str) -> str:
     if trial.outcome is None:
-        return "not finished"
+        return "running"
     if isinstance(trial.outcome, Failure):
-        phase = f" in {trial.outcome.phase}" if trial.outcome.phase else ""
-        return f"{trial.outcome.kind.value}{phase}"
+        return trial.outcome.kind.value
     value = trial.outcome.value(metric)
-    return "not measured" if value is None else formatting.four_digits(value)
+    return "not measured" if value is None else formatting.amount(value)
+
+
+def _took(trial: TrialResult) -> str:
+    return "" if trial.seconds is None else formatting.format_duration(trial.seconds)
+
+
+def _rank(trial: TrialResult, metric: str) -> float:
+    value = trial.score(metric)
+    return float("-inf") if value is None else value
 
 
 def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> str:

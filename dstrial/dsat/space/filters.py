@@ -1,19 +1,43 @@
-"""What need not be measured: the same again, the illegal, and the hopeless. Pure."""
+"""What need not be measured: the same again, the illegal, the hopeless, and other values of a dead knob. Pure.
+
+What DeepSpeed reads of its own keys is known from its rules. What a trial makes of a hyperparameter of ``--space`` is not, so
+measurements that differ in one such knob only are compared: by what the engine is (``dstrial.dsat.rank.engine_features``), what
+a micro batch computes and keeps, or the time of a step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from dstrial.dsat.core.candidate import Candidate, value_at
-from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome, outcome_to_json
-from dstrial.dsat.space.knob_effects import knob_effects, without_dead
-from dstrial.dsat.space.knobs import KNOBS
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.core.candidate import HYPERPARAMETERS, Candidate, value_at
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.space.knobs import KNOBS, KNOWN_PATHS
+from dstrial.dsat.space.space import Space, Structure
 
-_GROWING = {knob.path: knob for knob in KNOBS if knob.grows_memory}
+PROBES = {
+    "probe_modules": "modules",
+    "probe_compiled": "compiled modules",
+    "probe_pipeline_stages": "pipeline stages",
+    "probe_nvme": "states on NVMe",
+    "probe_operations": "operations of a micro batch",
+    "num_params": "parameters",
+    "num_trainable_params": "trainable parameters",
+    "activation_bytes_per_record": "bytes kept for backward, of a record",
+    "probe_flops_per_record": "FLOPs of a record",
+}
+"""Metric of a measured configuration -> what it counts. A knob of which none differs may be dead."""
+
+_GROWING = {knob.path for knob in KNOBS if knob.grows_memory}
+_MIN_CHANGE = 0.005  # relative; a smaller difference of a probe is none
+_MIN_TIME_CHANGE = 0.02  # relative; times differ by that much without a cause
+_MAX_NOISE = 0.15  # relative; noisier times do not prove a knob dead
+
+Pair = tuple[Candidate, Outcome | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,10 +46,6 @@ class Observation:
 
     candidate: Candidate
     outcome: Outcome | None
-
-    def to_json(self) -> dict[str, Any]:
-        outcome = None if self.outcome is None else outcome_to_json(self.outcome)
-        return {"candidate": self.candidate.to_json(), "outcome": outcome}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +71,7 @@ class Filters:
         self._num_params: float | None = None
 
     def note_params(self, num_params: float) -> None:
-        """Take the model's number of parameters, above which sizes do not differ."""
+        """Set the model's number of parameters, above which sizes do not differ."""
         self._num_params = num_params
         self._identities.clear()
 
@@ -61,34 +81,29 @@ class Filters:
             return None
         reason = self._space.illegal_reason(candidate)
         if reason is not None:
-            failure = Failure(FailureKind.BAD_CONFIG, reason, "check")
-            return Rejection("illegal", reason, failure)
-        found = knob_effects(
-            self._space, [(one.candidate, one.outcome) for one in observations], self._identity
-        )
-        dead = [proof for proof in found if proof.is_dead]
-        identity = self._identity(without_dead(candidate, dead, self._space))
-        for one in observations:
-            if self._identity(without_dead(one.candidate, dead, self._space)) != identity:
+            return Rejection("illegal", reason, Failure(FailureKind.BAD_CONFIG, reason, "check"))
+        known = [(one.candidate, one.outcome) for one in observations]
+        dead = [one for one in knob_effects(self._space, known, self._identity) if one.is_dead]
+        identity = self._identity(_without_dead(candidate, dead, self._space))
+        for other, outcome in known:
+            if self._identity(_without_dead(other, dead, self._space)) != identity:
                 continue
-            if one.outcome is None:
+            if outcome is None:
                 return Rejection("open", "an equal configuration is being measured")
-            if (
-                isinstance(one.outcome, Failure)
-                and one.outcome.kind.is_out_of_memory
-                and self._has_smaller_size(candidate, one.candidate)
-            ):
+            if _is_oom(outcome) and self._has_smaller_size(candidate, other):
                 continue  # DeepSpeed sets aside memory for sizes above the model's, too
-            if not isinstance(one.outcome, Failure) or one.outcome.kind is not FailureKind.COMMUNICATION:
-                return Rejection("again", "an equal configuration was measured", one.outcome)
-        for one in observations:
+            if not isinstance(outcome, Failure) or outcome.kind is not FailureKind.COMMUNICATION:
+                return Rejection("again", "an equal configuration was measured", outcome)
+        for other, outcome in known:
             if (
-                isinstance(one.outcome, Failure)
-                and one.outcome.kind.is_out_of_memory
-                and needs_no_less_memory(candidate, one.candidate, self._space)
+                isinstance(outcome, Failure)
+                and outcome.kind.is_out_of_memory
+                and needs_no_less_memory(candidate, other, self._space)
             ):
-                reason = f"it needs at least the memory of one that ran out of it ({self._space.describe(one.candidate)})"
-                return Rejection("hopeless", reason, Failure(one.outcome.kind, reason, "predicted"))
+                reason = (
+                    f"it needs at least the memory of one that ran out of it ({self._space.describe(other)})"
+                )
+                return Rejection("hopeless", reason, Failure(outcome.kind, reason, "predicted"))
         return None
 
     def _has_smaller_size(self, candidate: Candidate, other: Candidate) -> bool:
@@ -115,8 +130,15 @@ class Filters:
             for knob in self._space.knobs(candidate.stage)
             if knob.counts_params and (value_at(effective, knob.path) or 0) > most
         }
-        settings = tuple(sorted({**dict(candidate.settings), **large}.items()))
-        return dataclasses.replace(candidate, settings=settings)
+        return _with_settings(candidate, {**dict(candidate.settings), **large})
+
+
+def _is_oom(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
+
+
+def _with_settings(candidate: Candidate, settings: dict[str, Any]) -> Candidate:
+    return dataclasses.replace(candidate, settings=tuple(sorted(settings.items())))
 
 
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
@@ -128,17 +150,134 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
         return False
     mine, theirs = dict(candidate.settings), dict(other.settings)
     for path in mine.keys() | theirs.keys():
-        left, right = (_value(settings, path, space) for settings in (mine, theirs))
-        if left == right:
-            continue
-        if path not in _GROWING or left is None or right is None or left < right:  # type: ignore[operator]  # values of one knob
+        left, right = (known.get(path, value_at(space.base, path)) for known in (mine, theirs))
+        if left != right and (path not in _GROWING or left is None or right is None or left < right):
             return False
     return True
 
 
-def _value(settings: dict[str, object], path: str, space: Space) -> object:
-    """Return the value of a path, else that of the user's config; None if unknown."""
-    if path in settings:
-        return settings[path]
-    found: object = value_at(space.base, path)
-    return found
+# ---- knobs that have to prove themselves -----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnobEffect:
+    """The measured difference between two values of a knob."""
+
+    path: str
+    values: tuple[Any, Any]
+    # (what, with the first value, with the second); empty for a dead knob
+    changes: tuple[tuple[str, float, float], ...]
+    noise: float = 0.0  # relative difference of times that needs no cause
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing observed has changed, and times are certain enough to say so."""
+        return not self.changes and self.noise <= _MAX_NOISE
+
+    def __str__(self) -> str:
+        first, second = (str(value).lower() if isinstance(value, bool) else value for value in self.values)
+        if self.is_dead:
+            return (
+                f"{self.path} is dead: with {first} and {second} the engine, its computation and the time of a step (within "
+                f"{self.noise:.0%}) are the same; measured with one of them only"
+            )
+        if not self.changes:
+            return (
+                f"{self.path} is not proved: with {first} and {second} the engine and its computation are the same; times may "
+                f"differ by {self.noise:.0%} without a cause"
+            )
+        changes = ", ".join(f"{what} {before:.6g} -> {after:.6g}" for what, before, after in self.changes)
+        return f"{self.path} proved with {first} -> {second}: {changes}"
+
+
+def unproven_knobs(space: Space) -> tuple[str, ...]:
+    """Return the paths of ``--space`` that DeepSpeed's rules say nothing about."""
+    return tuple(path for path, values in space.extra.items() if path not in KNOWN_PATHS or "nvme" in values)
+
+
+def trials_for_effects(space: Space) -> list[Candidate]:
+    """Return the user's configuration with each value of each unproven knob."""
+    own = space.own()
+    found = []
+    for path in unproven_knobs(space):
+        for value in space.extra[path]:
+            candidate = Candidate(own.stage, ((path, value),), own.batch)
+            if path == space.stages_path:
+                position = space.batch_size_grid.position(own.batch.micro_batch_size)
+                candidate = space.candidate(Structure(own.stage, candidate.settings), position)
+            found.append(candidate)
+    return [candidate for candidate in found if space.illegal_reason(candidate) is None]
+
+
+def knob_effects(
+    space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
+) -> Iterator[KnobEffect]:
+    """Compare every two measured candidates that differ in one unproven knob only.
+
+    ``identity`` is a faster ``space.identity``.
+    """
+    identity_of = identity or space.identity
+    for path in unproven_knobs(space):
+        groups: dict[str, list[tuple[Any, Measured]]] = {}
+        for candidate, outcome in observations:
+            value = _effective_value(space, candidate, path)
+            if not isinstance(outcome, Measured) or value is None:
+                continue
+            settings = {other: one for other, one in candidate.settings if other != path}
+            rest = _with_settings(candidate, settings)
+            if path == space.stages_path:
+                # Another number of stages has other replicas, between which the batch is divided otherwise.
+                key = json.dumps([rest.stage, rest.settings, rest.batch.micro_batch_size])
+            else:
+                key = identity_of(rest)
+            groups.setdefault(key, []).append((value, outcome))
+        for group in groups.values():
+            for (value, one), (other_value, other) in itertools.combinations(group, 2):
+                if value != other_value and any(name in one.metrics for name in PROBES):
+                    changes = tuple(_changes(one, other))
+                    yield KnobEffect(path, (value, other_value), changes, _noise(one, other))
+
+
+def best_knob_effects(space: Space, observations: Sequence[Pair]) -> list[KnobEffect]:
+    """Return the effect with most changes for each two values of each unproven knob."""
+    found: dict[tuple[str, str], KnobEffect] = {}
+    for effect in knob_effects(space, observations):
+        key = (effect.path, str(sorted(map(str, effect.values))))
+        if key not in found or len(effect.changes) > len(found[key].changes):
+            found[key] = effect
+    return list(found.values())
+
+
+def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space) -> Candidate:
+    """Return a candidate with one same value for all those that have equal effect."""
+    settings = dict(candidate.settings)
+    for effect in dead:
+        if _effective_value(space, candidate, effect.path) in effect.values:
+            settings[effect.path] = min(effect.values, key=str)
+    return _with_settings(candidate, settings)
+
+
+def _effective_value(space: Space, candidate: Candidate, path: str) -> Any:
+    """Return a knob's value as it takes effect; None if unknown."""
+    if path.startswith(HYPERPARAMETERS):
+        return space.hyperparameter(candidate, path)
+    return value_at(space.effective(candidate), path)
+
+
+def _changes(one: Measured, other: Measured) -> Iterator[tuple[str, float, float]]:
+    for name, meaning in PROBES.items():
+        before, after = one.value(name), other.value(name)
+        if before is not None and after is not None and _relative(before, after) > _MIN_CHANGE:
+            yield meaning, before, after
+    before, after = one.value("latency"), other.value("latency")
+    if before and after and _relative(before, after) > _noise(one, other):
+        yield "time of a step, ms", before / 1e3, after / 1e3
+
+
+def _noise(one: Measured, other: Measured) -> float:
+    widths = (measured.value("half_width") or 0.0 for measured in (one, other))
+    return max(sum(widths), _MIN_TIME_CHANGE)
+
+
+def _relative(before: float, after: float) -> float:
+    return abs(after - before) / max(abs(before), abs(after), 1e-12)

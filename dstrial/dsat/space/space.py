@@ -274,6 +274,10 @@ class Space:
             self._checked[key] = check_deepspeed(merged, self.sizes_of(candidate), auto="warning")
         return self._checked[key]
 
+    def effective(self, candidate: Candidate) -> Mapping[str, Any]:
+        """Return a candidate's DeepSpeed config with all defaults in it."""
+        return self._effective if candidate.is_own else self.checked(candidate).effective
+
     def illegal_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate is refused, or what in it has no effect; None if legal."""
         if candidate.is_own:

@@ -24,7 +24,7 @@ from dstrial.dsat.backends.persistent_ranks import (
 from dstrial.dsat.backends.trial_spec import TrialSpec, ranks_command
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
-from dstrial.dsat.space.knob_effects import PROBES
+from dstrial.dsat.space.filters import PROBES
 from dstrial.local.json_files import append_json_line, read_json_lines
 
 HERE = Path(__file__).parents[1] / "worked"

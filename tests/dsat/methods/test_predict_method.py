@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,15 +13,16 @@ import pytest
 from predicted import inputs
 from surfaces import DEVICE_BYTES, Played, assert_is_lawful, play, space, surface
 
+from dstrial.dsat.cli import parse_bytes
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, measures
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
-from dstrial.dsat.predictor.plan import headline, make_plan, parse_bytes
+from dstrial.dsat.predictor.inputs import PredictInputs
+from dstrial.dsat.predictor.plan import headline, make_plan
 from dstrial.dsat.predictor.predictor import Predictor
-from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.filters import Filters, needs_no_less_memory
 from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space, Structure
@@ -77,7 +79,6 @@ def test_a_search_restored_before_every_result_asks_for_the_same(five_trials: Pl
     again = predict(max_trials=5, restart=True)
 
     assert five_trials.actions == again.actions
-    assert five_trials.last_snapshot == again.last_snapshot
 
 
 def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> None:
@@ -86,13 +87,13 @@ def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> Non
     (own,) = measures(method.start())
     method.on_result(own.trial_id, surface(own.candidate))
 
-    snapshot = json.loads(json.dumps(method.snapshot()))
+    facts = method.report_facts()
 
-    assert set(snapshot["forecasts"]) == {"1", "2"}
-    second = snapshot["forecasts"]["2"]
+    assert set(facts.forecasts) == {1, 2}
+    second = facts.forecasts[2]
     assert sum(second["parts"].values()) == pytest.approx(second["median_s"])
     assert second["memory_phase"] in ("forward", "backward", "step")
-    assert snapshot["left"][0]["gain"] > 0.01
+    assert facts.left[0]["gain"] > 0.01
 
 
 def test_where_the_time_of_the_own_configuration_goes_is_told_after_the_machine_was_measured_not_before() -> (
@@ -102,20 +103,20 @@ def test_where_the_time_of_the_own_configuration_goes_is_told_after_the_machine_
     given = dataclasses.replace(inputs(), machine=None)
     method = search_method("predict", searched, MethodOptions("throughput"), Filters(searched), given)
     (own,) = measures(method.start())
-    guessed = method.snapshot()
+    guessed = method.report_facts()
     measured = surface(own.candidate)
     assert isinstance(measured, Measured)
     speeds = {"flops_per_s": 1e14, "operation_s": 5e-6, "copy_bytes_per_s": 1e12}
     machine = {METRIC_PREFIX + name: value for name, value in speeds.items()}
     method.on_result(own.trial_id, Measured({**measured.metrics, **machine}))
 
-    snapshot = method.snapshot()
+    facts = method.report_facts()
 
-    assert guessed["forecasts"]["1"]["is_guess"]
-    assert not guessed["explained"]
-    assert not snapshot["forecasts"]["2"]["is_guess"]
-    parts = snapshot["explained"]["1"]
-    assert parts != guessed["forecasts"]["1"]["parts"]
+    assert guessed.forecasts[1]["is_guess"]
+    assert not guessed.explained
+    assert not facts.forecasts[2]["is_guess"]
+    parts = facts.explained[1]
+    assert parts != guessed.forecasts[1]["parts"]
     assert sum(parts.values()) == pytest.approx(measured.metrics["latency"] / 1e6, rel=0.05)
 
 
@@ -144,7 +145,7 @@ def test_own_configuration_out_of_memory_is_followed_by_what_is_predicted_to_fit
     (second,) = measures(method.on_result(own.trial_id, small_device(own.candidate)))
 
     assert second.why == "predicted to fit"
-    needs = method.snapshot()["margins"]
+    needs = method.report_facts().margins
     assert [need["micro_batch_size"] for need in needs] == [4, 8, 16]
     assert 0 < needs[0]["missing_bytes"] < needs[1]["missing_bytes"] < needs[2]["missing_bytes"]
     assert {need["trial_id"] for need in needs} == {own.trial_id}
@@ -355,5 +356,5 @@ def test_amounts_of_memory_are_read(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "lots", "0", "5 parsecs"])
 def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected 80GiB"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 80GiB"):
         parse_bytes(text)

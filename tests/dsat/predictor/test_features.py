@@ -16,8 +16,7 @@ from searching import settings_of, write_experiment
 
 from dstrial.dsat.backends.trial_spec import python_words
 from dstrial.dsat.driver.dry_runs import gather_inputs, request_maker
-from dstrial.dsat.predictor.dry_run_requests import script_request, trial_request
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs, dry_run_request
 from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.__main__ import user_place
 from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
@@ -38,7 +37,7 @@ CONFIG = {
 
 def described(trial: str, sample_batch: Path | None = None) -> DryRunResult:
     hparams = {"width": WIDTH, "deepspeed_config": CONFIG}
-    asked = trial_request(
+    asked = dry_run_request(
         f"described_trials:{trial}", HERE, hparams, CONFIG, world_size=4, sample_batch=sample_batch
     )
     return dry_run(asked, deadline_s=120)
@@ -112,7 +111,7 @@ def test_dry_run_of_shipped_pipeline_takes_its_stages_and_else_names_them() -> N
 
     def asked(num_stages: int) -> DryRunRequest:
         trial = "model_def:StdlibLmTrial"
-        return trial_request(trial, folder, hparams, config, world_size=2, num_stages=num_stages)
+        return dry_run_request(trial, folder, hparams, config, world_size=2, num_stages=num_stages)
 
     one, two = dry_runs([asked(1), asked(2)], deadline_s=300, num_parallel=1)
 
@@ -149,7 +148,7 @@ def test_a_trial_with_two_engines_keeps_both_configs() -> None:
         "split_seed": 1,
     }
 
-    asked = trial_request("model_def:DigitsGanTrial", folder, hparams, config, world_size=2)
+    asked = dry_run_request("model_def:DigitsGanTrial", folder, hparams, config, world_size=2)
     result = dry_run(asked)
 
     assert result.is_fake
@@ -163,7 +162,7 @@ def test_a_script_is_described_by_its_model_and_first_batch_or_by_one_of_a_file(
 
     torch.save(torch.zeros(6, 5, 16), tmp_path / "batch.pt")
 
-    asked = script_request(words, HERE, hparams, CONFIG, world_size=4, sample_batch=tmp_path / "batch.pt")
+    asked = dry_run_request(words, HERE, hparams, CONFIG, world_size=4, sample_batch=tmp_path / "batch.pt")
     result = dry_run(asked)
 
     assert result.is_fake
@@ -178,7 +177,7 @@ def test_a_script_may_name_the_file_of_its_config(tmp_path: Path) -> None:
     hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
     words = ["-m", "core_api_script", "--records", "40", "--config-file", str(HERE / "ds_config.json")]
 
-    result = dry_run(script_request(words, HERE, hparams, CONFIG, world_size=4))
+    result = dry_run(dry_run_request(words, HERE, hparams, CONFIG, world_size=4))
 
     assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
 

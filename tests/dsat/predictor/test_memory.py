@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from predicted import dry_run
 
 from dstrial.dsat.predictor.features import MEMORY_PARTS, PeakParts, ZeroFeatures, peak_parts
-from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPoint, unmeasured_peak
+from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPoint, MemoryPrediction
 from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30
@@ -87,18 +87,17 @@ def test_buckets_are_counted_as_the_engine_allocates_them() -> None:
 # ---- before anything is measured ---------------------------------------------------------------
 
 
-def test_the_peak_is_that_of_the_greatest_phase_and_context_and_waste_come_on_top() -> None:
-    small, large = unmeasured_peak(DEVICE, FORM, 2), unmeasured_peak(DEVICE, FORM, 10)
+def test_unmeasured_peak_adds_context_and_waste_to_its_phase() -> None:
+    (found,) = MemoryModel(DEVICE).predict([point(4)])
 
-    assert (small.phase, dict(small.phase_bytes)["step"]) == ("step", 8 * GIB)
-    assert large.phase == "backward"
-    assert dict(large.phase_bytes) == {"backward": 12 * GIB, "step": 8 * GIB}
-    assert small.median_bytes == pytest.approx(8 * GIB * math.exp(0.04) + GIB)
+    assert found is not None
+    assert (found.phase, dict(found.phase_bytes)) == ("backward", {"backward": 9.8 * GIB, "forward": 9 * GIB})
+    assert found.median_bytes == pytest.approx(9.8 * GIB * math.exp(0.04) + GIB)
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.01, 0.99))
 def test_quantiles_grow_and_undo_probabilities(one: float, other: float) -> None:
-    prediction = unmeasured_peak(DEVICE, FORM, 4)
+    prediction = MemoryPrediction(10e9, 0.1, "step", ())
     less, more = sorted((one, other))
 
     # Neighbouring floats have the same quantile.

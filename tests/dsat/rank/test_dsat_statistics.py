@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dstrial.dsat.cli import parse_duration
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits, median_interval, warm_from
-from dstrial.dsat.report.formatting import format_duration, parse_duration
+from dstrial.dsat.report.formatting import format_duration
 
 
 def test_warm_up_ends_where_times_change_their_level() -> None:
@@ -92,7 +95,7 @@ def test_lengths_of_time_are_read(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0s", "-3m", "soon"])
 def test_what_is_no_length_of_time_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a length of time"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a length of time"):
         parse_duration(text)
 
 

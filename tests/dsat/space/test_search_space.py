@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from surfaces import BASE, play, space
 
 from dstrial.config import ParallelDims, zero_keys_without_effect
-from dstrial.dsat.config_checks import read_space
+from dstrial.dsat.config import read_space
 from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, Candidate, layered
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space.space import Space, Structure

@@ -1,0 +1,178 @@
+"""What predictions start from: dry runs and how they are requested; the model as measured. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.dsat.core.outcome import Measured
+from dstrial.dsat.predictor.hardware import Machine
+from dstrial.dsat.space.space import Space
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+
+UNDESCRIBED = "nothing"
+NUM_BATCHES = 4  # first batches of a training loader, of which the largest is dry-run
+
+_COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
+_TRIAL = "dstrial.dsat.rank.trace_trial:TrialWorkload"
+_SCRIPT = "dstrial.dsat.rank.trace_script:ScriptWorkload"
+
+
+def dry_run_request(
+    code: str | Sequence[str],
+    context_dir: Path,
+    hparams: Mapping[str, Any],
+    deepspeed_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    target: Target = "cpu",
+    exp_conf: Mapping[str, Any] | None = None,
+    num_batches: int = NUM_BATCHES,
+    sample_batch: Path | None = None,
+    trusts_code: bool = False,
+    device_bytes: int | None = None,
+    num_stages: int = 1,
+    stage: int = 0,
+) -> DryRunRequest:
+    """Return the request of a trial's or a script's dry run.
+
+    Args:
+        code: ``module:Class`` of a trial, or the words of a script, which runs until its engine gets the first batch.
+        context_dir: directory of the model definition.
+        hparams: hyperparameters that the code reads.
+        deepspeed_config: the config to dry-run.
+        world_size: number of virtual ranks.
+        target: kind of memory of a device.
+        exp_conf: experiment config that the code reads.
+        num_batches: first batches of a trial's loader, of which the largest is taken.
+        sample_batch: file of a batch instead; of a script, what its engine is called with.
+        trusts_code: load that file also if it holds other classes than tensors.
+        device_bytes: memory of a device; None for no limit.
+        num_stages: stages of a trial's pipeline; 1 for none.
+        stage: the stage to dry-run.
+    """
+    directory = str(context_dir.resolve())
+    options = {
+        "hparams": dict(hparams),
+        "exp_conf": None if exp_conf is None else dict(exp_conf),
+        "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
+        "trusts_code": trusts_code,
+    }
+    shared: dict[str, Any] = {}
+    if isinstance(code, str):
+        options["num_batches"] = num_batches
+        shared = {"trial": code, "context_dir": directory}
+        if num_stages > 1:
+            shared["num_stages"] = num_stages
+    else:
+        options["words"] = list(code)
+    return DryRunRequest(
+        workload=_TRIAL if isinstance(code, str) else _SCRIPT,
+        shared_options=shared,
+        options=options,
+        rank=stage * (world_size // num_stages),
+        deepspeed_config=deepspeed_config,
+        world_size=world_size,
+        target=target,
+        device_bytes=device_bytes,
+        module_paths=(directory,),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PredictInputs:
+    """The inputs of predictions."""
+
+    runs: Mapping[str, DryRunResult] = dataclasses.field(default_factory=dict)  # by ``ConfigGroups.run_key``
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no run
+    machine: Machine | None = None  # None to learn it from the first measurement
+    capacity_bytes: float | None = None  # of one device; None as above
+    is_cpu: bool = False
+    described_by: str = UNDESCRIBED  # or ``fake tensors``, ``one real batch``
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops_per_record(self) -> float | None:
+        """The model's FLOPs per record on a rank, of the first dry run; None without one."""
+        run = next(iter(self.runs.values()), None)
+        return None if run is None else run.flops.model.at(_COUNTED_AT) / _COUNTED_AT
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        runs = {key: run.to_json() for key, run in self.runs.items()}
+        machine = None if self.machine is None else dataclasses.asdict(self.machine)
+        return {**fields, "runs": runs, "machine": machine, "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PredictInputs:
+        machine = value["machine"]
+        known = {field.name: value[field.name] for field in dataclasses.fields(cls)}
+        runs = {key: DryRunResult.from_json(run) for key, run in value["runs"].items()}
+        machine = None if machine is None else Machine.from_json(machine)
+        return cls(**{**known, "runs": runs, "machine": machine, "notes": tuple(value["notes"])})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Model and device, according to the first measurement."""
+
+    num_params: float
+    num_trainable_params: float
+    activation_bytes: float | None  # kept for backward per record of one micro batch
+    device_bytes: float | None  # None where the device is the CPU
+
+    @classmethod
+    def from_measured(cls, measured: Measured) -> ModelInfo | None:
+        """Return what a measurement says; None without the number of parameters."""
+        params, trainable = measured.value("num_params"), measured.value("num_trainable_params")
+        if params is None:
+            return None
+        activations, device = (
+            measured.value(name) for name in ("activation_bytes_per_record", "device_memory_bytes")
+        )
+        return cls(params, params if trainable is None else trainable, activations, device)
+
+
+def _state_bytes(info: ModelInfo, stage: int, space: Space) -> float:
+    """Return the bytes of parameters, gradients and optimizer state on one device.
+
+    In half precision Adam keeps 12 bytes per parameter (master weight and two moments), else 8.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), section 3.1.
+    """
+    width, replicas = space.bytes_per_value, space.replicas
+    optimizer = info.num_trainable_params * (12 if width == 2 else 8) / (replicas if stage >= 1 else 1)
+    gradients = info.num_trainable_params * width / (replicas if stage >= 2 else 1)
+    params = info.num_params * width / (replicas if stage >= 3 else 1)
+    return params + gradients + optimizer
+
+
+def largest_micro_batch(info: ModelInfo, stage: int, space: Space) -> int | None:
+    """Return the largest micro batch that may fit, at least 1; None if unknown."""
+    if info.device_bytes is None or not info.activation_bytes:
+        return None
+    free = info.device_bytes - _state_bytes(info, stage, space)
+    return max(int(free // info.activation_bytes), 1)
+
+
+def log_lines(info: ModelInfo, space: Space) -> list[str]:
+    """Return the lines that the guide shows after the first measurement."""
+    memory = {stage: _mib(_state_bytes(info, stage, space)) for stage in space.stages}
+    lines = [
+        f"Model size: {info.num_params:,.0f} parameters, {info.num_trainable_params:,.0f} of them trainable",
+        f"Approx. GPU memory per stage: {memory}",
+    ]
+    if info.device_bytes is not None:
+        lines.append(f"Total GPU memory: {_mib(info.device_bytes)}")
+    if info.activation_bytes is not None:
+        lines.append(f"Approx. activation memory per example: {_mib(info.activation_bytes)}")
+    largest = {stage: largest_micro_batch(info, stage, space) for stage in space.stages}
+    if None not in largest.values():
+        lines.append(f"Approx. max mbs per stage: {largest}")
+    return lines
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB"
