@@ -11,8 +11,8 @@ from dstrial.engine.dryrun.values import DryRunRequest, Target
 NUM_BATCHES = 4
 """Of so many first batches of a training loader the largest counts, unless told otherwise."""
 
-_TRIAL = "dstrial.dsat.rank.trace_trial:TrialWorkload"
-_SCRIPT = "dstrial.dsat.rank.trace_script:ScriptWorkload"
+_TRIAL = "dstrial.dsat.rank.workloads:TrialWorkload"
+_SCRIPT = "dstrial.dsat.rank.workloads:ScriptWorkload"
 
 
 def trial_request(
