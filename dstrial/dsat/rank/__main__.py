@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure_once(trial: str, exp_conf: dict[str, Any] | None, hparams: dict[str, Any] | None) -> None:
     from dstrial.dsat.rank.context import failures_reported, hyperparameters_of_trial, limits_from, report
-    from dstrial.dsat.rank.measure import measure_trial
+    from dstrial.dsat.rank.rank_server import measure_trial
     from dstrial.dsat.rank.step_timer import StepTimer
     from dstrial.engine.engine_hooks import observe_engines
     from dstrial.launch.trial_import import import_trial

@@ -1,4 +1,4 @@
-"""Persistent ranks: they measure one configuration after the other.
+"""Measure a trial class; persistent ranks measure one configuration after the other.
 
 Rank 0 reads tasks that the search appends to a file, and broadcasts them; all ranks measure, and rank 0 appends the result to
 another file. The process group lives as long as the ranks; a trial is built, measured and torn down for each task.
@@ -7,12 +7,13 @@ another file. The process group lives as long as the ranks; a trial is built, me
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,19 +23,22 @@ import torch
 from determined import core
 
 from dstrial.dsat.core.journal import RESULTS_NAME, TASKS_NAME
-from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome, failure_line, outcome_to_json
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, failure_line, outcome_to_json
 from dstrial.dsat.rank.cleanup import ProcessState, ProcessUsage, process_usage, reset_host_peak
 from dstrial.dsat.rank.context import failure_of, limits_from
-from dstrial.dsat.rank.measure import measure_trial
-from dstrial.dsat.rank.step_timer import StepTimer
+from dstrial.dsat.rank.microbench import with_machine
+from dstrial.dsat.rank.step_timer import Mode, StepTimer
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.launch.trial_import import import_trial
 from dstrial.local.json_files import JsonLinesTail, append_json_line
+from dstrial.local.measuring_variables import SETTINGS_KEY
+from dstrial.loop.data.training import TrainingStream, agreed_epoch_length
+from dstrial.loop.loop import require_engine
 from dstrial.process_state import read_state
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import identify
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import DeepSpeedTrial
 
 _POLL_PERIOD_S = 0.02
@@ -179,6 +183,48 @@ class RankServer:
             enable_tensorboard_logging=False,
             device=self._device,
         )
+
+
+def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: StepTimer) -> Measured:
+    """Train until ``timer`` is done; nothing is validated, reported or saved.
+
+    The trial was built inside ``observe_engines(timer)``; the timer measures bare steps, too.
+
+    Ranks: all, collectively.
+    """
+    require_engine(trial, context)
+    runtime = runtime_of(context)
+    loader = trial.build_training_data_loader() if runtime.mpu.should_build_data_loader else None
+    stream = TrainingStream(
+        loader,
+        runtime.adapter,
+        context.distributed.rank,
+        runtime.trial_seed or 0,
+        runtime.repro_checks_disabled,
+    )
+    lengths = (runtime.mpu.should_build_data_loader, loader is not None, stream.epoch_length, None)
+    epoch_length = runtime.epoch_length = agreed_epoch_length(context.distributed.allgather(lengths))
+    iterator = stream.open(0)
+    runtime.bind_training_iterator(iterator)
+    runtime.set_training(True)
+    calls = range(runtime.train_calls_per_batch)
+    is_repeating = False
+    source: Iterator[Any] | None = iterator
+    try:
+        for batch_idx in itertools.count():
+            if timer.is_done:
+                break
+            if timer.mode is Mode.BARE and not is_repeating:
+                is_repeating = True
+                # One micro batch forever, with no time to read; ranks without data have none.
+                source = None if iterator is None else itertools.repeat(next(iterator))
+                runtime.bind_training_iterator(source)
+            runtime.current_batch_idx = batch_idx
+            for _ in calls:
+                trial.train_batch(source, batch_idx // epoch_length if epoch_length else 0, batch_idx)
+    finally:
+        runtime.bind_training_iterator(None)
+    return with_machine(timer.result(), context.get_hparams().get(SETTINGS_KEY), timer.dtype)
 
 
 def _exit_with_failure(failure: Failure) -> None:

@@ -1,7 +1,7 @@
 """Compare measurements that differ in one knob of ``--space`` only. Pure.
 
 What DeepSpeed reads of its own keys is known from the rules. What a trial makes of a hyperparameter is not, so its values
-have to prove themselves: by what the engine is (``dstrial.dsat.rank.engine_features``), what a micro batch computes and keeps, or
+have to prove themselves: by what the engine is (``dstrial.dsat.rank.step_timer``), what a micro batch computes and keeps, or
 the time of a step.
 """
 
