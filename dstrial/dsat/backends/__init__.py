@@ -1,4 +1,4 @@
-"""Where trials run: on this machine or a master, in persistent or newly launched ranks."""
+"""Where trials run: here or on a master, in persistent or newly launched ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BackendFactory:
         return self._backend
 
     def master(self) -> ClusterBackend:
-        """Return the client of the master: it submits trials, and the experiment of a search."""
+        """Return the backend that submits experiments to the master."""
         from dstrial.dsat.backends.cluster import ClusterBackend
 
         if self._master is None:
@@ -49,7 +49,7 @@ class BackendFactory:
         return self._master
 
     def _select(self) -> Backend:
-        """Select persistent ranks for `predict` on a trial class, else one launch per trial."""
+        """Select persistent ranks for ``predict`` on a trial class, else launches."""
         settings = self._settings
         is_launched_anew = (
             settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts

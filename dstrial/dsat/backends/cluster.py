@@ -347,7 +347,7 @@ class ClusterBackend:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Return whether a client's exception means an unreachable master, not a rejection.
+    """Return whether an exception means an unreachable master, not a rejection.
 
     Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
     """

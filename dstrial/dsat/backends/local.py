@@ -1,4 +1,4 @@
-"""Measure trials as ``dstrial.launch`` processes on this machine, without a master."""
+"""Measure trials as ``dstrial.launch`` processes here, without a master."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class Incumbent:
 
 
 def drift_between(before: Measured, again: Measured) -> float:
-    """Return the ratio of two latencies; 1.0 if they differ by less than their intervals."""
+    """Return the ratio of two latencies; 1.0 if it lies within their intervals."""
     first, second = before.value("latency"), again.value("latency")
     if not first or not second:
         return 1.0

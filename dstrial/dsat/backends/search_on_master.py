@@ -1,4 +1,4 @@
-"""Run a search inside its trial on a master, and take the results from its journal.
+"""Run a search inside its trial on a master; read results from its journal.
 
 The trial is given the command line, the experiment and the journal so far as files of its context. It reports each further
 event as a row of metrics (group ``dsat``). A method is pure: the search in the trial asks for the same measurements as the
@@ -64,7 +64,7 @@ class SearchOnMaster:
         return f"{self._master.describe()}, in persistent ranks"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Wait for a trial's result; submit the search, unless an experiment still runs it."""
+        """Await a trial's result; submit the search, unless an experiment runs it."""
         if not self.adopt(spec, {}):
             self._submit()
         self._awaited.add(spec.trial_id)

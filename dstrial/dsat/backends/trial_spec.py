@@ -183,7 +183,7 @@ def training_command(settings: SearchConfig, config_path: str, python: str) -> l
 
 
 def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Return the script or ``-m MODULE``, and its arguments, without launcher and ``python``."""
+    """Return a script or ``-m MODULE`` with its arguments, without launcher."""
     words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
     for idx in range(len(words) - 1):
         if words[idx] == "-m" and words[idx + 1] in _LAUNCH_MODULES:

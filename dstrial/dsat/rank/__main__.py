@@ -1,7 +1,7 @@
-"""The ranks that measure a trial class: ``python -m dstrial.dsat.rank --trial model_def:MyTrial``.
+"""Measure a trial class: ``python -m dstrial.dsat.rank --trial module:Trial``.
 
-They measure the hyperparameters of their trial and report the result. With ``--tasks`` they are persistent ranks and measure
-one task of a search after the other. On a cluster, experiment and hyperparameters come from there; on this machine from
+These ranks measure the hyperparameters of their trial and report the result. With ``--tasks`` they are persistent ranks and
+measure one task of a search after the other. On a cluster, experiment and hyperparameters come from there; on this machine from
 ``--config`` and ``--context-dir``. Not meant to be typed.
 """
 

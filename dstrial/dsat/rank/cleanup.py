@@ -1,4 +1,4 @@
-"""Take engines out of a living process, so that the next engine finds the state of a new process.
+"""Destroy engines and restore the state of a new process.
 
 Each step undoes something that DeepSpeed 0.19.8 or torch leaves behind. ``ProcessUsage`` measures what is left all the same; a
 process that leaks is replaced by whoever started it.
@@ -79,7 +79,7 @@ def _settings() -> Iterator[_Setting]:
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    """Return a setting; None if torch lacks it, or refuses to read it by its older name."""
+    """Return a setting; None if this torch cannot read it, or not by its older name."""
     try:
         return read()
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Measure a trial class; persistent ranks measure one configuration after the other.
+"""Measure a trial class, in persistent ranks one configuration after the other.
 
 Rank 0 reads tasks that the search appends to a file, and broadcasts them; all ranks measure, and rank 0 appends the result to
 another file. The process group lives as long as the ranks; a trial is built, measured and torn down for each task.

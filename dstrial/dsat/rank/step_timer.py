@@ -77,7 +77,7 @@ def engine_features(engines: list[Any]) -> dict[str, float]:
 
 
 class FirstMicroBatch:
-    """Counts FLOPs, operations and saved activations in each engine's first micro batch."""
+    """Counts FLOPs and saved activations in the first micro batch of each engine."""
 
     def __init__(self) -> None:
         self.flops = 0.0

@@ -1,4 +1,4 @@
-"""What dry runs train: a DeepSpeedTrial's own steps, or a script's model and first batch.
+"""What dry runs train: a DeepSpeedTrial, or a script's model and first batch.
 
 Both are constructed for real, so that data is read as usual, but parameters keep only their shapes and
 ``deepspeed.initialize`` returns a stand-in. Then the parameters are renewed as fake tensors, the real engine is built behind
@@ -181,7 +181,7 @@ class ScriptWorkload:
         self._call = call
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the script's engine with a config; the script's values replace ``"auto"``."""
+        """Return the script's engine; values of its own config replace ``"auto"``."""
         self._device = device
         assert self._call is not None  # there is no batch without it
         self._engine = self._call.build(_without_auto(deepspeed_config, self._call.config))

@@ -1,4 +1,6 @@
-"""The process of dry runs: ``python -m dstrial.engine.dryrun NUM_PARALLEL REQUEST ANSWER ...``.
+"""Answer requests of dry runs in forks.
+
+``python -m dstrial.engine.dryrun NUM_PARALLEL REQUEST ANSWER ...``.
 
 All requests run in forks of one process that has imported torch and DeepSpeed. Requests with the same user code are forks of a
 process that has imported this code, too, if a fork inherits everything that the import leaves.
@@ -176,7 +178,7 @@ def _has_failed(child: int) -> bool:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """End this process when its parent dies, because only the parent knows its deadline."""
+    """End this process when its parent dies: only the parent knows the deadline."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

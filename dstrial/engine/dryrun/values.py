@@ -86,7 +86,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bypass:
-    """A ``file:line`` where user code read a constant instead of a fake tensor's value."""
+    """A ``file:line`` where user code read a constant from a fake tensor."""
 
     place: str
     value: float
