@@ -71,7 +71,9 @@ def _settings() -> Iterator[_Setting]:
     yield gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()
     for name in _BACKEND_SETTINGS:
         *path, attribute = name.split(".")
-        owner = functools.reduce(lambda found, part: getattr(found, part, None), path, torch.backends)
+        owner: Any = torch.backends
+        for part in path:
+            owner = getattr(owner, part, None)
         yield functools.partial(getattr, owner, attribute), functools.partial(setattr, owner, attribute)
     for name in _ATTENTION_KERNELS:
         cuda = torch.backends.cuda
@@ -177,7 +179,7 @@ def _destroy(engine: Any) -> None:
             if isinstance(container, (dict, list, set)):
                 container.clear()
     for owner in (optimizer, getattr(optimizer, "optimizer", None)):
-        state = getattr(owner, "__dict__", {}).get("state")
+        state: Any = getattr(owner, "__dict__", {}).get("state")
         if hasattr(state, "clear"):
             state.clear()
 
