@@ -28,6 +28,7 @@ from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.values import DryRunRequest
 
 _DEADLINE_S = 7200.0
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def inputs_of(workload: Workload) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def inputs_of(workload: Workload) -> dict[str, Any]:
             "checkpoints": model.recomputes,
         }
         return DryRunRequest(
-            workload="dstrial.engine.dryrun.measure:ModelWorkload",
+            workload="model_workload:ModelWorkload",
             shared_options={
                 "model": "gpt_model:scored_model" if model.keeps_scores else "gpt_model:model",
                 "batch": "gpt_model:batch",
@@ -57,7 +58,7 @@ def inputs_of(workload: Workload) -> dict[str, Any]:
             world_size=machine.num_ranks,
             target="cuda",
             device_bytes=int(machine.device_bytes),
-            module_paths=(str(Path(__file__).resolve().parent),),
+            module_paths=(str(_ROOT / "benchmarks"), str(_ROOT / "tests" / "programs")),
         )
 
     found = dry_run_space(ConfigGroups(space), request_of, deadline_s=_DEADLINE_S)

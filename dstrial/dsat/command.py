@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dstrial.dsat.backends import BackendFactory
-from dstrial.dsat.backends.base import RemoteSearch
-from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
@@ -136,8 +134,7 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
         return int(path.read_text())
     flags, options = settings.flags, settings.options
     num, here = flags.max_concurrent_trials, backend.make()
-    is_one_at_a_time = isinstance(here, RemoteSearch | PersistentRanks)
-    if "max_concurrent_trials" not in flags.given or is_one_at_a_time:
+    if "max_concurrent_trials" not in flags.given or here.is_sequential:
         num = min(num, here.num_parallel)
     if flags.max_slots is not None:
         num = min(num, flags.max_slots // settings.num_slots)

@@ -24,7 +24,7 @@ from dstrial.config.documents import yaml_text
 from dstrial.dsat.backends.cluster import ClusterBackend
 from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 from dstrial.dsat.backends.processes import log_lines
-from dstrial.dsat.backends.trial_spec import ranks_command
+from dstrial.dsat.backends.trial_spec import measuring_command
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
@@ -143,7 +143,7 @@ class _Ranks(PersistentRanks):
         context: core.Context,
     ) -> None:
         master.show_in(journal.experiment)
-        super().__init__(settings, record, ranks_command(settings, None, sys.executable), master.publish)
+        super().__init__(settings, record, measuring_command(settings, None, sys.executable), master.publish)
         self._master, self._journal, self._context = master, journal, context
 
     def finish(self, results: Mapping[str, str]) -> None:

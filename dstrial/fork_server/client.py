@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # a fork takes some 10 ms; a server without an answer in this time is killed
 END_TIMEOUT_S = 2.0
-_MEASURING_MODULES = ("dstrial.dsat.rank", "dstrial.dsat.rank.rank_server")
+_MEASURING_MODULE = "dstrial.dsat.rank"
 _adopting = threading.Lock()
 
 
@@ -44,7 +44,7 @@ def trains_trial_class(words: Sequence[str]) -> bool:
     options = iter(words[2:])
     for word in options:
         if word == "-m":
-            return next(options, None) in _MEASURING_MODULES
+            return next(options, None) == _MEASURING_MODULE
         if word.partition("=")[0] == "--trial":
             return True
         if not word.startswith("--") or word == "--":

@@ -20,9 +20,8 @@ from dstrial.dsat import compat
 from dstrial.dsat.backends.trial_spec import (
     RESULTS_EXPERIMENT,
     full_config,
-    local_command,
+    measuring_command,
     measuring_spec,
-    ranks_command,
     search_config,
 )
 from dstrial.dsat.cli import build_parser, with_method
@@ -176,7 +175,7 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
     path = _write(experiment.parent, entrypoint=entrypoint)
     settings = settings_of(path)
 
-    command = local_command(settings, "gen.yaml", "python")
+    command = measuring_command(settings, "gen.yaml", "python")
 
     launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
     script = ["-m", "dstrial.dsat.rank.standalone_script", "train.py", "--deepspeed", "ds.json"]
@@ -187,10 +186,13 @@ def test_module_paths_in_configs_of_dsat_are_importable(experiment: Path) -> Non
     trial = settings_of(experiment)
     script_path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed ds.json")
     script = settings_of(script_path)
-    written = [str(RESULTS_EXPERIMENT["entrypoint"]), *local_command(script, "gen.yaml", "python")]
+    written = [str(RESULTS_EXPERIMENT["entrypoint"]), *measuring_command(script, "gen.yaml", "python")]
     for settings in (trial, script):
         written.append(json.dumps(measuring_spec(settings, settings.space.smallest(), 3, "abcd").config))
-    written += [str(search_config(trial, "abcd").config["entrypoint"]), *ranks_command(trial, None, "python")]
+    written += [
+        str(search_config(trial, "abcd").config["entrypoint"]),
+        *measuring_command(trial, None, "python"),
+    ]
 
     paths = re.findall(r"\b(dstrial(?:\.\w+)+):?(\w*)", "\n".join(written))
 

@@ -113,7 +113,7 @@ def test_imports_ahead_read_no_variable_that_may_differ() -> None:
     [
         ("-m dstrial.launch --trial model_def:T", True),
         ("-m dstrial.launch --slots 2 --config=e.yaml --trial=model_def:T", True),
-        ("-m dstrial.launch --slots 2 -m dstrial.dsat.rank.rank_server --trial model_def:T", True),
+        ("-m dstrial.launch --slots 2 -m dstrial.dsat.rank --trial model_def:T", True),
         ("-m dstrial.launch train.py --trial model_def:T", False),
         ("-m dstrial.launch --slots 2 train.py --trial model_def:T", False),
         ("-m dstrial.launch -- train.py --trial model_def:T", False),

@@ -21,7 +21,6 @@ MODULES = (
     "dstrial.cli",
     "dstrial.dsat",
     "dstrial.dsat.rank",
-    "dstrial.dsat.rank.rank_server",
     "dstrial.launch",
     "dstrial.stand_ins.dsat",
     "dstrial.stand_ins.launch_deepspeed",

@@ -17,9 +17,8 @@ from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.trial_spec import (
     TrialSpec,
     full_config,
-    local_command,
+    measuring_command,
     measuring_spec,
-    ranks_command,
     results_config,
     search_config,
 )
@@ -50,7 +49,7 @@ class _Answering:
     """A place where trials end at once, as a function says; keeps what it was given."""
 
     num_parallel = 2
-    shows_reports = False
+    is_sequential = False
 
     def __init__(self, outcome_of: Callable[[int], Outcome]) -> None:
         self._outcome_of = outcome_of
@@ -78,6 +77,9 @@ class _Answering:
 
     def kill(self, trial_id: int) -> None:
         raise AssertionError(f"trial {trial_id} is to be killed")
+
+    def publish(self, _report: Callable[[], Mapping[str, Any]]) -> bool:
+        return True
 
     def finish(self, results: Mapping[str, str]) -> None:
         self.results = dict(results)
@@ -129,10 +131,10 @@ def submissions(scratch: Path) -> dict[str, str]:
         }
         shown = {key: _spec(value) if isinstance(value, TrialSpec) else value for key, value in found.items()}
         shown["full"] = full_config(settings, smallest)
-        shown["command of a local trial"] = local_command(settings, "CONFIG", "PYTHON")
+        shown["command of a local trial"] = measuring_command(settings, "CONFIG", "PYTHON")
         if settings.trial is not None:
             shown["search"] = _spec(search_config(settings, _SEARCH_ID))
-            shown["command of ranks that live on"] = ranks_command(settings, "CONFIG", "PYTHON")
+            shown["command of persistent ranks"] = measuring_command(settings, "CONFIG", "PYTHON")
         documents[name] = shown
     return {"submissions.json": json.dumps(documents, indent=1) + "\n"}
 

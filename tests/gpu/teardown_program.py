@@ -13,8 +13,7 @@ init_process_group(identity, timeout_s=60)
 import deepspeed  # noqa: E402  # after the accelerator is chosen
 import torch.distributed as dist  # noqa: E402
 
-from dstrial.dsat.rank.cleanup import ProcessState  # noqa: E402
-from dstrial.dsat.rank.leak_check import process_usage  # noqa: E402
+from dstrial.dsat.rank.cleanup import ProcessState, process_usage  # noqa: E402
 
 assert dist.get_backend() == "nccl", dist.get_backend()
 DEVICE = torch.device("cuda", 0)

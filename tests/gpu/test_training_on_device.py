@@ -142,13 +142,13 @@ def test_predicted_memory_is_within_15_percent_of_the_measured_one(tmp_path):
     chosen = list(itertools.product(("fp32", "bf16"), (0, 1, 3)))
     requests = [
         DryRunRequest(
-            workload="dstrial.engine.dryrun.measure:ModelWorkload",
+            workload="model_workload:ModelWorkload",
             shared_options={"model": "memory_program:model", "batch": "memory_program:batch"},
             options={"shape": memory_program.SHAPE},
             deepspeed_config=memory_program.config(stage, precision),
             world_size=1,
             target="cuda",
-            module_paths=(str(Path(__file__).parent),),
+            module_paths=(str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")),
         )
         for precision, stage in chosen
     ]

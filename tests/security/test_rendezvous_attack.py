@@ -120,7 +120,7 @@ def test_ranks_that_live_on_listen_on_loopback_only(
         *LAUNCH,
         *where,
         "-m",
-        "dstrial.dsat.rank.rank_server",
+        "dstrial.dsat.rank",
         "--trial",
         "held_trials:HeldTrial",
         *where,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from dstrial.dsat.backends.trial_spec import TrialSpec
 from dstrial.dsat.core.outcome import Outcome
@@ -17,48 +17,33 @@ class Ended:
     trial_id: int
     outcome: Outcome
     seconds: float | None = None  # since its start on slots; None if unknown
+    candidate: Mapping[str, Any] | None = None  # measured configuration, where another process chose it
 
 
-class SearchPlace(Protocol):
-    """Where a search or its trials run. Not thread-safe."""
-
-    @property
-    def num_parallel(self) -> int:
-        """How many trials can run at once without disturbing each other; at least 1."""
-
-    def finish(self, results: Mapping[str, str]) -> None:
-        """End the search; this or :meth:`close` ends trials that still run.
-
-        Args:
-            results: its files, name -> text, to be kept beside the trials where there is a place for them.
-        """
-
-    def close(self) -> None:
-        """End every trial that is left."""
-
-    def describe(self) -> str:
-        """Return where trials run, for a person."""
-
-
-class Backend(SearchPlace, Protocol):
-    """Runs measuring trials.
+class Backend(Protocol):
+    """Runs measuring trials. Not thread-safe.
 
     Attributes:
-        shows_reports: whether others can see there what :meth:`publish` is given.
+        num_parallel: number of trials that can run at once without disturbing each other; at least 1.
+        is_sequential: whether only one trial can run at once, even if the user asks for more.
     """
 
-    shows_reports: bool
+    @property
+    def num_parallel(self) -> int: ...
+
+    @property
+    def is_sequential(self) -> bool: ...
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a trial, or find the one of this label that was started before.
+        """Start a trial, or find the trial of this label that was started before.
 
         Returns:
             A handle, JSON values, for :meth:`adopt`.
 
         Raises:
-            DstrialError: it cannot be started, and no other one could.
-            OSError: the disk is full; it may be tried again.
-            KeyboardInterrupt: the process was asked to stop while it waited for a master that is away.
+            DstrialError: no trial can be started here.
+            OSError: the disk is full.
+            KeyboardInterrupt: the process was asked to stop while it waited for an unreachable master.
         """
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
@@ -71,28 +56,27 @@ class Backend(SearchPlace, Protocol):
         """Return for how many seconds a trial has had its slots; 0 while it waits."""
 
     def kill(self, trial_id: int) -> None:
-        """End a trial at once and forget it."""
+        """Kill a trial and forget it."""
 
-    def publish(self, report: Mapping[str, Any]) -> bool:
-        """Replace the search's report so far, without blocking.
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        """Replace the published report of the search, without blocking.
 
         Args:
-            report: JSON values.
+            report: makes the report, JSON values; not called if reports cannot be published here.
 
         Returns:
-            Whether nothing is left to do; False where it may be tried again.
+            False if the caller should retry later.
         """
 
+    def finish(self, results: Mapping[str, str]) -> None:
+        """End the search; this or :meth:`close` ends trials that still run.
 
-@runtime_checkable
-class RemoteSearch(SearchPlace, Protocol):
-    """A search whose journal another process keeps; the driver follows it."""
+        Args:
+            results: files of the search, name -> text, to store beside the trials where that is possible.
+        """
 
-    def begin(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Begin the search where a journal ends, or find it."""
+    def close(self) -> None:
+        """End all remaining trials."""
 
-    def new_events(self, num_known: int) -> list[dict[str, Any]]:
-        """Return the journal's events after the first ``num_known``."""
-
-    def why_ended(self) -> str:
-        """Return how the other process has ended; empty while it lives or that is unknown."""
+    def describe(self) -> str:
+        """Return where trials run, for a person."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -17,15 +18,21 @@ from typing import Any, TypeVar
 from determined.common import api, context
 from determined.common.api import authentication, bindings, errors
 from determined.experimental import Determined
-from determined.experimental.client import Experiment, ExperimentState
+from determined.experimental.client import Experiment, ExperimentState, Trial
 
 from dstrial.config.documents import yaml_text
 from dstrial.context_directory import list_context
 from dstrial.dsat.backends.base import Ended
-from dstrial.dsat.backends.experiments import Submitted, is_outage, outage_errors, outcome_of
 from dstrial.dsat.backends.trial_spec import RESULTS_DIRECTORY, TrialSpec, results_config
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.outcome import Failure, FailureKind
+from dstrial.dsat.core.outcome import (
+    NOTHING_MEASURED,
+    Failure,
+    FailureKind,
+    Outcome,
+    failure_from_log,
+    outcome_from_json,
+)
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
@@ -34,7 +41,11 @@ _POLL_PERIOD_S = 1.0
 _RETRY_S = 2.0
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 _T = TypeVar("_T")
-_GONE = (
+_UNAVAILABLE_STATUS = (502, 503, 504)
+_OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)  # see _is_outage
+_WAITING_STATES = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
+_RUNNING_STATES = ("RUNNING", "STATE_RUNNING")
+_CANCELED_STATES = (
     ExperimentState.CANCELED,
     ExperimentState.STOPPING_CANCELED,
     ExperimentState.STOPPING_KILLED,
@@ -43,32 +54,41 @@ _GONE = (
 )
 
 
-class ClusterBackend:
-    """Submits one experiment per trial, and asks for its state about once a second.
+@dataclasses.dataclass(slots=True)
+class _Submitted:
+    """A trial that was submitted to the master."""
 
-    While the master is away, it waits; experiments go on meanwhile. The master and the login are those of the ``det`` command
-    (``DET_MASTER``, ``det user login``).
+    experiment: Experiment
+    label: str
+    running_since_s: float | None = None
+    logged_wait: str = ""
+
+
+class ClusterBackend:
+    """Submits one experiment per trial, and polls its state about once a second.
+
+    While the master is unreachable, it waits; experiments go on meanwhile. The master and the login are those of the ``det``
+    command (``DET_MASTER``, ``det user login``).
     """
 
-    shows_reports = True
+    is_sequential = False
 
     def __init__(
         self,
         settings: SearchConfig,
-        should_stop: Callable[[], bool] = lambda: False,  # whether to wait for nobody any more
-        # of the search whose results are kept in a checkpoint
-        search_id: str | None = None,
+        should_stop: Callable[[], bool] = lambda: False,  # whether to stop waiting for the master
+        search_id: str | None = None,  # of the search whose results are stored in a checkpoint
     ) -> None:
         self._settings = settings
         self._search_id = search_id
         self._should_stop = should_stop
-        self._submitted: dict[int, Submitted] = {}
+        self._submitted: dict[int, _Submitted] = {}
         self._ended: list[Ended] = []
         self._next_poll_s = 0.0
         self._is_outage = False
         self._is_login_new = False
         # The experiment whose notes hold the report: the first that this process has submitted or found.
-        self._shown_by: Experiment | None = None
+        self._report_experiment: Experiment | None = None
         try:
             self.client = Determined()
             self.session = self.client._session
@@ -80,10 +100,11 @@ class ClusterBackend:
             raise DstrialError(
                 f"the master does not know who asks ({error}); expected a login. Run `det user login`."
             ) from error
-        except outage_errors() as error:
-            if not is_outage(error):
+        except _OUTAGE_ERRORS as error:
+            if not _is_outage(error):
                 raise DstrialError(
-                    f"the master refuses to say what it has ({error}); expected it to. Look at its log, and at your rights there."
+                    f"the master does not list its agents ({error}); expected a list. Read its log, and check your "
+                    "permissions there."
                 ) from error
             raise DstrialError(
                 f"no master answers ({error}); expected one to run trials. Start one with `dstrial up`, set DET_MASTER, or "
@@ -111,21 +132,29 @@ class ClusterBackend:
         return f"the master at {self.client._master}, {self._settings.num_slots} slot(s) per trial"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        experiment = self.retry_until_available(lambda: self.find(spec.label)) or self._submit(spec)
-        if experiment is None:
-            return {}
-        self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
-        self._shown_by = self._shown_by or experiment
-        return {"experiment_id": experiment.id}
+        if not self.adopt(spec, {}):
+            try:
+                experiment = self.create(spec.config, spec.label)
+            except errors.APIException as error:
+                if error.status_code != 400:
+                    raise DstrialError(
+                        f"the master refuses an experiment ({error}); expected it to run one."
+                    ) from error
+                self._ended.append(Ended(spec.trial_id, Failure(FailureKind.BAD_CONFIG, str(error), "check")))
+                return {}
+            self._add(spec, experiment)
+        return {"experiment_id": self._submitted[spec.trial_id].experiment.id}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
         del handle
         experiment = self.retry_until_available(lambda: self.find(spec.label))
-        if experiment is None:
-            return False
-        self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
-        self._shown_by = self._shown_by or experiment
-        return True
+        if experiment is not None:
+            self._add(spec, experiment)
+        return experiment is not None
+
+    def _add(self, spec: TrialSpec, experiment: Experiment) -> None:
+        self._submitted[spec.trial_id] = _Submitted(experiment, spec.label)
+        self._report_experiment = self._report_experiment or experiment
 
     def poll(self) -> list[Ended]:
         ended, self._ended = self._ended, []
@@ -134,7 +163,7 @@ class ClusterBackend:
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
         for trial_id, submitted in list(self._submitted.items()):
             with self.tolerate_outage():
-                outcome = outcome_of(submitted, self._settings.num_slots)
+                outcome = _outcome_of(submitted, self._settings.num_slots)
                 if outcome is not None:
                     del self._submitted[trial_id]
                     since_s = submitted.running_since_s
@@ -150,37 +179,28 @@ class ClusterBackend:
         if submitted is not None:
             self.kill_experiment(submitted.experiment)
 
-    def publish(self, report: Mapping[str, Any]) -> bool:
-        """Put the report into a trial's notes, unless a person has written there."""
-        experiment = self._shown_by
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        """Write the report into a trial's notes, unless a person has written there."""
+        experiment = self._report_experiment
         if experiment is None:
             return True
-        is_asked = False
+        is_reachable = False
         try:
             with self.tolerate_outage():
                 experiment.reload()
-                is_asked = True
+                if not experiment.notes or is_report(experiment.notes):
+                    experiment.set_notes(notes_of({"report": dict(report())}))
+                is_reachable = True
         except errors.NotFoundException:
-            self._shown_by = None  # Somebody has deleted it; the next one that is submitted has the report.
+            self._report_experiment = None  # it was deleted; the next submitted experiment has the report
             return True
-        except errors.BadRequestException as error:
-            logger.warning("the master does not show the experiment with the report so far (%s)", error)
-            return True
-        if not is_asked or (experiment.notes and not is_report(experiment.notes)):
-            return is_asked
-        notes = notes_of({"report": dict(report)})
-        is_said = False
-        try:
-            with self.tolerate_outage():
-                experiment.set_notes(notes)
-                is_said = True
         except errors.BadRequestException as error:
             logger.warning("the master refuses the report of the search so far (%s)", error)
             return True
-        return is_said
+        return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Submit an experiment without slots that keeps the files, once trials have ended."""
+        """Submit an experiment without slots whose checkpoint stores the files."""
         if self._search_id is None or "best_ds_config.json" not in results:
             return
         spec = results_config(self._settings, self._search_id)
@@ -192,17 +212,17 @@ class ClusterBackend:
             self.show_results(experiment, results)
         except errors.APIException as error:
             logger.warning(
-                "the master refuses an experiment that would keep the results in a checkpoint (%s); they are in the search's "
+                "the master refuses the experiment that stores the results in a checkpoint (%s); they are in the search's "
                 "directory only",
                 error,
             )
 
     def show_in(self, experiment: Experiment) -> None:
-        """Show the report of the search in another experiment's notes."""
-        self._shown_by = experiment
+        """Publish the report of the search in this experiment's notes."""
+        self._report_experiment = experiment
 
     def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:
-        """Leave the whole report of a search for the page."""
+        """Write the final report of a search, for the page."""
         kept = {name: text for name, text in results.items() if name == "report.json"}
         self.retry_until_available(lambda: experiment.set_notes(notes_of({"results": kept})))
 
@@ -218,17 +238,6 @@ class ClusterBackend:
         return int((found or self.create({**config, "labels": labels}, label)).id)
 
     # ---- machinery -------------------------------------------------------------------------------
-
-    def _submit(self, spec: TrialSpec) -> Experiment | None:
-        try:
-            return self.create(spec.config, spec.label)
-        except errors.APIException as error:
-            if error.status_code != 400:
-                raise DstrialError(
-                    f"the master refuses an experiment ({error}); expected it to run one."
-                ) from error
-            self._ended.append(Ended(spec.trial_id, Failure(FailureKind.BAD_CONFIG, str(error), "check")))
-            return None
 
     def create(
         self, config: dict[str, Any], label: str, texts: Mapping[str, str] = MappingProxyType({})
@@ -260,7 +269,7 @@ class ClusterBackend:
     def _model_definition(self) -> list[bindings.v1File]:
         files = list_context(self._settings.context_dir).v1_files()
         includes = [Path(path) for path in self._settings.flags.include]
-        # The client prints its progress into the middle of the search's table.
+        # The client would print its progress into the search's table.
         with contextlib.redirect_stdout(io.StringIO()):
             included = context.read_v1_context(None, includes)
         twice = {file.path for file in files} & {file.path for file in included}
@@ -272,29 +281,29 @@ class ClusterBackend:
         return [*files, *included]
 
     def find(self, label: str) -> Experiment | None:
-        """Return the newest experiment of a label that was not canceled."""
-        ours = [one for one in self._labelled(label) if one.state not in _GONE]
-        return max(ours, key=lambda one: int(one.id), default=None)
+        """Return the newest experiment of a label; None if it was canceled."""
+        newest = max(self._labelled(label), key=lambda one: int(one.id), default=None)
+        return None if newest is None or newest.state in _CANCELED_STATES else newest
 
     def _labelled(self, label: str) -> list[Experiment]:
         return [one for one in self.client.list_experiments(labels=[label]) if label in (one.labels or ())]
 
     def kill_experiment(self, experiment: Experiment) -> None:
-        """Kill an experiment; warn that it is left if the master is away."""
+        """Kill an experiment; warn if the master is unreachable."""
         is_killed = False
         with self.tolerate_outage():
             experiment.kill()
             is_killed = True
         if not is_killed:
             logger.warning(
-                "experiment %d may still have its slots, for the master does not answer: the same command goes on with "
+                "experiment %d may still have its slots, because the master does not answer: the same command goes on with "
                 "it, `det experiment kill %d` ends it",
                 experiment.id,
                 experiment.id,
             )
 
     def retry_until_available(self, call: Callable[[], _T]) -> _T:
-        """Return the result of ``call``, retried while the master is away.
+        """Return the result of ``call``, retried while the master is unreachable.
 
         Raises:
             KeyboardInterrupt: the process was asked to stop meanwhile.
@@ -311,17 +320,17 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def tolerate_outage(self) -> Iterator[None]:
-        """Wait for a master that is away, and say so once; log in again once."""
+        """Suppress and log errors of an unreachable master; log in again once."""
         try:
             yield
         except errors.UnauthenticatedException:
             if self._is_login_new:
                 raise
-            # Experiments have the same session.
+            # Experiments share this session.
             login = authentication.login_with_cache(self.client._master, cert=self.session.cert)
             self.session.token, self._is_login_new = login.token, True
-        except outage_errors() as error:
-            if not is_outage(error):
+        except _OUTAGE_ERRORS as error:
+            if not _is_outage(error):
                 raise
             if not self._is_outage:
                 logger.warning(
@@ -335,6 +344,75 @@ class ClusterBackend:
             if self._is_outage:
                 logger.warning("the master answers again")
             self._is_outage = False
+
+
+def _is_outage(error: Exception) -> bool:
+    """Return whether an exception means an unreachable master, not a rejection.
+
+    Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
+    """
+    if isinstance(error, errors.APIException):
+        return error.status_code in _UNAVAILABLE_STATUS
+    is_lost = type(error) in (errors.BadRequestException, errors.MasterNotFoundException)
+    return is_lost or isinstance(error, OSError)
+
+
+def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
+    """Return how an experiment's trial has ended; None if it has not.
+
+    ``submitted`` notes whether the trial has its slots; a change is logged.
+    """
+    experiment = submitted.experiment
+    experiment.reload()
+    state = experiment.state
+    trials = experiment.list_trials()
+    if is_running(trials):
+        submitted.running_since_s = submitted.running_since_s or time.time()
+        if submitted.logged_wait:
+            logger.warning("experiment %d has its slots", experiment.id)
+            submitted.logged_wait = ""
+    elif state in _WAITING_STATES and (submitted.running_since_s or submitted.logged_wait):
+        submitted.running_since_s = None
+        wait = why_waiting(experiment, num_slots)
+        if wait != submitted.logged_wait:
+            logger.warning("%s", wait)
+            submitted.logged_wait = wait
+    if state in (ExperimentState.COMPLETED, ExperimentState.ERROR):
+        # A reported measurement counts, even if its process failed later.
+        rows = [row.metrics for row in trials[0].iter_metrics("validation")] if trials else []
+        measured = [row for row in rows if "latency" in row]
+        if measured:
+            numbers = {name: value for name, value in measured[-1].items() if isinstance(value, (int, float))}
+            return outcome_from_json({"metrics": numbers})
+    if state is ExperimentState.COMPLETED:
+        return NOTHING_MEASURED
+    if state is ExperimentState.ERROR:
+        failure = failure_from_log(last_lines(trials))
+        if failure.kind is FailureKind.NO_ROOM:
+            experiment.remove_label(submitted.label)  # the retry of this trial is another experiment
+        return failure
+    if state in (ExperimentState.CANCELED, ExperimentState.DELETED):
+        return Failure(FailureKind.CANCELED, f"experiment {experiment.id} was {state.name.lower()}")
+    return None
+
+
+def is_running(trials: Sequence[Trial]) -> bool:
+    """Return whether an experiment's only trial has its slots."""
+    return bool(trials) and trials[0].state.value in _RUNNING_STATES
+
+
+def last_lines(trials: Sequence[Trial]) -> list[str]:
+    """Return the end of the log of an experiment's only trial."""
+    return list(trials[0].iter_logs(tail=400)) if trials else []
+
+
+def why_waiting(experiment: Experiment, num_slots: int) -> str:
+    """Say for a person why an experiment that has not ended does not run."""
+    if experiment.state is ExperimentState.PAUSED:
+        return (
+            f"experiment {experiment.id} is paused; `det experiment activate {experiment.id}` lets it go on"
+        )
+    return f"experiment {experiment.id} is queued until {num_slots} slot(s) are free"
 
 
 def _file(name: str, text: str) -> bindings.v1File:

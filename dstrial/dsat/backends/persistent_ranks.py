@@ -1,8 +1,8 @@
 """Measure one configuration after the other in persistent ranks.
 
-The ranks of one launcher measure until one of them fails, hangs, or keeps memory; the next task then starts others. The search's
-process appends tasks to a file that rank 0 reads, and reads the results that rank 0 appends to another. Ranks end with the
-search. Nothing here knows whether that runs on a user's machine or inside the trial of a master.
+The ranks of one launcher measure until a rank fails, hangs or leaks memory; the next task then starts new ranks. The search
+appends tasks to a file that rank 0 reads, and reads the results that rank 0 appends to another file. Ranks end with the search.
+This works on a user's machine and in the trial of a master alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.processes import LauncherProcess, found, launch, log_lines
 from dstrial.dsat.backends.trial_spec import TrialSpec
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import DISK_FULL_ERRORS, RESULTS_NAME, TASKS_NAME, SearchRecord
+from dstrial.dsat.core.journal import RESULTS_NAME, TASKS_NAME, SearchRecord
 from dstrial.dsat.core.outcome import (
     FAILURE_MARK,
     Failure,
@@ -39,7 +39,7 @@ from dstrial.process_state import start_ticks
 logger = logging.getLogger("dstrial.dsat")
 
 _MAX_ATTEMPTS = 2
-_NEAR = 0.10
+_NEAR = 0.10  # a result at most this much worse than the best has the best measured again
 _RATES = ("throughput", "bare_throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
 _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step")
 
@@ -48,35 +48,34 @@ _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step
 class _Task:
     spec: TrialSpec
     hparams: dict[str, Any]
-    number: int = 0
+    number: int = 0  # of the ranks' tasks; the first task runs in fresh ranks
     began_s: float = 0.0
-    is_in_fresh_ranks: bool = False
-    is_repeated: bool = False
-    log_lines_before: int = 0
+    is_retry: bool = False
+    num_log_lines_before: int = 0
     spent_s: float = 0.0  # in earlier tasks of the same trial
-    challenger: Measured | None = None  # measured before; this task measures the best one again
+    challenger: Measured | None = None  # result of the trial, while this task measures the best one again
 
 
 class PersistentRanks:
     """The ranks of one search.
 
-    ``words`` launch them, ``publish`` shows the report so far.
+    ``words`` launch them; ``publish`` is that of :class:`~dstrial.dsat.backends.base.Backend`.
     """
 
     num_parallel = 1
+    is_sequential = True
 
     def __init__(
         self,
         settings: SearchConfig,
         record: SearchRecord,
         words: Sequence[str],
-        publish: Callable[[Mapping[str, Any]], bool] | None = None,
+        publish: Callable[[Callable[[], Mapping[str, Any]]], bool] = lambda _report: True,
     ) -> None:
         self._settings = settings
         self._directory = record.ranks_path
         self._words = words
-        self._publish = publish
-        self.shows_reports = publish is not None
+        self.publish = publish
         self._waiting: deque[_Task] = deque()
         self._task: _Task | None = None
         self._ended: list[Ended] = []
@@ -84,27 +83,26 @@ class PersistentRanks:
         self._launcher: LauncherProcess | None = None
         self._num_tasks = 0  # of these ranks
         self._number = max((int(path.name) for path in self._directory.glob("[0-9]*")), default=0)
-        self._left = self._left_behind()
+        self._earlier_results = self._end_earlier_ranks()
         self._incumbent = Incumbent()
 
     def describe(self) -> str:
         return f"this machine, {self._settings.num_slots} persistent rank(s)"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; it begins after it is on record, in :meth:`poll`."""
+        """Queue a trial; it begins in :meth:`poll`, after it is on record."""
         self._waiting.append(_Task(spec, spec.hparams))
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take a result that was left behind; give up a trial that twice ended everything."""
-        row = self._left.get(spec.trial_id)
+        """Take an earlier result; fail a trial during which the search was killed twice."""
+        row = self._earlier_results.get(spec.trial_id)
         attempts = int(handle.get("attempt") or 0)
-        outcome = None if row is None else outcome_from_json(row)
-        is_out_of_memory = isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
-        if row is not None and is_out_of_memory and row["number"] > 1:
-            self._attempts[spec.trial_id] = 0  # memory counts in fresh ranks only
-            return False
-        if row is not None and outcome is not None:
+        if row is not None:
+            outcome = outcome_from_json(row)
+            if _is_out_of_memory(outcome) and row["number"] > 1:
+                self._attempts[spec.trial_id] = 0  # an out-of-memory error counts in fresh ranks only
+                return False
             self._ended.append(Ended(spec.trial_id, outcome, row["seconds"]))
         elif attempts >= _MAX_ATTEMPTS:
             message = f"its search was killed {attempts} times, as when the machine's memory runs out"
@@ -117,26 +115,12 @@ class PersistentRanks:
     def poll(self) -> list[Ended]:
         if self._task is None and self._waiting:
             task = self._waiting.popleft()
-            self._incumbent.consider_best(task.spec, self._settings.flags.metric)
+            if task.spec.best is not None:
+                hparams, metrics = task.spec.best
+                self._incumbent.consider(hparams, Measured(metrics), self._settings.flags.metric)
             self._begin(task)
         if self._task is not None:
-            # Read before the results, so that no result that arrives in between is lost.
-            exit_code = None if self._launcher is None else self._launcher.exit_code
-            row = self._result(self._task.number)
-            if row is not None:
-                if row["respawned"]:
-                    logger.info("the ranks are replaced: %s", row["respawned"])
-                    self._end_ranks()
-                self._take(self._task, outcome_from_json(row))
-            elif exit_code is not None:
-                outcome = self._why_ended(self._task, exit_code)
-                if exit_code < 0 and not self._task.is_repeated:
-                    # Its launcher was killed, for which the configuration may be innocent.
-                    self._task.is_repeated = True
-                    self._begin(self._task, needs_fresh_ranks=True)
-                else:
-                    self._end_ranks()
-                    self._take(self._task, outcome)
+            self._poll_task(self._task)
         ended, self._ended = self._ended, []
         return ended
 
@@ -145,7 +129,7 @@ class PersistentRanks:
         return time.time() - task.began_s if task is not None and task.spec.trial_id == trial_id else 0.0
 
     def kill(self, trial_id: int) -> None:
-        """End a trial; one that hangs while the best is measured again keeps its result."""
+        """Kill a trial; if the best one hangs while it is measured again, keep the result."""
         task = self._task
         if task is not None and task.spec.trial_id == trial_id:
             self._task = None
@@ -153,9 +137,6 @@ class PersistentRanks:
             if task.challenger is not None:
                 self._take(task, Failure(FailureKind.TIMEOUT, "the best one hung"))
         self._waiting = deque(task for task in self._waiting if task.spec.trial_id != trial_id)
-
-    def publish(self, report: Mapping[str, Any]) -> bool:
-        return self._publish is None or self._publish(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
         del results
@@ -169,16 +150,6 @@ class PersistentRanks:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _begin(self, task: _Task, *, needs_fresh_ranks: bool = False) -> None:
-        try:
-            self._ask(task, needs_fresh_ranks=needs_fresh_ranks)
-        except OSError as error:
-            if error.errno not in DISK_FULL_ERRORS:
-                raise
-            self._task = None
-            self._end_ranks()
-            self._ended.append(Ended(task.spec.trial_id, Failure(FailureKind.NO_ROOM, str(error))))
-
-    def _ask(self, task: _Task, *, needs_fresh_ranks: bool) -> None:
         if needs_fresh_ranks or (self._launcher is not None and self._launcher.exit_code is not None):
             self._end_ranks()
         if self._launcher is None:
@@ -195,19 +166,34 @@ class PersistentRanks:
             words = [*self._words, "--tasks", str(directory), "--search", search]
             self._launcher = launch(words, directory, cwd=self._settings.context_dir, variables=variables)
         self._num_tasks += 1
-        task.number, task.is_in_fresh_ranks = self._num_tasks, self._num_tasks == 1
-        task.began_s, task.log_lines_before = time.time(), len(log_lines(self._rank_directory))
+        task.number, task.began_s = self._num_tasks, time.time()
+        task.num_log_lines_before = len(log_lines(self._rank_directory))
         row = {"number": task.number, "trial_id": task.spec.trial_id, "hparams": task.hparams}
         append_json_line(self._rank_directory / TASKS_NAME, row)
         self._task = task
 
+    def _poll_task(self, task: _Task) -> None:
+        # The exit code is read before the results, so that no result that arrives in between is lost.
+        exit_code = None if self._launcher is None else self._launcher.exit_code
+        rows = read_json_lines(self._rank_directory / RESULTS_NAME)
+        row = next((row for row in rows if row["number"] == task.number), None)
+        if row is not None:
+            if row["respawned"]:
+                logger.info("the ranks are replaced: %s", row["respawned"])
+                self._end_ranks()
+            self._take(task, outcome_from_json(row))
+        elif exit_code is not None and exit_code < 0 and not task.is_retry:
+            # The launcher was killed, which need not be the configuration's fault.
+            task.is_retry = True
+            self._begin(task, needs_fresh_ranks=True)
+        elif exit_code is not None:
+            failure = self._failure_of_launcher(task, exit_code)
+            self._end_ranks()
+            self._take(task, failure)
+
     @property
     def _rank_directory(self) -> Path:
         return self._directory / str(self._number)
-
-    def _result(self, number: int) -> dict[str, Any] | None:
-        rows = read_json_lines(self._rank_directory / RESULTS_NAME)
-        return next((row for row in rows if row["number"] == number), None)
 
     def _end_ranks(self) -> None:
         if self._launcher is not None:
@@ -215,19 +201,17 @@ class PersistentRanks:
             self._launcher = None
 
     def _take(self, task: _Task, outcome: Outcome) -> None:
-        """End a trial, unless it or the best one has to be measured once more."""
+        """End a trial, unless the trial or the best one has to be measured again."""
         self._task = None
         metric = self._settings.flags.metric
         task.spent_s += time.time() - task.began_s
-        is_out_of_memory = isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
         if task.challenger is not None:
-            challenger = task.challenger
-            best = self._incumbent.measured
-            if isinstance(outcome, Measured) and best is not None:
-                challenger = without_drift(challenger, drift_between(best, outcome))
-            outcome = challenger
-        elif is_out_of_memory and not task.is_in_fresh_ranks:
-            # Memory counts in fresh ranks only: caches of earlier configurations take some of it.
+            best, again = self._incumbent.measured, outcome
+            outcome = task.challenger
+            if isinstance(again, Measured) and best is not None:
+                outcome = without_drift(task.challenger, drift_between(best, again))
+        elif _is_out_of_memory(outcome) and task.number > 1:
+            # Caches of earlier configurations occupy memory, so the error counts in fresh ranks only.
             self._begin(task, needs_fresh_ranks=True)
             return
         elif isinstance(outcome, Measured) and self._incumbent.is_worth_measuring_again(outcome, metric):
@@ -238,25 +222,24 @@ class PersistentRanks:
         self._incumbent.consider(task.spec.hparams, outcome, metric)
         self._ended.append(Ended(task.spec.trial_id, outcome, task.spent_s))
 
-    def _why_ended(self, task: _Task, exit_code: int) -> Failure:
+    def _failure_of_launcher(self, task: _Task, exit_code: int) -> Failure:
         """Return why the launcher has ended before the task had a result."""
-        lines = log_lines(self._rank_directory)[task.log_lines_before :]
+        lines = log_lines(self._rank_directory)[task.num_log_lines_before :]
         if exit_code == 130:
             return Failure(FailureKind.CANCELED, "its ranks were interrupted from outside")
         failure = failure_from_log(lines, exit_code=exit_code)
         if failure.kind is FailureKind.USER_ERROR and not any(FAILURE_MARK in line for line in lines):
-            # A rank says so itself where the training code fails.
+            # A rank reports an error of the training code itself.
             return dataclasses.replace(failure, kind=FailureKind.COMMUNICATION)
         return failure
 
-    def _left_behind(self) -> dict[int, dict[str, Any]]:
+    def _end_earlier_ranks(self) -> dict[int, dict[str, Any]]:
         """End ranks of an earlier process of this search; return its results by trial."""
-        directory = self._directory / str(self._number)
-        if (launcher := found(directory)) is not None:
+        if (launcher := found(self._rank_directory)) is not None:
             launcher.end()
-        results = {row["number"]: row for row in read_json_lines(directory / RESULTS_NAME)}
+        results = {row["number"]: row for row in read_json_lines(self._rank_directory / RESULTS_NAME)}
         rows: dict[int, dict[str, Any]] = {}
-        for task in read_json_lines(directory / TASKS_NAME):
+        for task in read_json_lines(self._rank_directory / TASKS_NAME):
             row = results.get(task["number"])
             # Of several tasks of a trial the first measured the trial itself.
             if row is not None and task["trial_id"] not in rows:
@@ -264,6 +247,10 @@ class PersistentRanks:
                 seconds = sum(row["details"][name] for name in parts)
                 rows[task["trial_id"]] = {**row, "seconds": seconds}
         return rows
+
+
+def _is_out_of_memory(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failure) and outcome.kind.is_out_of_memory
 
 
 def _without_benchmark(hparams: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,9 +264,9 @@ def _without_benchmark(hparams: Mapping[str, Any]) -> dict[str, Any]:
 class Incumbent:
     """The best configuration so far.
 
-    A machine gets slower or faster within a search: heat, clocks, neighbours. A result that comes near the best one or beats it
-    has the best one measured again. If its two measurements disagree by more than their intervals, the times of the new result
-    are corrected. Only ``end_to_end_throughput`` stays: it says what a training will do, not which configuration is better.
+    A machine gets slower or faster during a search: heat, clocks, neighbours. A result near the best one, or better, has the best
+    one measured again. If its two measurements differ by more than their intervals, the times of the new result are corrected.
+    Only ``end_to_end_throughput`` is not: it says what a training will do, not which configuration is better.
     """
 
     hparams: dict[str, Any] | None = None
@@ -287,27 +274,20 @@ class Incumbent:
 
     def is_worth_measuring_again(self, outcome: Outcome, metric: str) -> bool:
         """Return whether a result is so near that the machine's drift could decide."""
-        mine = None if self.measured is None else score(self.measured, metric)
-        theirs = score(outcome, metric)
-        if mine is None or theirs is None:
-            return False
-        return theirs >= mine - _NEAR * abs(mine)
+        best = None if self.measured is None else score(self.measured, metric)
+        new = score(outcome, metric)
+        return best is not None and new is not None and new >= best - _NEAR * abs(best)
 
     def consider(self, hparams: dict[str, Any], outcome: Outcome, metric: str) -> None:
-        """Take a result that may be the best one from now on."""
-        theirs = score(outcome, metric)
-        mine = None if self.measured is None else score(self.measured, metric)
-        if isinstance(outcome, Measured) and theirs is not None and (mine is None or theirs > mine):
+        """Make a result the best one if it is better."""
+        best = None if self.measured is None else score(self.measured, metric)
+        new = score(outcome, metric)
+        if isinstance(outcome, Measured) and new is not None and (best is None or new > best):
             self.hparams, self.measured = hparams, outcome
-
-    def consider_best(self, spec: TrialSpec, metric: str) -> None:
-        """Take the best one that the search knows, of an earlier process too."""
-        if spec.best is not None:
-            self.consider(spec.best[0], Measured(spec.best[1]), metric)
 
 
 def drift_between(before: Measured, again: Measured) -> float:
-    """Return the ratio of latencies if the machine slowed; 1.0 within the intervals."""
+    """Return the ratio of two latencies; 1.0 if it lies within their intervals."""
     first, second = before.value("latency"), again.value("latency")
     if not first or not second:
         return 1.0
@@ -317,10 +297,9 @@ def drift_between(before: Measured, again: Measured) -> float:
 
 
 def without_drift(measured: Measured, drift: float) -> Measured:
-    """Return a measurement as without the slowdown ``drift``, which it then names."""
-    metrics: Mapping[str, float] = measured.metrics
+    """Return a measurement corrected by ``drift``, which becomes one of its metrics."""
     corrected = {
         name: value * drift if name in _RATES else value / drift if name in _TIMES else value
-        for name, value in metrics.items()
+        for name, value in measured.metrics.items()
     }
     return Measured({**corrected, "drift": drift})

@@ -19,27 +19,27 @@ from dstrial.process_state import parse_stat, read_state
 
 logger = logging.getLogger(__name__)
 
-_END_S = 20.0
 _IMPORT_TIMEOUT_S = 60.0
 _SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
-_ROOM_BYTES = 2**16
+_PROBE_BYTES = 2**16  # more than a launcher writes before its ranks start
 _STAT_NAME = "launcher.stat"
+# The launcher kills its ranks at the second signal. Each signal has so many seconds to take effect.
+_END_SIGNALS = ((signal.SIGINT, 1.0), (signal.SIGINT, 1.0), (signal.SIGKILL, 20.0))
 
-# The launcher's shell writes its own line of /proc, with process id and start time, before it becomes the launcher, so that a
-# search which is killed between the two finds it again.
+# The shell writes its own line of /proc, with process id and start time, before it becomes the launcher: the next search finds
+# the launcher even if this search is killed in between.
 _WRITE_STAT = 'cat "/proc/$$/stat" > "$0" && exec "$@"'
 
 
 @dataclasses.dataclass(slots=True)
 class LauncherProcess:
-    """A launcher that runs, or ran; it leads a session of its own."""
+    """A launcher that runs or has ended; it leads a session of its own."""
 
     pid: int
-    start_ticks: int  # since boot, which tells it from another process of that id
+    start_ticks: int  # since boot; tells it from a later process with the same id
     started_s: float
-    process: subprocess.Popen[bytes] | ForkedProcess | None = (
-        None  # None if another process of this search started it
-    )
+    # None if another process of this search started it
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def exit_code(self) -> int | None:
@@ -51,35 +51,27 @@ class LauncherProcess:
         return None if is_alive else -1
 
     def end(self) -> None:
-        """Ask the launcher to end its ranks, and kill it if it does not."""
-        if self.exit_code is not None:
-            return
-        # On a second request a launcher kills its ranks at once.
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        """Interrupt the launcher, so that it ends its ranks; kill it if it does not end."""
+        for number, timeout_s in _END_SIGNALS:
+            if self.exit_code is not None:
+                return
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-            if self._ends_within(1.0 if number is signal.SIGINT else _END_S):
-                return
-
-    def _ends_within(self, seconds: float) -> bool:
-        give_up_at_s = time.monotonic() + seconds
-        while self.exit_code is None:
-            if time.monotonic() > give_up_at_s:
-                return False
-            time.sleep(0.05)
-        return True
+            give_up_at_s = time.monotonic() + timeout_s
+            while self.exit_code is None and time.monotonic() < give_up_at_s:
+                time.sleep(0.05)
 
 
 def launch(
     words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str]
 ) -> LauncherProcess:
-    """Start a launcher with its output and process id in a directory that exists."""
-    room = directory / ".room"
+    """Start a launcher; write its output and process id into an existing directory."""
+    probe = directory / ".room"
     try:
         # A launcher that cannot write its process id would never be found again.
-        room.write_bytes(b"\0" * _ROOM_BYTES)
+        probe.write_bytes(b"\0" * _PROBE_BYTES)
     finally:
-        room.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
     stat_path = directory / _STAT_NAME
     with open(os.devnull, "rb") as null, (directory / "output.log").open("wb") as output:  # noqa: PTH123
         files = [null.fileno(), output.fileno(), output.fileno()]
@@ -99,26 +91,25 @@ def launch(
 def _forked(
     words: Sequence[str], stat_path: Path, cwd: Path, variables: Mapping[str, str], files: Sequence[int]
 ) -> ForkedProcess | None:
-    """Start a launcher and its ranks as forks; None where only a new process will do."""
+    """Start a launcher and its ranks as forks; None if a new process is needed."""
     may_fork = words[0] == sys.executable and trains_trial_class(words[1:])
     server = _SERVER.get(variables, _IMPORT_TIMEOUT_S) if may_fork else None
     if server is None:
         return None
-    directory = str(Path.cwd() / cwd)
-    program = Program(words[1:], variables, directory, leads="session", has_spare=True)
+    program = Program(words[1:], variables, str(Path.cwd() / cwd), leads="session", has_spare=True)
 
-    def note(pid: int) -> None:
+    def write_stat(pid: int) -> None:
         stat_path.write_bytes(Path(f"/proc/{pid}/stat").read_bytes())
 
     try:
-        return server.start(program, files, known=note)
+        return server.start(program, files, known=write_stat)
     except ForkRefusedError as reason:
         logger.info("a launcher starts as a new process, not as a fork: %s", reason)
         return None
 
 
 def found(directory: Path) -> LauncherProcess | None:
-    """Return the launcher last started in a directory, living or not; None without."""
+    """Return the launcher last started in a directory, alive or not; None without."""
     path = directory / _STAT_NAME
     try:
         text, started_s = path.read_text(errors="replace"), path.stat().st_mtime

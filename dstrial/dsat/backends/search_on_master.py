@@ -1,7 +1,8 @@
-"""Have a search run inside its trial on a master, and follow its journal.
+"""Run a search inside its trial on a master; read results from its journal.
 
-The trial is given the command line, the experiment and the journal so far as files of its context. It reports every further
-event as a row of metrics (group ``dsat``), whose number of steps is the event's place in the journal.
+The trial is given the command line, the experiment and the journal so far as files of its context. It reports each further
+event as a row of metrics (group ``dsat``). A method is pure: the search in the trial asks for the same measurements as the
+command, so that the command reads the results of its own trials from the journal of the other process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,21 @@ from determined.common.api import errors
 from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.backends.cluster import ClusterBackend
-from dstrial.dsat.backends.experiments import RUNS, last_lines, why_waiting
-from dstrial.dsat.backends.trial_spec import search_config
+from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.cluster import ClusterBackend, is_running, last_lines, why_waiting
+from dstrial.dsat.backends.trial_spec import TrialSpec, search_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
-from dstrial.errors import DstrialError
+from dstrial.dsat.core.outcome import FAILURE_MARK, FailureKind, failure_from_log, outcome_from_json
+from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 0.5
-_LAST_EVENTS_S = 10.0  # for the last event of a search that has ended
-_WAIT_S = 60.0  # for the trial to keep the files of a search that is over
+_FINISH_TIMEOUT_S = 20.0  # for the last event: the trial spends its budget seconds after the command
+_STORE_TIMEOUT_S = 60.0  # for the trial to store its files in a checkpoint
 _LOG_WAIT_AFTER_S = 15.0
-_ENDED = (
+_ENDED_STATES = (
     ExperimentState.CANCELED,
     ExperimentState.DELETED,
     ExperimentState.COMPLETED,
@@ -43,6 +45,7 @@ class SearchOnMaster:
     """A search that runs in the trial of one experiment."""
 
     num_parallel = 1
+    is_sequential = True
 
     def __init__(self, settings: SearchConfig, master: ClusterBackend, record: SearchRecord) -> None:
         self._settings = settings
@@ -50,7 +53,8 @@ class SearchOnMaster:
         self._record = record
         self._spec = search_config(settings, record.search_id)
         self._experiment: Experiment | None = None
-        self._rows: dict[int, dict[str, Any]] = {}
+        self._rows: dict[int, dict[str, Any]] = {}  # events that the trial has reported, by their position
+        self._awaited: set[int] = set()
         self._is_ended = self._is_running = False
         self._next_poll_s = 0.0
         self._waiting_since_s = time.monotonic()
@@ -59,14 +63,85 @@ class SearchOnMaster:
     def describe(self) -> str:
         return f"{self._master.describe()}, in persistent ranks"
 
-    def begin(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Find the experiment of this search, if it lives or has news, or submit one."""
-        self._find()
-        if self._experiment is not None and (not self._is_ended or self.new_events(len(events))):
-            return
+    def start(self, spec: TrialSpec) -> dict[str, Any]:
+        """Await a trial's result; submit the search, unless an experiment runs it."""
+        if not self.adopt(spec, {}):
+            self._submit()
+        self._awaited.add(spec.trial_id)
+        assert self._experiment is not None
+        return {"experiment_id": self._experiment.id}
+
+    def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
+        del handle
         if self._experiment is None:
-            # One that was canceled in order has not killed the search.
-            events = [_without_attempt(event) for event in events]
+            self._find()
+        if self._experiment is None or (self._is_ended and spec.trial_id not in self._events("result")):
+            return False
+        self._awaited.add(spec.trial_id)
+        return True
+
+    def poll(self) -> list[Ended]:
+        self._read_events()
+        submitted, results = self._events("submitted"), self._events("result")
+        ended = []
+        for trial_id in sorted(self._awaited & results.keys()):
+            self._awaited.remove(trial_id)
+            event = results[trial_id]
+            candidate = submitted.get(trial_id, {}).get("candidate")
+            ended.append(Ended(trial_id, outcome_from_json(event), event.get("seconds"), candidate))
+        if self._is_ended and self._awaited and not ended:
+            self._restart()
+        self._log_slots()
+        return ended
+
+    def running_s(self, trial_id: int) -> float:
+        """Return 0: the search in the trial has deadlines of its own."""
+        del trial_id
+        return 0.0
+
+    def kill(self, trial_id: int) -> None:
+        self._awaited.discard(trial_id)
+
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        """Do nothing: the search in the trial publishes its report."""
+        del report
+        return True
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Wait until the trial has stored its files; if it does not end, store these."""
+        if self._experiment is None:
+            self._find()
+        if not self._wait(
+            _FINISH_TIMEOUT_S, lambda: any(row["event"] == "finished" for row in self._rows.values())
+        ):
+            self.close()
+            self._master.finish(results)
+        elif self._experiment is not None:
+            self._wait(_STORE_TIMEOUT_S, lambda: self._is_ended)
+
+    def close(self) -> None:
+        """Kill the experiment, unless it has ended."""
+        if self._experiment is not None and not self._is_ended:
+            self._master.kill_experiment(self._experiment)
+        self._experiment = None
+
+    # ---- machinery -------------------------------------------------------------------------------
+
+    def _wait(self, timeout_s: float, condition: Callable[[], bool]) -> bool:
+        give_up_at_s = time.monotonic() + timeout_s
+        while not (is_met := condition()) and time.monotonic() < give_up_at_s:
+            self._read_events()
+            time.sleep(0.1)
+        return is_met
+
+    def _find(self) -> None:
+        self._experiment = self._master.retry_until_available(lambda: self._master.find(self._spec.label))
+        if self._experiment is not None:
+            self._master.retry_until_available(self._experiment.reload)
+            self._read_events()
+
+    def _submit(self) -> None:
+        events = self._journal()
         self._rows.clear()
         self._is_ended = False
         try:
@@ -78,113 +153,94 @@ class SearchOnMaster:
             ) from error
         logger.info("experiment %d searches", self._experiment.id)
 
-    def new_events(self, num_known: int) -> list[dict[str, Any]]:
-        self._poll()
-        found: list[dict[str, Any]] = []
-        while (row := self._rows.get(num_known + len(found) + 1)) is not None:
-            found.append(row)
-        self._note_slots()
-        return found
+    def _restart(self) -> None:
+        """Submit the search again if its trial ran out of memory, else raise.
 
-    def why_ended(self) -> str:
-        if self._experiment is None or not self._is_ended:
-            return ""
+        The search in the trial counts how often a configuration ended it; ``max_restarts`` need not cover that.
+        """
+        assert self._experiment is not None
         lines: list[str] = []
         with self._master.tolerate_outage():
             lines = last_lines(self._experiment.list_trials())
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
         state = self._experiment.state
-        return f"experiment {self._experiment.id} is {state.name.lower() if state else 'gone'}: {said[-300:]}"
-
-    def finish(self, results: Mapping[str, str]) -> None:
-        """Wait until the trial has kept the files; keep those of one that does not end."""
-        if self._experiment is None:
-            self._find()
-        give_up_at_s = time.monotonic() + _LAST_EVENTS_S
-        while not (is_finished := self._has_finished()) and time.monotonic() < give_up_at_s:
-            self._poll()
-            time.sleep(0.1)
-        if not is_finished:
-            self.close()
-            self._master.finish(results)
+        # Lines with the mark are of ranks, whose failures do not end the search.
+        failure = failure_from_log([line for line in lines if FAILURE_MARK not in line])
+        is_killed = state is ExperimentState.ERROR and failure.kind is FailureKind.HOST_OOM
+        if is_killed and self._events("submitted"):
+            logger.warning("experiment %d ran out of memory; another goes on", self._experiment.id)
+            self._submit()
             return
-        give_up_at_s = time.monotonic() + _WAIT_S
-        while self._experiment is not None and not self._is_ended and time.monotonic() < give_up_at_s:
-            self._poll()
-            time.sleep(0.1)
+        output = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        raise SearchError(
+            f"the search has ended before it was finished (experiment {self._experiment.id} is "
+            f"{state.name.lower() if state else 'gone'}: {output[-300:]}); expected its trial to go on until then. Look at "
+            "the trial's log; the same command goes on with the search in another trial."
+        )
 
-    def _has_finished(self) -> bool:
-        return any(row["event"] == "finished" for row in self._rows.values())
+    def _journal(self) -> list[dict[str, Any]]:
+        """Return the events on record, with the attempts that the last experiment counted.
 
-    def close(self) -> None:
-        """End the experiment, if it is not over."""
-        if self._experiment is not None and not self._is_ended:
-            self._master.kill_experiment(self._experiment)
-        self._experiment = None
+        An experiment that was canceled has not been killed by a configuration: :meth:`_find` ignores it.
+        """
+        attempts: dict[int, dict[str, Any]] = {}
+        for _, row in sorted(self._rows.items()):
+            if row["event"] == "submitted" and "attempt" in row["handle"]:
+                attempts[row["trial_id"]] = {"attempt": row["handle"]["attempt"]}
+            elif row["event"] == "interrupted":
+                attempts.clear()
+        events = []
+        for event in self._record.events():
+            if event["event"] == "submitted":
+                event = {**event, "handle": {**event["handle"], **attempts.get(event["trial_id"], {})}}
+            events.append(event)
+        return events
 
-    # ---- machinery -------------------------------------------------------------------------------
-
-    def _find(self) -> None:
-        self._experiment = self._master.retry_until_available(lambda: self._master.find(self._spec.label))
-        if self._experiment is not None:
-            self._master.retry_until_available(self._experiment.reload)
-            self._poll()
-
-    def _files(self, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    def _files(self, events: list[dict[str, Any]]) -> dict[str, str]:
         flags, written = self._settings.flags, self._settings.written
-        # The trial is told secrets by its own config only: a context is kept as it is.
+        # Contexts are stored as they are, so the trial gets secrets by its own config only.
         private = {str(secret.path[0]) for secret in secrets_in(written, SecretNames())}
-        here: dict[str, Any] = {
-            "include": [],
-            "sample_batch": None,
-            "local": True,
-        }  # there are no files of the command
+        # The trial does not have the files of this command line.
+        changed: dict[str, Any] = {"include": [], "sample_batch": None, "local": True}
         search = {
             "search_id": self._record.search_id,
             "num_parallel": self._settings.options.num_parallel,
-            "flags": {**dataclasses.asdict(flags), **here, "given": sorted(flags.given)},
+            "flags": {**dataclasses.asdict(flags), **changed, "given": sorted(flags.given)},
             "space": None if flags.space is None else Path(flags.space).read_text(encoding="utf-8"),
             "experiment": {name: value for name, value in written.items() if name not in private},
             "private": sorted(private),
-            "events": list(events),
+            "events": events,
         }
         return {SEARCH_FILE: json.dumps(search)}
 
-    def _poll(self) -> None:
-        """Ask for the state, then for events, at most twice a second; none is missed."""
+    def _events(self, kind: str) -> dict[int, dict[str, Any]]:
+        """Return the trial's events of a kind that belong to a measurement, by its id."""
+        return {row["trial_id"]: row for _, row in sorted(self._rows.items()) if row["event"] == kind}
+
+    def _read_events(self) -> None:
+        """Read the state, then the events, at most twice a second, so that none is missed."""
         experiment = self._experiment
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:
             return
         with self._master.tolerate_outage():
             experiment.reload()
-            is_ended = experiment.state in _ENDED
+            is_ended = experiment.state in _ENDED_STATES
             trials = experiment.list_trials()
-            self._is_running = bool(trials) and trials[0].state.value in RUNS
+            self._is_running = is_running(trials)
             for row in trials[0].iter_metrics(EVENTS_GROUP) if trials else ():
                 if row.steps_completed not in self._rows:
-                    event = json.loads(row.metrics["event"])
-                    if event["event"] == "submitted":
-                        event["handle"]["experiment_id"] = experiment.id
-                    self._rows[row.steps_completed] = event
+                    self._rows[row.steps_completed] = json.loads(row.metrics["event"])
             self._is_ended = is_ended
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
 
-    def _note_slots(self) -> None:
+    def _log_slots(self) -> None:
         """Log why the search does not go on while it has no slots."""
         if self._experiment is None or self._is_running or self._is_ended:
             if self._logged_wait:
                 logger.warning("the search has its slots")
             self._logged_wait, self._waiting_since_s = "", time.monotonic()
             return
-        why = why_waiting(self._experiment, self._settings.num_slots)
+        wait = why_waiting(self._experiment, self._settings.num_slots)
         is_long = bool(self._rows) or time.monotonic() - self._waiting_since_s > _LOG_WAIT_AFTER_S
-        if is_long and self._logged_wait != why:
-            logger.warning("the search waits for slots: %s", why)
-            self._logged_wait = why
-
-
-def _without_attempt(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    if event["event"] != "submitted":
-        return event
-    handle = {name: value for name, value in event["handle"].items() if name != "attempt"}
-    return {**event, "handle": handle}
+        if is_long and self._logged_wait != wait:
+            logger.warning("the search waits for slots: %s", wait)
+            self._logged_wait = wait

@@ -1,4 +1,4 @@
-"""Experiment configs of measuring trials, and of the full experiment. Pure."""
+"""Experiment configs and commands of measuring trials, and of the full experiment."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import nested
+from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.candidate import Candidate, layered
 from dstrial.dsat.methods import METHODS
+from dstrial.file_writes import replace_file
 from dstrial.local.measuring_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
 _MEASURING_MODULE = "dstrial.dsat.rank"
 _SCRIPT_MODULE = "dstrial.dsat.rank.standalone_script"
-_RANKS_MODULE = "dstrial.dsat.rank.rank_server"
 _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
-_LAUNCH_MODULES = (
-    _LAUNCHER,
-    "determined.launch.deepspeed",
-    "determined.launch.torch_distributed",
-)
+_LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
-RESULTS_DIRECTORY = "dsat_results"  # in the context of the experiment that keeps them
+RESULTS_DIRECTORY = "dsat_results"  # in the context of the experiment that stores them
 RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
     {
         "searcher": {"name": "single", "max_length": {"batches": 1}},
@@ -36,10 +34,11 @@ RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
         "entrypoint": "python3 -m dstrial.dsat.keep_results",
     }
 )
-"""The experiment whose checkpoint holds the results of launched trials."""
-_LONGEST_STEPS = 1000
-_BENCHMARKED = 2  # the second one too, for the first may fail
-_OF_TRAINING = (
+"""The experiment whose checkpoint stores the results of launched trials."""
+_RESULTS_KEYS = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
+_MAX_STEPS = 1000
+_BENCHMARKED_TRIALS = 2  # the second trial measures the machine, too, because the first may fail
+_TRAINING_KEYS = (
     "min_validation_period",
     "min_checkpoint_period",
     "checkpoint_policy",
@@ -58,40 +57,45 @@ class TrialSpec:
     config: dict[str, Any]
     hparams: dict[str, Any]  # as a trial reads them
     label: str  # unique per trial and search; finds the trial again
-    # hyperparameters and metrics of the best so far
+    # hyperparameters and metrics of the best trial so far
     best: tuple[dict[str, Any], dict[str, float]] | None = None
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment without restarts that measures a candidate."""
-    hparams = _hyperparameters(settings, candidate)
     flags = settings.flags
-    hparams[MEASURING_KEY] = True
-    hparams[AROUND_FIT_KEY] = _AROUND_FIT
-    num_batches = max(flags.end_profile_step + 1, _LONGEST_STEPS)
-    hparams[SETTINGS_KEY] = {
+    num_batches = max(flags.end_profile_step + 1, _MAX_STEPS)
+    measuring: dict[str, Any] = {
         "first_step": flags.start_profile_step,
         "min_steps": flags.end_profile_step + 1,
         "max_s": flags.measure_seconds,
         "num_batches": num_batches,
     }
-    if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED:
-        hparams[SETTINGS_KEY][BENCHMARK_KEY] = True
+    if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED_TRIALS:
+        measuring[BENCHMARK_KEY] = True
+    hparams = {
+        **_hyperparameters(settings, candidate),
+        MEASURING_KEY: True,
+        AROUND_FIT_KEY: _AROUND_FIT,
+        SETTINGS_KEY: measuring,
+    }
+    entrypoint = settings.experiment.entrypoint
+    if settings.trial is not None:
+        entrypoint = f"python3 -m {_LAUNCHER} -m {_MEASURING_MODULE} --trial {settings.trial}"
     label = f"dsat-{search_id}-{trial_id}"
     config = {
         **measured_config(settings),
         **_single(settings, label, f"dsat trial {trial_id}", settings.space.describe(candidate), num_batches),
-        "entrypoint": _measuring_entrypoint(settings),
+        "entrypoint": entrypoint,
         "hyperparameters": hparams,
     }
-    config = _with_stages(config, settings, candidate)
-    return TrialSpec(trial_id, config, _concrete(settings, hparams), label)
+    return TrialSpec(trial_id, _with_stages(config, settings, candidate), _concrete(settings, hparams), label)
 
 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment whose trial is a search.
 
-    It keeps the user's ``max_restarts``, which only a trial that ends as a whole uses up: ranks are started again within it.
+    It has the user's ``max_restarts``; ranks that are restarted within the trial do not count.
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
@@ -102,13 +106,12 @@ def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
 
 
 def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment without slots whose checkpoint keeps results."""
+    """Return the ``single`` experiment without slots whose checkpoint stores results."""
     written = copy.deepcopy(settings.written)
     label = f"dsat-{search_id}-results"
-    names = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
     single = _single(settings, label, "dsat results", "keeps the results of the search in a checkpoint", 1)
     config = {
-        **{name: written[name] for name in names if name in written},
+        **{name: written[name] for name in _RESULTS_KEYS if name in written},
         **RESULTS_EXPERIMENT,
         **single,
         "searcher": {**RESULTS_EXPERIMENT["searcher"], **single["searcher"]},
@@ -117,11 +120,20 @@ def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
 
 
 def measured_config(settings: SearchConfig) -> dict[str, Any]:
-    """Return the experiment without what only a training has."""
+    """Return the experiment without the keys that only a training run has."""
+    return {key: value for key, value in copy.deepcopy(settings.written).items() if key not in _TRAINING_KEYS}
+
+
+def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
+    """Return the experiment config with the best configuration, without autotuning."""
     config = copy.deepcopy(settings.written)
-    for key in _OF_TRAINING:
-        config.pop(key, None)
-    return config
+    config["hyperparameters"] = _hyperparameters(settings, candidate)
+    return _with_stages(config, settings, candidate)
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a config that can be run, secrets included; such a file is private."""
+    replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
 
 
 def _single(settings: SearchConfig, label: str, name: str, does: str, num_batches: int) -> dict[str, Any]:
@@ -140,39 +152,27 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
     }
 
 
-def ranks_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
-    """Return what launches ranks that live on; in a trial its cluster says how many."""
-    assert settings.trial is not None
-    where = [] if config_path is None else ["--config", config_path, "--context-dir", "."]
-    slots = [] if config_path is None else ["--slots", str(settings.num_slots)]
-    launch = [python, "-m", _LAUNCHER, *slots, *where]
-    return [*launch, "-m", _RANKS_MODULE, "--trial", settings.trial, *where]
-
-
-def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Return the experiment config with the best configuration, without autotuning."""
-    config = copy.deepcopy(settings.written)
-    config["hyperparameters"] = _hyperparameters(settings, candidate)
-    return _with_stages(config, settings, candidate)
-
-
 def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Write a candidate's number of pipeline stages where the experiment has its own."""
+    """Set a candidate's number of pipeline stages where the experiment sets its own."""
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
     return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
 
 
-def local_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
+def measuring_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
+    """Return the command of measuring ranks; without a config, in a trial on a master."""
     if settings.trial is None:
-        return local_training_command(settings, config_path, python)
-    where = ["--config", config_path, "--context-dir", "."]
-    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
+        assert config_path is not None
+        return training_command(settings, config_path, python)
+    where = [] if config_path is None else ["--config", config_path, "--context-dir", "."]
+    slots = [] if config_path is None else ["--slots", str(settings.num_slots)]
+    launch = [python, "-m", _LAUNCHER, *slots, *where]
     return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
 
 
-def local_training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
+def training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
+    """Return the command that trains an experiment on this machine."""
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:
@@ -182,37 +182,25 @@ def local_training_command(settings: SearchConfig, config_path: str, python: str
     return [*launch, *(["-m", _SCRIPT_MODULE] if is_python else []), *words]
 
 
-def _measuring_entrypoint(settings: SearchConfig) -> Any:
-    given = settings.experiment.entrypoint
-    if settings.trial is None:
-        return given
-    return f"python3 -m {_LAUNCHER} -m {_MEASURING_MODULE} --trial {settings.trial}"
-
-
-def script_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Return the script and its arguments, without interpreter and launcher."""
+def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
+    """Return a script or ``-m MODULE`` with its arguments, without launcher."""
     words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
     for idx in range(len(words) - 1):
         if words[idx] == "-m" and words[idx + 1] in _LAUNCH_MODULES:
-            rest = words[idx + 2 :]
-            if "--" in rest:
-                return rest[rest.index("--") + 1 :]
-            while rest and rest[0].startswith("--") and rest[0] != "-m":
-                rest = rest[1 if "=" in rest[0] else 2 :]
-            return rest
-    return words
-
-
-def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Return the script or ``-m MODULE``, and its arguments, without ``python``."""
-    words = script_words(entrypoint)
+            words = words[idx + 2 :]
+            if "--" in words:
+                words = words[words.index("--") + 1 :]
+                break
+            while words and words[0].startswith("--"):
+                words = words[1 if "=" in words[0] else 2 :]
+            break
     return words[1:] if len(words) > 1 and Path(words[0]).name.startswith("python") else words
 
 
 def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
     hparams = dict(copy.deepcopy(settings.written.get("hyperparameters") or {}))
     hparams = layered(hparams, candidate.hyperparameters())
-    # A dotted key beside the candidate's nested one would be the same value twice.
+    # A dotted key beside the candidate's nested key would set the same value twice.
     before = nested(hparams.get("overwrite_deepspeed_args") or {})
     hparams["overwrite_deepspeed_args"] = layered(before, candidate.overwrite())
     return hparams
@@ -220,12 +208,9 @@ def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, 
 
 def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters as a trial reads them: ``{type: const}`` as its value."""
-    values = copy.deepcopy(settings.experiment.hyperparameters)
-    return layered(
-        values,
-        {
-            key: value
-            for key, value in hparams.items()
-            if not (isinstance(value, Mapping) and value.get("type") == "const")
-        },
-    )
+    given = {
+        key: value
+        for key, value in hparams.items()
+        if not (isinstance(value, Mapping) and value.get("type") == "const")
+    }
+    return layered(copy.deepcopy(settings.experiment.hyperparameters), given)

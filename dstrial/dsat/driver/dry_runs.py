@@ -1,4 +1,4 @@
-"""Dry-run every kind of structure in processes of its own. Imports no torch."""
+"""Dry-run each kind of structure in a process of its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def gather_inputs(
 ) -> PredictInputs:
     """Dry-run what a search may measure, within ``deadline_s`` seconds in all.
 
-    A failed dry run does not end the search: where all fail, ``asha`` searches in place of ``predict``.
+    A failed dry run does not end the search: if all fail, ``asha`` searches in place of ``predict``.
     """
     if settings.space.sizes.has_pipeline_engine:
-        # The predictor knows no pipeline: its dry runs would describe one stage, not the step.
+        # The predictor has no model of pipelines: its dry runs would describe one stage, not the step.
         print_line(f"described by:  the first measurement ({_PIPELINE_NOTE})")
         return PredictInputs(
             failures={"pipeline": _PIPELINE_NOTE}, is_cpu=target == "cpu", notes=(_PIPELINE_NOTE,)
@@ -102,22 +102,18 @@ def dry_run_space(
     """Run one dry run for each kind of structure of a space."""
     asked = groups.representatives()
     requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
-    parallel = max(min(os.cpu_count() or 1, _MAX_PARALLEL), 1)
-    runs: dict[str, DryRunResult] = {}
-    failures: dict[str, str] = {}
-    for key, found in zip(
-        asked, dry_runs(requests, deadline_s=deadline_s, num_parallel=parallel), strict=True
-    ):
-        if isinstance(found, DryRunError):
-            failures[key] = str(found)
-        else:
-            runs[key] = found
-    notes = {note for run in runs.values() for note in run.notes}
+    num_parallel = min(os.cpu_count() or 1, _MAX_PARALLEL)
+    found = dry_runs(requests, deadline_s=deadline_s, num_parallel=num_parallel)
+    return _inputs(dict(zip(asked, found, strict=True)), "fake tensors")
+
+
+def _inputs(found: Mapping[str, DryRunResult | DryRunError], described_by: str) -> PredictInputs:
+    runs = {key: run for key, run in found.items() if isinstance(run, DryRunResult)}
     return PredictInputs(
         runs=runs,
-        failures=failures,
-        described_by="fake tensors" if runs else UNDESCRIBED,
-        notes=tuple(sorted(notes)),
+        failures={key: str(error) for key, error in found.items() if isinstance(error, DryRunError)},
+        described_by=described_by if runs else UNDESCRIBED,
+        notes=tuple(sorted({note for run in runs.values() for note in run.notes})),
     )
 
 
@@ -157,41 +153,25 @@ def _by_real_batch(
 ) -> PredictInputs:
     """Train one real batch of each kind of structure in turn; the user's own first."""
     failure = next(iter(failed.failures.values())).splitlines()[0]
-    reason = f"fake tensors do not do, so one real batch was trained: {failure}"
-    on_device = "memory of device and host is not told apart: what is offloaded counts as the device's"
-    told = (reason,) if target == "cpu" else (reason, on_device)
-    runs: dict[str, DryRunResult] = {}
-    failures: dict[str, str] = {}
+    notes = [f"fake tensors do not do, so one real batch was trained: {failure}"]
+    if target != "cpu":
+        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
+    found: dict[str, DryRunResult | DryRunError] = {}
     for key, (structure, is_accumulating) in groups.representatives().items():
-        left_s = max(until_s - time.monotonic(), 0.0)
-        (found,) = dry_runs(
-            [_as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
-        )
-        if isinstance(found, DryRunError):
-            failures[key] = str(found)
-            if not runs:
-                break
-        else:
-            runs[key] = dataclasses.replace(found, notes=(*found.notes, *told))
-    if not runs:
-        return dataclasses.replace(
-            failed,
-            failures=failures,
-            notes=(
-                "it cannot be described, so that asha searches in place of predict: "
-                + next(iter(failures.values()), "").partition("\n")[0],
-            ),
-        )
-    notes = {note for run in runs.values() for note in run.notes}
-    return PredictInputs(
-        runs=runs, failures=failures, described_by="one real batch", notes=tuple(sorted(notes))
-    )
-
-
-def _as_real(request: DryRunRequest) -> DryRunRequest:
-    """Return a request for one real batch on this machine in place of fake tensors."""
-    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
-    return dataclasses.replace(request, is_real=True, target="cpu")
+        # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
+        request = dataclasses.replace(request_of(structure, is_accumulating), is_real=True, target="cpu")
+        (run,) = dry_runs([request], deadline_s=max(until_s - time.monotonic(), 0.0))
+        found[key] = run
+        if isinstance(run, DryRunResult):
+            found[key] = dataclasses.replace(run, notes=(*run.notes, *notes))
+        elif len(found) == 1:
+            break
+    inputs = _inputs(found, "one real batch")
+    if inputs.runs:
+        return inputs
+    reason = next(iter(inputs.failures.values()), "").partition("\n")[0]
+    note = f"it cannot be described, so that asha searches in place of predict: {reason}"
+    return dataclasses.replace(failed, failures=inputs.failures, notes=(note,))
 
 
 def target_here(environment: Mapping[str, str]) -> Target:

@@ -10,10 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dstrial.config.documents import yaml_text
-from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends import BackendFactory
-from dstrial.dsat.backends.trial_spec import full_config, local_training_command
+from dstrial.dsat.backends.trial_spec import full_config, training_command, write_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import TrialResult
@@ -36,8 +34,7 @@ def run_full(
     """Train the best configuration here or on a master; return the exit status."""
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
-    text = yaml_text(config)
-    replace_file(path, text, is_private=bool(secrets_in(config, SecretNames())))
+    write_config(path, config)
     if settings.flags.local:
         return _train_here(settings, path, signals, print_line)
     number_path = record.path / "full_experiment_id.txt"
@@ -57,11 +54,11 @@ def _train_here(
     if (trained := _trained(runs)) is not None:
         print_line(f"full run:      {trained}")
         return 0
-    command = local_training_command(settings, str(path), sys.executable)
-    environment = {**os.environ, RUNS_DIR_VARIABLE: str(runs), **_going_on(runs)}
-    # In a session of its own, so that a terminal's Ctrl-C reaches it once, from here: twice would end it at once.
+    command = training_command(settings, str(path), sys.executable)
+    environment = {**os.environ, RUNS_DIR_VARIABLE: str(runs), **_resume_variables(runs)}
+    # In a session of its own, so that a terminal's Ctrl-C reaches it once, from here: the second would kill it.
     process = subprocess.Popen(command, cwd=settings.context_dir, env=environment, start_new_session=True)
-    num_passed_on = 0
+    num_forwarded = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(_TRAINING_POLL_S)
@@ -71,12 +68,12 @@ def _train_here(
                 print_line("full run:      not finished; the same command goes on with it")
                 return 128 + int(signals[0])
             return code
-        for number in signals[num_passed_on:]:
+        for number in signals[num_forwarded:]:
             process.send_signal(number)
-            num_passed_on += 1
+            num_forwarded += 1
 
 
-def _going_on(runs: Path) -> dict[str, str]:
+def _resume_variables(runs: Path) -> dict[str, str]:
     """Return the variables that resume the newest full run with a checkpoint, or none."""
     for record in sorted(runs.glob("*/*/run.json"), reverse=True):
         if newest_checkpoint(RunDirectory.open(record.parent).checkpoints_path) is not None:

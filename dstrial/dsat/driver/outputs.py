@@ -1,7 +1,4 @@
-"""Write a search's results, best experiment and report; a full disk ends nothing.
-
-Show the report where the trials run while the search goes on, when there is news, and not too often.
-"""
+"""Write a search's results, best experiment and report; publish the report so far."""
 
 from __future__ import annotations
 
@@ -11,10 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.config.documents import yaml_text
-from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.base import Backend
-from dstrial.dsat.backends.trial_spec import full_config
+from dstrial.dsat.backends.trial_spec import full_config, write_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
@@ -22,11 +17,10 @@ from dstrial.dsat.methods.base import Finish, ReportFacts
 from dstrial.dsat.report.document import SearchFacts, live_document, report_document
 from dstrial.dsat.report.markdown import REPORT_NAMES, write_report
 from dstrial.dsat.space.space import Space
-from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically
 
 _PERIOD_S = 2.0
-# Making a report of many trials takes time that the search needs.
+# A report of many trials takes long to make: reports take at most about 1/20 of the search's time.
 _MIN_PAUSES = 20.0
 
 
@@ -45,11 +39,7 @@ class SearchFiles:
         try:
             best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
             if best is not None:
-                config = full_config(self._settings, best.candidate)
-                text = yaml_text(config)
-                # It is runnable as it is, so it contains the secrets.
-                is_private = bool(secrets_in(config, SecretNames()))
-                replace_file(self._record.best_experiment_path, text, is_private=is_private)
+                write_config(self._record.best_experiment_path, full_config(self._settings, best.candidate))
         except OSError as error:
             self._print_line(f"the results cannot be written ({error}); expected room on the disk")
 
@@ -74,7 +64,7 @@ class SearchFiles:
     ) -> dict[str, Any]:
         facts = self._facts(reason, predicted, notes, is_finished=False)
         report = live_document(report_document(facts, self._settings.space, trials))
-        return {**report, "told_s": time.time()}  # of several, which were left behind, the newest counts
+        return {**report, "told_s": time.time()}  # the newest of several experiments' reports is shown
 
     def _facts(
         self, reason: str, predicted: ReportFacts, notes: Sequence[str], *, is_finished: bool
@@ -115,6 +105,8 @@ def write_results(
 
 
 class LiveReport:
+    """Publishes the report of a running search when there is news, but not too often."""
+
     def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
         self._make = make
         self._has_news = False
@@ -124,10 +116,9 @@ class LiveReport:
         self._has_news = True
 
     def publish_if_due(self, backend: Backend) -> None:
-        """Publish the report if there is news; retry later if that fails."""
         began_s = time.monotonic()
-        if not backend.shows_reports or not self._has_news or began_s < self._next_s:
+        if not self._has_news or began_s < self._next_s:
             return
-        self._has_news = not backend.publish(self._make())
+        self._has_news = not backend.publish(self._make)
         took_s = time.monotonic() - began_s
         self._next_s = began_s + max(_PERIOD_S, _MIN_PAUSES * took_s)

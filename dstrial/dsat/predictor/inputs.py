@@ -16,8 +16,8 @@ UNDESCRIBED = "nothing"
 NUM_BATCHES = 4  # first batches of a training loader, of which the largest is dry-run
 
 _COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
-_TRIAL = "dstrial.dsat.rank.trace_trial:TrialWorkload"
-_SCRIPT = "dstrial.dsat.rank.trace_script:ScriptWorkload"
+_TRIAL = "dstrial.dsat.rank.workloads:TrialWorkload"
+_SCRIPT = "dstrial.dsat.rank.workloads:ScriptWorkload"
 
 
 def dry_run_request(
@@ -54,7 +54,7 @@ def dry_run_request(
         stage: the stage to dry-run.
     """
     directory = str(context_dir.resolve())
-    options = {
+    options: dict[str, Any] = {
         "hparams": dict(hparams),
         "exp_conf": None if exp_conf is None else dict(exp_conf),
         "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),

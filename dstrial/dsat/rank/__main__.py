@@ -1,8 +1,8 @@
-"""What every rank of a measuring trial runs.
+"""Measure a trial class: ``python -m dstrial.dsat.rank --trial module:Trial``.
 
-``python -m dstrial.dsat.rank --trial model_def:MyTrial``.
-
-On a cluster everything else comes from there; off a cluster from ``--config`` and ``--context-dir``. Not meant to be typed.
+These ranks measure the hyperparameters of their trial and report the result. With ``--tasks`` they are persistent ranks and
+measure one task of a search after the other. On a cluster, experiment and hyperparameters come from there; on this machine from
+``--config`` and ``--context-dir``. Not meant to be typed.
 """
 
 from __future__ import annotations
@@ -18,38 +18,49 @@ from dstrial.ranks.identity import identify
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure a trial class by this trial's hyperparameters. Ranks: all, collectively."""
+    """Measure a trial class. Ranks: all, collectively."""
     parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--context-dir", type=Path, default=Path())
+    parser.add_argument("--tasks", type=Path, help="directory of the files of persistent ranks")
+    parser.add_argument("--search", help="PID:START_TICKS of the search that writes the tasks")
     options = parser.parse_args(arguments)
-    import dstrial.launch.imported_ahead  # noqa: F401  # which a fork has imported
+    import dstrial.launch.imported_ahead  # noqa: F401  # already imported in a fork
+    from dstrial.config import load_experiment
+
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    tasks = None if options.tasks is None else options.tasks.absolute()
+    exp_conf: dict[str, Any] | None = None
+    hparams: dict[str, Any] | None = None
+    if options.config is not None:
+        experiment = load_experiment(
+            options.config, options.context_dir, slots=identify(os.environ).world_size
+        )
+        exp_conf, hparams = experiment.raw, experiment.hyperparameters
+        os.chdir(options.context_dir)
+    if tasks is not None:
+        from dstrial.dsat.rank.rank_server import serve
+
+        serve(options.trial, exp_conf, tasks, options.search)
+    _measure_once(options.trial, exp_conf, hparams)
+
+
+def _measure_once(trial: str, exp_conf: dict[str, Any] | None, hparams: dict[str, Any] | None) -> None:
     from dstrial.dsat.rank.context import failures_reported, hyperparameters_of_trial, limits_from, report
-    from dstrial.dsat.rank.measure import measure_trial
+    from dstrial.dsat.rank.rank_server import measure_trial
     from dstrial.dsat.rank.step_timer import StepTimer
     from dstrial.engine.engine_hooks import observe_engines
     from dstrial.launch.trial_import import import_trial
     from dstrial.trainer import init
     from dstrial.trial.context import runtime_of
 
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    exp_conf: dict[str, Any] | None = None
-    hparams: dict[str, Any] | None = None
-    if options.config is not None:
-        from dstrial.config import load_experiment
-
-        slots = identify(os.environ).world_size
-        experiment = load_experiment(options.config, options.context_dir, slots=slots)
-        exp_conf, hparams = experiment.raw, experiment.hyperparameters
-        os.chdir(options.context_dir)
     settings = hparams if hparams is not None else hyperparameters_of_trial()
     timer = StepTimer(limits_from(settings), measures_bare=True)
     with failures_reported(timer):
-        trial_class = import_trial(options.trial, Path())
+        trial_class = import_trial(trial, Path())
         with init(hparams=hparams, exp_conf=exp_conf) as context, observe_engines(timer):
-            trial = trial_class(context)
-            measured = measure_trial(trial, context, timer)
+            measured = measure_trial(trial_class(context), context, timer)
             report(measured, runtime_of(context).core, int(measured.metrics["num_steps"]))
 
 

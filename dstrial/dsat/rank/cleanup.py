@@ -1,7 +1,7 @@
-"""Take engines out of a living process, as if the next were its first.
+"""Destroy engines and restore the state of a new process.
 
-A step per thing that DeepSpeed 0.19.8 or torch leaves behind, each with its reason. ``leak_check`` beside it says what is
-left all the same; a process to which memory does not return is ended by whoever started it, and another one takes its place.
+Each step undoes something that DeepSpeed 0.19.8 or torch leaves behind. ``ProcessUsage`` measures what is left all the same; a
+process that leaks is replaced by whoever started it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import os
 import random
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,72 +26,125 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from dstrial.dsat.rank.leak_check import has_device, process_groups
 from dstrial.engine.deepspeed_internals import process
 
-# Where DeepSpeed puts functions of its own: ZeRO 3 replaces torch.nn.functional.linear and never puts it back.
+# Namespaces that DeepSpeed patches: ZeRO 3 replaces torch.nn.functional.linear for good.
 _PATCHED = (torch, torch.nn.functional, torch.nn.init, nn.Module, nn.Linear, nn.Embedding, torch.Tensor)
-_HOOKS = (
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_forward_hooks_always_called",
-    "_global_forward_hooks_with_kwargs",
-    "_global_forward_pre_hooks",
-    "_global_parameter_registration_hooks",
-    "_global_module_registration_hooks",
-    "_global_buffer_registration_hooks",
+# Numeric settings below ``torch.backends`` in the order in which they are restored: the older names change the newer ones.
+_BACKEND_SETTINGS = (
+    *("cudnn.enabled", "cudnn.benchmark", "cudnn.benchmark_limit", "cudnn.deterministic", "cudnn.allow_tf32"),
+    *("cuda.matmul.allow_tf32", "cuda.matmul.allow_fp16_accumulation"),
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    # torch 2.9 and later
+    *("fp32_precision", "cuda.matmul.fp32_precision"),
+    *("cudnn.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
+    *("mkldnn.fp32_precision", "mkldnn.matmul.fp32_precision"),
+    *("mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision"),
 )
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+class Settings:
+    """Numeric settings of torch, the environment, the directory and the import path."""
+
+    def __init__(self) -> None:
+        self._values = [(read, write, _read(read)) for read, write in _settings()]
+
+    def restore(self) -> None:
+        for read, write, value in self._values:
+            if value is not None and _read(read) != value:
+                write(value)
+
+
+def _settings() -> Iterator[_Setting]:
+    """Yield a function that reads a setting and one that writes it."""
+    yield lambda: dict(os.environ), _write_environment
+    yield os.getcwd, os.chdir
+    yield lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))
+    yield torch.get_default_dtype, torch.set_default_dtype
+    yield torch.get_num_threads, torch.set_num_threads
+    yield torch.is_grad_enabled, torch.set_grad_enabled
+    yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    yield gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()
+    for name in _BACKEND_SETTINGS:
+        *path, attribute = name.split(".")
+        owner: Any = torch.backends
+        for part in path:
+            owner = getattr(owner, part, None)
+        yield functools.partial(getattr, owner, attribute), functools.partial(setattr, owner, attribute)
+    for name in _ATTENTION_KERNELS:
+        cuda = torch.backends.cuda
+        yield getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """Return a setting; None if this torch cannot read it, or not by its older name."""
+    try:
+        return read()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _write_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 class ProcessState:
-    """The state of a process before its first engine; ``restore`` brings it back.
+    """The state of a process before its first engine.
 
-    It is made after the process group and everything that shall last; what the first ``restore`` leaves lasts too. Functions of
-    the namespaces ``keeps`` are put back; by default of those that DeepSpeed is known to change.
+    It is made after the process group and everything else that shall last. What the first ``restore`` leaves lasts, too.
     """
 
-    def __init__(self, keeps: Iterable[Any] | None = None) -> None:
-        self._is_warm = False
+    def __init__(self) -> None:
+        self._is_frozen = False
         self._groups = set(process_groups())
         self._namespaces = [
             (owner, {name: value for name, value in vars(owner).items() if callable(value)})
-            for owner in (_PATCHED if keeps is None else keeps)
+            for owner in _PATCHED
         ]
-        self._environment = dict(os.environ)
-        self._directory = Path.cwd()
-        self._import_path = list(sys.path)
-        self._dtype = torch.get_default_dtype()
-        self._num_threads = torch.get_num_threads()
-        self._numeric_flags = NumericFlags.read()
-        self._gc_is_on = gc.isenabled()
+        self._settings = Settings()
         self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self._device_random = get_accelerator().get_rng_state() if has_device() else None
 
     def restore(self, engines: list[Any]) -> None:
-        """Tear engines down, empty their list, and undo what they did to the process.
+        """Destroy engines, empty their list, and undo what they did to the process.
 
-        The caller keeps no other reference to them, nor to what they trained.
+        The caller keeps no other reference to the engines, nor to what they trained.
 
         Ranks: all that trained with them; destroying groups is not collective with gloo, and is with NCCL.
         """
         while engines:
             _destroy(engines.pop())
         self._undo_patches()
-        _reset_globals()
-        # Modules, parameters, hooks and engines form cycles through closures: two passes, since finalizers make new ones.
-        for _ in range(2):
-            gc.collect()
-        if not self._is_warm:
-            # The million objects of torch's and DeepSpeed's modules never go; to look through them takes seconds.
+        process.reset_globals()
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and hasattr(dynamo, "reset"):
+            dynamo.reset()  # compiled graphs refer to the modules that they were compiled for
+        # Modules, parameters, hooks and engines form cycles through closures; finalizers make new ones, hence two passes.
+        gc.collect()
+        gc.collect()
+        if not self._is_frozen:
+            # The million objects of imported modules are never freed, and scanning them takes seconds.
             gc.freeze()
-            self._is_warm = True
+            self._is_frozen = True
         if has_device():
             # NCCL's destroy_process_group frees what kernels of collectives still use (torch 2.13 ProcessGroupNCCL waits for
             # those that were enqueued with a work object only).
             get_accelerator().synchronize()
-        self._end_groups()
-        self._restore_settings()
+        process.release_groups()
+        # Groups made since, in the order in which they were made, which is the same on all ranks.
+        for group in [group for group in process_groups() if group not in self._groups]:
+            torch.distributed.destroy_process_group(group)
+        self._settings.restore()
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        if self._device_random is not None:
+            get_accelerator().set_rng_state(self._device_random)
         _empty_caches()
 
     def _undo_patches(self) -> None:
@@ -97,47 +153,19 @@ class ProcessState:
             for name, value in before.items():
                 if now.get(name, value) is not value:
                     setattr(owner, name, value)
-        hooks = nn.modules.module
-        for name in _HOOKS:
-            vars(hooks).get(name, {}).clear()
-
-    def _end_groups(self) -> None:
-        """End groups made since: clones of the world's, and those of hpZ, MoE or tensors."""
-        process.release_groups()
-        # In the order in which they were made, which is the same on all ranks.
-        for group in [group for group in process_groups() if group not in self._groups]:
-            torch.distributed.destroy_process_group(group)
-
-    def _restore_settings(self) -> None:
-        if dict(os.environ) != self._environment:
-            os.environ.clear()
-            os.environ.update(self._environment)
-        if Path.cwd() != self._directory:
-            os.chdir(self._directory)
-        sys.path[:] = self._import_path
-        torch.set_default_dtype(self._dtype)
-        if torch.get_num_threads() != self._num_threads:
-            torch.set_num_threads(self._num_threads)
-        self._numeric_flags.restore()
-        torch.set_grad_enabled(True)
-        if self._gc_is_on:
-            gc.enable()  # DeepSpeed's `disable_python_gc` turns it off
-        random.setstate(self._random[0])
-        np.random.set_state(self._random[1])
-        torch.set_rng_state(self._random[2])
-        if self._device_random is not None:
-            get_accelerator().set_rng_state(self._device_random)
+        for name, hooks in vars(nn.modules.module).items():
+            if name.startswith("_global_") and isinstance(hooks, dict):
+                hooks.clear()
 
 
 def _destroy(engine: Any) -> None:
-    # It removes hooks on gradients, ends offload buffers, DeepNVMe handles and the names kept for debugging.
+    # Removes hooks on gradients, closes offload buffers and DeepNVMe handles.
     with contextlib.suppress(AttributeError):
         engine.destroy()
-    loader = getattr(engine, "training_dataloader", None)
-    if loader is not None:
+    if getattr(engine, "training_dataloader", None) is not None:
         engine.training_dataloader = None
-    # Optimizer and module refer to each other and to the engine through closures of hooks; the C++ side of an
-    # autograd hook is not seen by Python's collector, so the cycles are cut here.
+    # Optimizer and module refer to each other and to the engine through closures of hooks. Python's collector does not see the
+    # C++ side of an autograd hook, so the cycles are cut here.
     module = getattr(engine, "module", None)
     for parameter in module.parameters() if module is not None else ():
         parameter.grad = None
@@ -145,111 +173,99 @@ def _destroy(engine: Any) -> None:
             with contextlib.suppress(AttributeError):
                 delattr(parameter, name)
     optimizer = getattr(engine, "optimizer", None)
-    for held in (optimizer, engine):
+    for owner in (optimizer, engine):
         for name in process.CONTAINERS:
-            found = getattr(held, "__dict__", {}).get(name)
-            if isinstance(found, (dict, list, set)):
-                found.clear()
-    for held in (optimizer, getattr(optimizer, "optimizer", None)):
-        state = getattr(held, "__dict__", {}).get("state")
-        if state is not None and hasattr(state, "clear"):
+            container = getattr(owner, "__dict__", {}).get(name)
+            if isinstance(container, (dict, list, set)):
+                container.clear()
+    for owner in (optimizer, getattr(optimizer, "optimizer", None)):
+        state: Any = getattr(owner, "__dict__", {}).get("state")
+        if hasattr(state, "clear"):
             state.clear()
 
 
-def _reset_globals() -> None:
-    process.reset_globals()
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and hasattr(dynamo, "reset"):
-        dynamo.reset()  # compiled graphs hold the modules that they were compiled for
-
-
 def _empty_caches() -> None:
-    accelerator = get_accelerator()
     if has_device():
-        accelerator.empty_cache()
-        accelerator.reset_peak_memory_stats()
+        get_accelerator().empty_cache()
+        get_accelerator().reset_peak_memory_stats()
         empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
         if empty_host_cache is not None:
             empty_host_cache()
-    # glibc keeps what was freed in its arenas, and the next configuration's peak would count it.
+    # glibc keeps freed memory in its arenas, and the next configuration's peak would include it.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# torch 2.9 and later; what was set by these names cannot be asked for by the older ones (it raises RuntimeError).
-_FP32_PRECISION = (
-    "",
-    "cuda.matmul",
-    "cudnn",
-    "cudnn.conv",
-    "cudnn.rnn",
-    "mkldnn",
-    "mkldnn.matmul",
-    "mkldnn.conv",
-    "mkldnn.rnn",
-)
-_ATTRIBUTES = (
-    "cudnn.enabled",
-    "cudnn.benchmark",
-    "cudnn.benchmark_limit",
-    "cudnn.deterministic",
-    "cudnn.allow_tf32",
-    "cuda.matmul.allow_tf32",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_accumulation",
-    *(f"{owner}.fp32_precision".lstrip(".") for owner in _FP32_PRECISION),
-)
-"""Attributes below ``torch.backends``, in the order in which they are put back: the older names change the newer ones."""
-
-_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class NumericFlags:
-    """Numeric settings of torch."""
+class ProcessUsage:
+    """The resources of a process."""
 
-    matmul_precision: str | None  # None where older and newer names were mixed
-    attributes: Mapping[str, Any]  # below ``torch.backends``, those of this build
-    attention_kernels: Mapping[str, bool]  # which may be chosen
-    is_deterministic: bool
-    only_warns: bool  # nondeterministic algorithms warn instead of failing
+    num_tensors: int  # tensors with memory that Python's collector knows
+    tensor_bytes: int  # of their storages, each counted once
+    num_groups: int
+    num_threads: int
+    num_files: int
+    device_bytes: int  # 0 on the CPU
+    resident_bytes: int  # RSS
 
-    @classmethod
-    def read(cls) -> NumericFlags:
-        precision = None
-        with contextlib.suppress(RuntimeError):
-            precision = torch.get_float32_matmul_precision()
-        attributes = {}
-        for name in _ATTRIBUTES:
-            owner, attribute = _owner(name)
-            with contextlib.suppress(RuntimeError, AttributeError):
-                attributes[name] = getattr(owner, attribute)
-        kernels = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION_KERNELS}
-        return cls(
-            precision,
-            attributes,
-            kernels,
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-
-    def restore(self) -> None:
-        if NumericFlags.read() == self:
-            return
-        if self.matmul_precision is not None:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        for name, value in self.attributes.items():
-            owner, attribute = _owner(name)
-            setattr(owner, attribute, value)
-        for name, is_on in self.attention_kernels.items():
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_on)
-        torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
+    def grown_over(self, baseline: ProcessUsage) -> list[str]:
+        """Return the resources that grew by more than their slack."""
+        slack = {
+            "num_tensors": 64,
+            "tensor_bytes": 2**20,
+            "num_groups": 0,
+            "num_threads": 2,
+            # An NCCL communicator opens sockets and shared memory, and keeps some for the next (its proxy, its bootstrap).
+            "num_files": 64 if has_device() else 8,
+            "device_bytes": 2**21,
+            "resident_bytes": max(2**28, baseline.resident_bytes // 4),  # allocators keep some for later
+        }
+        grown = []
+        for name, allowed in slack.items():
+            now, before = getattr(self, name), getattr(baseline, name)
+            if now > before + allowed:
+                grown.append(f"{name} {before} -> {now}")
+        return grown
 
 
-def _owner(name: str) -> tuple[Any, str]:
-    *path, attribute = name.split(".")
-    owner: Any = torch.backends
-    for part in path:
-        owner = getattr(owner, part, None)
-    return owner, attribute
+def process_usage() -> ProcessUsage:
+    """Return the resources that this process uses now."""
+    storages: dict[int, int] = {}
+    num_tensors = 0
+    with warnings.catch_warnings():
+        # The scan calls properties of deprecated objects.
+        warnings.simplefilter("ignore")
+        for one in gc.get_objects():
+            if not isinstance(type(one), type) or not issubclass(type(one), torch.Tensor):
+                continue
+            with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError, ReferenceError):
+                storage = one.untyped_storage()
+                if storage.nbytes():
+                    num_tensors += 1
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return ProcessUsage(
+        num_tensors=num_tensors,
+        tensor_bytes=sum(storages.values()),
+        num_groups=len(process_groups()),
+        num_threads=threading.active_count(),
+        num_files=len(os.listdir("/proc/self/fd")),  # noqa: PTH208  # counts, the listing's own descriptor included
+        device_bytes=int(get_accelerator().memory_allocated()) if has_device() else 0,
+        resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def reset_host_peak() -> None:
+    """Reset the kernel's peak memory count (VmHWM), if the process may."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def process_groups() -> list[Any]:
+    """Return this process's groups in the order in which they were made."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def has_device() -> bool:
+    return str(get_accelerator().device_name()) != "cpu"

@@ -30,13 +30,13 @@ from dstrial.visible_text import cut_text
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
     """Measure the block's engine steps in a dsat trial; do nothing in any other.
 
-    When enough steps are measured, what was measured is reported as validation metrics, ``op`` is completed, and
-    ``SystemExit`` with status 0 leaves the block out of ``engine.step()``. A loop that ends before is measured by what it
-    did, and is left by ``SystemExit`` as well: what follows the block belongs to a training, which this is not.
+    When enough steps are measured, the metrics are reported as validation metrics, ``op`` is completed, and
+    ``engine.step()`` raises ``SystemExit`` with status 0. A loop that ends earlier is measured by the steps it made, and the
+    block raises ``SystemExit``, too, because the code after it belongs to a full training.
 
-    The block may stand around the whole loop, or around every step or micro batch in it, as in Determined's example of the
-    Core API: one in which an engine makes at most one step is taken for a part of a loop, whose blocks are measured
-    together. Such a loop that ends before enough is measured is measured by what it did when the core context closes.
+    The block may contain the whole loop, or one step or micro batch of it, as in Determined's example of the Core API. Blocks
+    in which an engine makes at most one step are measured together. If such a loop ends before enough is measured, its steps
+    are reported when the core context closes.
 
     Args:
         core_context: of ``determined.core.init``.
@@ -44,8 +44,8 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
         steps_completed: steps to report the metrics at; those of the engine if None.
 
     Raises:
-        TrialContractError: there was no second step of an engine, so that there is nothing to time; of a loop of
-            blocks when the core context closes.
+        TrialContractError: no engine made a second step, so that nothing can be timed; for a loop of blocks, raised
+            when the core context closes.
 
     Ranks: all, collectively.
     """
@@ -53,33 +53,33 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
     if not hparams.get("_use_dsat_mode"):
         yield
         return
-    parts: _PartByPart | None = getattr(core_context, _PARTS_ATTRIBUTE, None)
-    timer = StepTimer(limits_from(hparams), ends_process=True) if parts is None else parts.timer
-    heard_before = timer.num_heard
+    blocks: _LoopOfBlocks | None = getattr(core_context, _BLOCKS_ATTRIBUTE, None)
+    timer = StepTimer(limits_from(hparams), ends_process=True) if blocks is None else blocks.timer
+    num_before = timer.num_observed_steps
     with failures_reported(timer):
         try:
             with observe_engines(timer):
                 yield
         except MeasurementDone:
-            if parts is not None:
-                parts.is_finished = True
+            if blocks is not None:
+                blocks.is_finished = True
             _finish(timer, core_context, op, steps_completed)
             raise
-        if parts is not None or timer.num_heard - heard_before <= 1:
-            if parts is None:
-                _PartByPart(core_context, op, steps_completed, timer).begin()
+        if blocks is not None or timer.num_observed_steps - num_before <= 1:
+            if blocks is None:
+                _LoopOfBlocks(core_context, op, steps_completed, timer).begin()
             return
         _require_result(timer)
         _finish(timer, core_context, op, steps_completed)
         raise MeasurementDone(0)
 
 
-_PARTS_ATTRIBUTE = "_dstrial_parts"
+_BLOCKS_ATTRIBUTE = "_dstrial_blocks"
 
 
 @dataclasses.dataclass(slots=True)
-class _PartByPart:
-    """A loop that opens the block anew for each of its steps."""
+class _LoopOfBlocks:
+    """A loop that enters a block for each of its steps."""
 
     core_context: Any
     op: Any
@@ -88,9 +88,9 @@ class _PartByPart:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Let later blocks of this core context find this one."""
-        setattr(self.core_context, _PARTS_ATTRIBUTE, self)
-        # Contexts of Determined 0.23 have no close(); there a loop has to make enough steps to be measured.
+        """Share the timer with later blocks; report when the core context closes."""
+        setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
+        # Contexts of Determined 0.23 have no close(); there, a loop has to make enough steps.
         close = getattr(self.core_context, "close", None)
         if close is None:
             return
@@ -105,7 +105,7 @@ class _PartByPart:
         setattr(self.core_context, "close", finish_and_close)  # noqa: B010  # Determined 0.23 has none
 
     def finish(self) -> None:
-        """Report what the loop did before it ended by itself. Ranks: all, collectively."""
+        """Report the steps of a loop that ended by itself. Ranks: all, collectively."""
         self.is_finished = True
         with failures_reported(self.timer):
             _require_result(self.timer)
@@ -154,7 +154,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print how this rank failed for the search, and re-raise."""
+    """Print this rank's failure for the search, and re-raise."""
     try:
         yield
     except SystemExit as exit_:
@@ -175,7 +175,7 @@ def failure_of(error: BaseException, timer: StepTimer) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         failure = Failure(FailureKind.CANCELED, "interrupted", timer.phase)
     allocated = timer.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
-    message = cut_text(failure.message, 2000)  # a longer line of the log would be several
+    message = cut_text(failure.message, 2000)  # logs split longer lines
     return dataclasses.replace(failure, message=message, rank=_rank(), allocated_bytes=allocated)
 
 
@@ -188,10 +188,10 @@ def _finish(timer: StepTimer, core_context: Any, op: Any, steps_completed: int |
     measured = with_machine(timer.result(), hyperparameters_of_trial().get(SETTINGS_KEY), timer.dtype)
     steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
     report(measured, core_context, steps)
-    # A loop that ends by itself has completed its operation, which must not be completed twice.
+    # A loop that ends by itself may have completed the operation, which must not be completed twice.
     if op is not None and _rank() == 0 and not getattr(op, "_completed", False):
         op.report_completed(measured.metrics["throughput"])
-    # The process exits from here: gloo's threads may abort a group that is left to the interpreter's exit.
+    # The process exits now: gloo's threads may abort if the group is destroyed at the interpreter's exit.
     process_group.keep()
 
 

@@ -1,4 +1,4 @@
-"""Benchmark the machine, with all ranks at work, for step times."""
+"""Benchmark the machine while all ranks work; predictions of step times use it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.dsat.predictor.hardware import METRIC_PREFIX
 from dstrial.local.measuring_variables import BENCHMARK_KEY
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
-_LONG_ENOUGH_S = 0.02
+_LONG_ENOUGH_S = 0.02  # larger products are not faster
 _NUM_OPERATIONS = 300
 _COPIED_BYTES = {"cpu": 2**24, "device": 2**28}
 _SENT_BYTES = {"cpu": 2**22, "device": 2**27}
@@ -42,7 +42,7 @@ def measure_machine(dtype: torch.dtype) -> dict[str, float]:
     device = torch.device(accelerator.current_device_name())
 
     def timed(call: Callable[[], object], times: int = 1) -> float:
-        """Return the median seconds of one call, all calls of a repeat in a row."""
+        """Return the median seconds of one call over several repeats."""
         found = []
         for _ in range(_REPEATS):
             if not is_cpu:
@@ -56,11 +56,11 @@ def measure_machine(dtype: torch.dtype) -> dict[str, float]:
         return max(statistics.median(found), 1e-9)
 
     with torch.no_grad():
-        _meet(device)
+        _barrier(device)
         found = {"flops_per_s": _matmul_rate(timed, device, dtype)}
         one = torch.zeros(8, device=device)
         found["operation_s"] = timed(lambda: one.add_(1.0), _NUM_OPERATIONS)
-        _meet(device)
+        _barrier(device)
         found["copy_bytes_per_s"] = _copy_rate(timed, device, _COPIED_BYTES[kind])
         if not is_cpu:
             found["host_bytes_per_s"] = _copy_rate(timed, torch.device("cpu"), _COPIED_BYTES["cpu"])
@@ -93,7 +93,7 @@ def _copy_rate(timed: Callable[..., float], device: torch.device, num_bytes: int
 
 
 def _collective_rates(timed: Callable[..., float], device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Time ZeRO's collectives; all ranks leave out what the backend does not have."""
+    """Time ZeRO's collectives, except those that the backend lacks."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
     size = torch.distributed.get_world_size()
@@ -115,15 +115,15 @@ def _collective_rates(timed: Callable[..., float], device: torch.device, num_byt
         except (RuntimeError, NotImplementedError):
             # The backend lacks it, as some versions of gloo lack reduce_scatter, before anything was sent.
             continue
-        _meet(device)
+        _barrier(device)
         latency_s = timed(few, 4)
-        _meet(device)
+        _barrier(device)
         found[f"{kind}_latency_s"] = latency_s
         found[f"{kind}_bytes_per_s"] = num_bytes / max(timed(many) - latency_s, 1e-6)
     return found
 
 
-def _meet(device: torch.device) -> None:
-    """Wait for all ranks, so that no measurement has the slow first collective."""
+def _barrier(device: torch.device) -> None:
+    """Wait for all ranks, so that no measurement includes the slow first collective."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(torch.zeros(1, device=device))

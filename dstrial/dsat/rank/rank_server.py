@@ -1,61 +1,71 @@
-"""Ranks that measure one configuration after the other.
+"""Measure a trial class, in persistent ranks one configuration after the other.
 
-``python -m dstrial.dsat.rank.rank_server``.
-
-``dstrial.launch`` starts them for a search. Rank 0 reads tasks that the search appends to a file, and tells the others; all
-measure, and rank 0 appends the result to another file. The process group lives as long as the ranks; a trial is built, measured
-and torn down again for every task. Not meant to be typed.
+Rank 0 reads tasks that the search appends to a file, and broadcasts them; all ranks measure, and rank 0 appends the result to
+another file. The process group lives as long as the ranks; a trial is built, measured and torn down for each task.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import logging
+import itertools
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import determined as det
 import numpy as np
-
-import dstrial.launch.imported_ahead  # noqa: F401  # isort: skip  # which a fork has imported
 import torch
 from determined import core
 
 from dstrial.dsat.core.journal import RESULTS_NAME, TASKS_NAME
-from dstrial.dsat.core.outcome import (
-    Failure,
-    FailureKind,
-    Outcome,
-    failure_line,
-    outcome_to_json,
-)
-from dstrial.dsat.rank.cleanup import ProcessState
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, failure_line, outcome_to_json
+from dstrial.dsat.rank.cleanup import ProcessState, ProcessUsage, process_usage, reset_host_peak
 from dstrial.dsat.rank.context import failure_of, limits_from
-from dstrial.dsat.rank.leak_check import ProcessUsage, process_usage, reset_host_peak
-from dstrial.dsat.rank.measure import measure_trial
-from dstrial.dsat.rank.step_timer import StepTimer
+from dstrial.dsat.rank.microbench import with_machine
+from dstrial.dsat.rank.step_timer import Mode, StepTimer
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.launch.trial_import import import_trial
 from dstrial.local.json_files import JsonLinesTail, append_json_line
+from dstrial.local.measuring_variables import SETTINGS_KEY
+from dstrial.loop.data.training import TrainingStream, agreed_epoch_length
+from dstrial.loop.loop import require_engine
 from dstrial.process_state import read_state
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import identify
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import DeepSpeedTrial
 
-_POLL_S = 0.02
-_RETRY_S = 5.0
-_IDLE_S = 60.0  # far below the control channel's timeout: the other ranks wait for rank 0 on it
+_POLL_PERIOD_S = 0.02
+_MAX_IDLE_S = 60.0  # far below the control channel's timeout: the other ranks wait for rank 0 on it
 # Grace period in which a rank that failed tears down and waits for the others, which may hang in a collective.
 _GRACE_S = 10.0
 _ENDS_RANKS = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.COMMUNICATION, FailureKind.TIMEOUT)
+
+
+def serve(trial: str, exp_conf: dict[str, Any] | None, directory: Path, search: str) -> NoReturn:
+    """Measure tasks as long as the search runs, then exit. Ranks: all, collectively."""
+    tail = JsonLinesTail(directory / TASKS_NAME)
+    pid, _, ticks = search.partition(":")
+    if exp_conf is None and (info := det.get_cluster_info()) is not None:
+        exp_conf = info.trial._config
+    server = RankServer(trial, exp_conf)
+    while (task := server.next_task(tail, int(pid), int(ticks))) is not None:
+        results = server.allgather(server.measure(task["hparams"]))
+        reason = _why_to_end(results)
+        if server.rank == 0:
+            row = {"number": task["number"], "respawned": reason, **_merge(results)}
+            append_json_line(directory / RESULTS_NAME, row)
+        if reason:
+            break
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine that ran out of memory may hang in its exit handlers
 
 
 class RankServer:
@@ -67,32 +77,42 @@ class RankServer:
         self._device = process_group.device(identity)
         self._channel = ControlChannel(identity)
         self._exp_conf = exp_conf
-        self._seed = int((((exp_conf or {}).get("reproducibility") or {}).get("experiment_seed")) or 0)
+        self._seed = int(((exp_conf or {}).get("reproducibility") or {}).get("experiment_seed") or 0)
         self._trial_name = trial
         self._trial_class: type[DeepSpeedTrial] | None = None
         self._state: ProcessState | None = None
-        self.baseline: ProcessUsage | None = None
+        self._baseline: ProcessUsage | None = None
         self.rank = identity.rank
         self._grace: threading.Timer | None = None
 
-    def next_task(self, tasks: _Tasks) -> dict[str, Any] | None:
+    def next_task(self, tail: JsonLinesTail, search_pid: int, search_ticks: int) -> dict[str, Any] | None:
         """Return rank 0's next task; None once the search has ended. Ranks: all."""
         while True:
-            task = tasks.next(_IDLE_S) if self.rank == 0 else None
-            told: dict[str, Any] | None = self._channel.broadcast(task)
-            if told != {}:
-                return told
+            task: dict[str, Any] | None = {}
+            give_up_at_s = time.monotonic() + _MAX_IDLE_S
+            while self.rank == 0 and not task and time.monotonic() < give_up_at_s:
+                rows = tail.poll()[1]  # at most one: the search writes the next task after this result
+                state = read_state(search_pid)
+                if state is None or state.has_ended or state.start_ticks != search_ticks:
+                    task = None
+                    break
+                task = rows[0] if rows else {}
+                if not rows:
+                    time.sleep(_POLL_PERIOD_S)
+            received: dict[str, Any] | None = self._channel.broadcast(task)
+            if received != {}:
+                return received
 
-    def agreed(self, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what all ranks say. Ranks: all, collectively."""
+    def allgather(self, result: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the results of all ranks. Ranks: all, collectively."""
         try:
-            return self._channel.allgather(said)
+            return self._channel.allgather(result)
         finally:
             if self._grace is not None:
                 self._grace.cancel()
 
     def measure(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Build, measure and take out a trial.
+        """Build, measure and tear down a trial.
 
         Returns ``outcome``; ``grown``, the resources that did not return to their size after the first configuration;
         ``details``, seconds of each part and the ``ProcessUsage``.
@@ -101,31 +121,31 @@ class RankServer:
         """
         began_s, cpu_began_s = time.perf_counter(), time.process_time()
         timer = StepTimer(limits_from(hparams), measures_bare=True)
-        outcome, built_s, cpu_built_s = self._trained(hparams, timer)
+        outcome, built_s, cpu_built_s = self._train(hparams, timer)
         measured_s, cpu_measured_s = time.perf_counter(), time.process_time()
         if isinstance(outcome, Failure):
-            # The others may never come: then this rank ends itself, and its launcher ends them.
-            self._grace = threading.Timer(_GRACE_S, _end_with_failure, (outcome,))
+            # If the others never come, this rank exits, and its launcher ends them.
+            self._grace = threading.Timer(_GRACE_S, _exit_with_failure, (outcome,))
             self._grace.daemon = True
             self._grace.start()
         engines = timer.forget_engines()
-        assert self._state is not None or not engines
         if self._state is not None:
             self._state.restore(engines)
-        left = process_usage()
-        grown = [] if self.baseline is None else left.grown_over(self.baseline)
-        self.baseline = self.baseline or left
-        parts_s = {
+        usage = process_usage()
+        grown = [] if self._baseline is None else usage.grown_over(self._baseline)
+        self._baseline = self._baseline or usage
+        details = {
             "build_s": built_s - began_s,
             "measure_s": measured_s - built_s,
             "tear_down_s": time.perf_counter() - measured_s,
             "measure_cpu_s": cpu_measured_s - cpu_built_s,
             "other_cpu_s": cpu_built_s - cpu_began_s + time.process_time() - cpu_measured_s,
+            **dataclasses.asdict(usage),
         }
-        details = {**parts_s, **dataclasses.asdict(left)}
         return {"outcome": outcome_to_json(outcome), "grown": grown, "details": details}
 
-    def _trained(self, hparams: Mapping[str, Any], timer: StepTimer) -> tuple[Outcome, float, float]:
+    def _train(self, hparams: Mapping[str, Any], timer: StepTimer) -> tuple[Outcome, float, float]:
+        """Return the outcome, and the times at which the trial was built."""
         built_s, cpu_built_s = time.perf_counter(), time.process_time()
         reset_host_peak()
         try:
@@ -143,14 +163,14 @@ class RankServer:
                 outcome: Outcome = measure_trial(trial, context, timer)
         except KeyboardInterrupt:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # told to whoever has ordered the measurement
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # reported to the search
             outcome = failure_of(error, timer)
             sys.stderr.write(f"dsat: {outcome.kind.value}: {outcome.message}\n")
             sys.stderr.flush()
         return outcome, built_s, cpu_built_s
 
     def _context(self, hparams: Mapping[str, Any]) -> DeepSpeedTrialContext:
-        """Return a new context with a silent core context: nothing is reported from here."""
+        """Return a new context; its core context reports nothing."""
         size = self._channel.size
         return DeepSpeedTrialContext(
             core_context=core._dummy_init(distributed=self._channel),
@@ -165,104 +185,68 @@ class RankServer:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure tasks as long as the search lives. Ranks: all, collectively."""
-    parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank.rank_server")
-    parser.add_argument("--trial", required=True)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--context-dir", type=Path, default=Path())
-    parser.add_argument("--tasks", type=Path, required=True, help="directory of the files")
-    parser.add_argument("--search", required=True, help="PID:START_TICKS of the search")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    exp_conf = _experiment(options.config, options.context_dir)
-    tasks = _Tasks(options.tasks.absolute(), options.search)
-    os.chdir(options.context_dir)
-    server = RankServer(options.trial, exp_conf)
-    while (task := server.next_task(tasks)) is not None:
-        said = server.agreed(server.measure(task["hparams"]))
-        reason = _why_to_end(said)
-        if server.rank == 0:
-            tasks.answer({"number": task["number"], "respawned": reason, **_result_of(said)})
-        if reason:
-            break
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # an engine that ran out of memory may hang in its exit handlers
+def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: StepTimer) -> Measured:
+    """Train until ``timer`` is done; nothing is validated, reported or saved.
+
+    The trial was built inside ``observe_engines(timer)``; the timer measures bare steps, too.
+
+    Ranks: all, collectively.
+    """
+    require_engine(trial, context)
+    runtime = runtime_of(context)
+    loader = trial.build_training_data_loader() if runtime.mpu.should_build_data_loader else None
+    stream = TrainingStream(
+        loader,
+        runtime.adapter,
+        context.distributed.rank,
+        runtime.trial_seed or 0,
+        runtime.repro_checks_disabled,
+    )
+    lengths = (runtime.mpu.should_build_data_loader, loader is not None, stream.epoch_length, None)
+    epoch_length = runtime.epoch_length = agreed_epoch_length(context.distributed.allgather(lengths))
+    iterator = stream.open(0)
+    runtime.bind_training_iterator(iterator)
+    runtime.set_training(True)
+    calls = range(runtime.train_calls_per_batch)
+    is_repeating = False
+    source: Iterator[Any] | None = iterator
+    try:
+        for batch_idx in itertools.count():
+            if timer.is_done:
+                break
+            if timer.mode is Mode.BARE and not is_repeating:
+                is_repeating = True
+                # One micro batch forever, with no time to read; ranks without data have none.
+                source = None if iterator is None else itertools.repeat(next(iterator))
+                runtime.bind_training_iterator(source)
+            runtime.current_batch_idx = batch_idx
+            for _ in calls:
+                trial.train_batch(source, batch_idx // epoch_length if epoch_length else 0, batch_idx)
+    finally:
+        runtime.bind_training_iterator(None)
+    return with_machine(timer.result(), context.get_hparams().get(SETTINGS_KEY), timer.dtype)
 
 
-class _Tasks:
-    """The files of a search's tasks and their results, as rank 0 sees them."""
-
-    def __init__(self, directory: Path, search: str) -> None:
-        self._tail = JsonLinesTail(directory / TASKS_NAME)
-        self._results_path = directory / RESULTS_NAME
-        self._waiting: list[dict[str, Any]] = []
-        pid, _, ticks = search.partition(":")
-        self._search = int(pid), int(ticks)
-
-    def next(self, wait_s: float) -> dict[str, Any] | None:
-        """Return the next task; ``{}`` if none comes in time, None without a search."""
-        give_up_at_s = time.monotonic() + wait_s
-        while not self._waiting:
-            self._waiting += self._tail.poll()[1]
-            state = read_state(self._search[0])
-            if state is None or state.has_ended or state.start_ticks != self._search[1]:
-                return None
-            if time.monotonic() > give_up_at_s:
-                return {}
-            if not self._waiting:
-                time.sleep(_POLL_S)
-        return self._waiting.pop(0)
-
-    def answer(self, row: Mapping[str, Any]) -> None:
-        """Append a result; while the disk is full, wait."""
-        while True:
-            try:
-                append_json_line(self._results_path, row)
-            except OSError as error:
-                sys.stderr.write(f"dsat: a result cannot be written ({error}); trying again\n")
-                time.sleep(_RETRY_S)
-            else:
-                return
-
-
-def _end_with_failure(failure: Failure) -> None:
+def _exit_with_failure(failure: Failure) -> None:
     sys.stderr.write(f"{failure_line(failure)}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
-def _result_of(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return rank 0's measurement, or the failure that caused the others."""
-    failures = [one["outcome"] for one in said if "failure" in one["outcome"]]
+    failures = [one["outcome"] for one in results if "failure" in one["outcome"]]
     lost = FailureKind.COMMUNICATION.name
-    outcome = min(failures, key=lambda one: one["failure"]["kind"] == lost, default=said[0]["outcome"])
-    return {**outcome, "details": said[0]["details"]}
+    outcome = min(failures, key=lambda one: one["failure"]["kind"] == lost, default=results[0]["outcome"])
+    return {**outcome, "details": results[0]["details"]}
 
 
-def _why_to_end(said: Sequence[Mapping[str, Any]]) -> str:
-    """Return why other ranks are to measure what comes next; empty if these may."""
-    failure = _result_of(said).get("failure")
+def _why_to_end(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return why new ranks must measure the next task; empty if these ranks may."""
+    failure = _merge(results).get("failure")
     if failure is not None and FailureKind[failure["kind"]] in _ENDS_RANKS:
         return FailureKind[failure["kind"]].value
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(results):
         if one["grown"]:
             return f"rank {rank} does not come back to what it was: {', '.join(one['grown'])}"
     return ""
-
-
-def _experiment(path: Path | None, context_dir: Path) -> dict[str, Any] | None:
-    if path is None:
-        import determined as det
-
-        info = det.get_cluster_info()
-        found: dict[str, Any] | None = None if info is None else info.trial._config
-        return found
-    from dstrial.config import load_experiment
-
-    return load_experiment(path, context_dir, slots=identify(os.environ).world_size).raw
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
 """A rank of a script on this machine, without a master.
 
-``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``.
-
-A Core API script asks Determined which trial it is, and tells it everything. Here it is told the experiment that the launcher
-was given (``python -m dstrial.launch --config``), and a run directory takes the master's place. Not meant to be typed.
+``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. A Core API script reads its trial from Determined and reports
+to it. Here the answers come from the experiment that the launcher was given (``python -m dstrial.launch --config``), and reports
+go to a run directory. Not meant to be typed.
 """
 
 from __future__ import annotations
@@ -38,14 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = read_experiment()
     assert known is not None, "the launcher was given --config"
     with trial_here(known, identify(os.environ)):
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            sys.path[0] = str(Path.cwd())
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path[0] = str(Path(words[0]).resolve().parent)
-            runpy.run_path(words[0], run_name="__main__")
+        run_script(words, Path.cwd())
+
+
+def run_script(words: Sequence[str], module_dir: Path) -> None:
+    """Run a script, or ``-m MODULE`` from a directory, as the main program."""
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        sys.path[0] = str(module_dir)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 @contextlib.contextmanager
@@ -53,7 +57,7 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
     """Let Determined's Core API answer as in a trial on a cluster, inside the block.
 
     ``det.get_cluster_info()`` returns the experiment's hyperparameters and config, ``core.init()`` a core context on a run
-    directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself knows that there is no master.
+    directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself sees no cluster.
 
     Ranks: all; making the core context is collective (one broadcast).
     """
@@ -66,6 +70,11 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
         num_ranks=identity.world_size,
         address=identity.master_addr,
     )
+    searcher = known.config.get("searcher") or {}
+    length, unit = searcher.get("max_length"), None
+    if isinstance(length, Mapping):
+        ((name, number),) = length.items()
+        length, unit = int(number), core.Unit[str(name).upper()]
     runs: list[RunDirectory] = []
     with contextlib.ExitStack() as stack:
 
@@ -78,14 +87,11 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
             # Only a core context can return stop requests; a script without one just ends.
             signals = stack.enter_context(StopSignals())
             channel = distributed or core.DummyDistributedContext()
-            made = _new_run(known) if channel.rank == 0 else None
-            if made is not None:
-                runs.append(made)
-            directory = RunDirectory.open(channel.broadcast(None if made is None else str(made.path)))
-            searcher = known.config.get("searcher") or {}
-            length, unit = _length(searcher.get("max_length"))
+            if channel.rank == 0:
+                runs.append(_new_run(known))
+            path = channel.broadcast(str(runs[-1].path) if channel.rank == 0 else None)
             return local_context.init(
-                directory,
+                RunDirectory.open(path),
                 distributed=channel,
                 metric=searcher.get("metric"),
                 smaller_is_better=bool(searcher.get("smaller_is_better", True)),
@@ -98,7 +104,7 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
 
         stack.enter_context(mock.patch.object(det._info, "_info", info))
         stack.enter_context(mock.patch.object(core, "init", init))
-        # Determined's launchers say where rank 0 listens; ranks of this machine are all on it.
+        # Determined's launchers set the address of rank 0; ranks of this machine are all on it.
         stack.enter_context(mock.patch.dict(os.environ, {"DET_CHIEF_IP": identity.master_addr}))
         failure: str | None = None
         try:
@@ -112,14 +118,6 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
         finally:
             for run in runs:
                 run.end_attempt(RunState.COMPLETED if failure is None else RunState.FAILED, failure)
-
-
-def _length(given: Any) -> tuple[int | None, core.Unit | None]:
-    """Return ``searcher.max_length`` and its unit, None for a bare number."""
-    if not isinstance(given, Mapping):
-        return given, None
-    ((unit, number),) = given.items()
-    return int(number), core.Unit[str(unit).upper()]
 
 
 def stand_in_cluster(

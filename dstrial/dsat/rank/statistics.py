@@ -1,4 +1,4 @@
-"""Timed steps: where warm-up ends, how well their median is known. Pure."""
+"""Windows of timed steps: the end of warm-up, the interval of the median. Pure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Interval:
 
 
 def warm_from(values: Sequence[float]) -> int:
-    """Return the index from which times are those of a warmed-up process.
+    """Return the index of the first time after warm-up.
 
-    That is the change point, in the first half, which best divides the logarithms of the times into two levels, if
-    the first level is at least 5 % higher than the second; one slow step later on is no change point.
+    Warm-up ends at the change point, in the first half, that best divides the logarithms of the times into two levels, if the
+    first level is at least 5 % higher than the second. One slow step later on is no change point.
 
     Source: least-squares segmentation into two levels, Hinkley 1970.
     """
@@ -64,19 +64,19 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """When enough has been timed."""
+    """Limits that decide when enough steps are timed."""
 
     target_half_width: float = 0.015  # relative; of the 95 % interval of the median
     min_windows: int = 6  # after warm-up
     max_windows: int = 60  # in all
     window_s: float = 0.1  # a window has as many steps as fill this
-    max_s: float = 60.0  # then no window begins, once there are three after warm-up
+    max_s: float = 60.0  # no window begins later, if there are three after warm-up
     min_steps: int = 6  # in all, warm-up included
     first_step: int = 0  # earlier ones, counted from 1, are warm-up; step 1 counts FLOPs and is never timed
 
 
 class Sampling:
-    """Windows of whole steps, and how many more are needed."""
+    """Collects windows of whole steps until enough are timed."""
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits
@@ -113,9 +113,9 @@ class Sampling:
         return warm_from(self._times_s)
 
     def mean_s(self) -> float:
-        """Return the seconds of one step after warm-up; slow steps count in full.
+        """Return the mean seconds of one step after warm-up.
 
-        The median tells configurations apart; a whole training has the mean: epochs begin, batches differ.
+        The median compares configurations. A training takes the mean: epochs begin, batches differ.
         """
         first = self._first()
         times_s, num_steps = self._times_s[first:], self._num_steps[first:]

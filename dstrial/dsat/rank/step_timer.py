@@ -7,6 +7,7 @@ timed apart; where the caller can repeat a batch, a few without reading data. Ra
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 import resource
@@ -17,15 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed
+from deepspeed import PipelineEngine
 from deepspeed.accelerator import get_accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.rank.engine_features import FirstMicroBatch, engine_features
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
-from dstrial.engine.deepspeed_internals.optimizers import full_numel
+from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_nvme
+from dstrial.engine.model_flops import counted_flops, is_compiled
 
 _NUM_PHASE_STEPS = 3
 _NUM_BARE_WINDOWS = 3
+_BARE_WINDOW_S = 0.1
 _MAX_SKIPPED_SHARE = 0.5
 
 
@@ -38,18 +42,90 @@ class Mode(enum.IntEnum):
 
 
 class MeasurementDone(SystemExit):
-    """Enough was measured: the process ends with status 0 unless somebody catches it."""
+    """Ends the process with status 0 once enough is measured."""
 
 
 class NumericError(ArithmeticError):
     """The loss is not finite, or most steps are skipped for overflow."""
 
 
+class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Counts operations that reach torch's dispatcher."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def engine_features(engines: list[Any]) -> dict[str, float]:
+    """Return properties of a rank's engines, summed; see ``knob_effects.PROBES``."""
+    modules = [module for engine in engines for module in engine.module.modules()]
+    return {
+        "probe_modules": float(len(modules)),
+        "probe_compiled": float(sum(map(is_compiled, modules))),
+        "probe_pipeline_stages": float(
+            sum(engine.num_stages if isinstance(engine, PipelineEngine) else 1 for engine in engines)
+        ),
+        "probe_nvme": float(sum(swaps_to_nvme(getattr(engine, "optimizer", None)) for engine in engines)),
+    }
+
+
+class FirstMicroBatch:
+    """Counts FLOPs and saved activations in the first micro batch of each engine."""
+
+    def __init__(self) -> None:
+        self.flops = 0.0
+        self.flops_recomputed = 0.0
+        self.activation_bytes = 0.0
+        self.num_operations = 0.0
+        self._seen: set[tuple[str, int]] = set()
+
+    def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
+        """Make a call of an engine, counted if it is the first of its phase.
+
+        ``is_outermost`` is false for calls inside another call, such as those of a pipeline's ``train_batch``.
+        """
+        key = phase, id(engine)
+        if key in self._seen:
+            return call()
+        self._seen.add(key)
+        saved_bytes: dict[int, int] = {}
+        weights = {param.untyped_storage().data_ptr() for param in engine.module.parameters()}
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in weights:
+                    saved_bytes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks: Any = contextlib.nullcontext()
+        if phase == "forward":
+            hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        operations = _OperationCount()
+        with operations, hooks:
+            result, flops, recomputed = counted_flops(call)
+        if phase == "forward":
+            self.activation_bytes += sum(saved_bytes.values())
+        if is_outermost:
+            num_micro_batches = max(int(engine.micro_batches), 1) if phase == "train_batch" else 1
+            self.flops += flops / num_micro_batches
+            self.flops_recomputed += recomputed / num_micro_batches
+            self.num_operations += operations.num_operations / num_micro_batches
+        return result
+
+
 class StepTimer:
     """Listens to the engines of a rank while they train; see the module.
 
-    With ``ends_process`` it raises ``MeasurementDone`` out of the last step, for loops that are not ours. With ``measures_bare``
-    the caller repeats one batch while :attr:`mode` is ``BARE``.
+    With ``ends_process``, for users' loops, it raises ``MeasurementDone`` in the last step. With ``measures_bare``, the caller
+    repeats one batch while :attr:`mode` is ``BARE``.
     """
 
     def __init__(
@@ -69,9 +145,9 @@ class StepTimer:
         self._peak_bytes = (0.0, 0.0)
         self._last_loss: Any = None
         self._skipped_before = 0
-        self._num_bare = 0
+        self._num_bare_windows = 0
         self._depth = 0
-        self.num_heard = 0  # steps of the first engine while somebody listened
+        self.num_observed_steps = 0  # of the first engine
         self._window_steps = 1
         self.mode = Mode.PROFILE
         self.phase = "init"
@@ -95,15 +171,13 @@ class StepTimer:
         return torch.float32 if parameter is None else parameter.dtype
 
     def forget_engines(self) -> list[Any]:
-        """Return the engines heard of, and drop them; nothing can be measured afterwards."""
+        """Return the observed engines and drop them; nothing can be measured afterwards."""
         engines, self._engines = self._engines, []
         self._last_loss = None
         return engines
 
-    # ---- what engines tell -----------------------------------------------------------------------
-
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Make an engine's call, timed or counted as the mode says. Ranks: all."""
+        """Make an engine's call; time or count it, depending on the mode. Ranks: all."""
         if engine not in self._engines:
             self._engines.append(engine)
         self.phase = phase
@@ -122,18 +196,16 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step; after a window agree on what is next. Ranks: all, collectively."""
+        """Count a step; agree on the next window. Ranks: all, collectively."""
         self.phase = "training"
         if engine is not self._engines[0] or self.is_done:
             return
-        self.num_heard += 1
+        self.num_observed_steps += 1
         self._steps_left -= 1
         if self._steps_left > 0:
             return
         if self._end_window() is Mode.DONE and self._ends_process:
             raise MeasurementDone(0)
-
-    # ---- result ----------------------------------------------------------------------------------
 
     def result(self) -> Measured:
         """Return this rank's measurement; that of rank 0 counts."""
@@ -172,7 +244,7 @@ class StepTimer:
         return Measured(metrics | self._model_metrics(micro) | self._memory_metrics())
 
     def _model_metrics(self, micro_batch_size: int) -> dict[str, float]:
-        # Of a pipeline these are the parameters of this rank's stage.
+        # A rank of a pipeline has the parameters of its stage only.
         params = [param for engine in self._engines for param in engine.module.parameters()]
         sizes = [float(full_numel(param)) for param in params]
         metrics = {
@@ -194,8 +266,6 @@ class StepTimer:
             metrics["peak_memory_bytes"], metrics["peak_reserved_bytes"] = self._peak_bytes
             metrics["device_memory_bytes"] = float(self._accelerator.total_memory())
         return metrics
-
-    # ---- machinery -------------------------------------------------------------------------------
 
     @property
     def _is_cpu(self) -> bool:
@@ -233,22 +303,19 @@ class StepTimer:
         if self.mode in (Mode.PROFILE, Mode.WINDOW):
             steps = self._sampling.next_steps()
             return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)
-        if self._measures_bare and (self.mode is Mode.PHASES or self._num_bare < _NUM_BARE_WINDOWS):
-            self._num_bare += 1
-            return Mode.BARE, max(1, self._bare_steps)
+        if self._measures_bare and self._num_bare_windows < _NUM_BARE_WINDOWS:
+            self._num_bare_windows += 1
+            median_s = max(self._sampling.interval().median, 1e-6)
+            return Mode.BARE, max(1, min(round(_BARE_WINDOW_S / median_s), 1000))
         return Mode.DONE, 0
-
-    @property
-    def _bare_steps(self) -> int:
-        return max(1, min(round(0.1 / max(self._sampling.interval().median, 1e-6)), 1000))
 
     def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:
         """Take rank 0's decision. Ranks: all, collectively (one broadcast)."""
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return mode, steps
-        told = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())
-        torch.distributed.broadcast(told, src=0)
-        return Mode(int(told[0])), int(told[1])
+        decision = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())
+        torch.distributed.broadcast(decision, src=0)
+        return Mode(int(decision[0])), int(decision[1])
 
     def _require_numbers(self) -> None:
         loss = self._last_loss
@@ -275,7 +342,7 @@ class StepTimer:
 
 
 def _host_peak_bytes() -> float:
-    """Return the process's peak memory since the kernel's count was last restarted."""
+    """Return the process's peak memory since ``reset_host_peak``."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,7 +1,7 @@
 """Replace ranks, device, compiled kernels and values for a dry run.
 
-Nothing else of the dry run replaces anything in torch or DeepSpeed. ``FakeWorld`` undoes every replacement at its exit, and each
-dry run has a process of its own (``dstrial.engine.dryrun.process``).
+All patches of torch and DeepSpeed for dry runs are here. ``FakeWorld`` undoes them at its exit, and each dry run has a process
+of its own (``dstrial.engine.dryrun.process``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dstrial.engine.dryrun.values import Bypass, Target
 from dstrial.errors import TrialContractError
 
 DEVICE_NAME = "cpu:0"
-"""The device of a dry run with target ``cuda``: for torch it is a CPU's, and yet another than the host's ``cpu``."""
+"""The device of a dry run with target ``cuda``: a CPU device for torch, but not the host's ``cpu``."""
 
 USER_CONSTANT = 1.0
-"""What user code reads from a fake tensor, unless it is told another value."""
+"""Value that user code reads from a fake tensor."""
 
 _UNLIMITED_BYTES = 1 << 50
 _TORCH, _DEEPSPEED = (
@@ -59,15 +59,15 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 class FakeWorld(contextlib.ExitStack):
-    """Makes this process one rank of many, alone and without a device; entered once.
+    """Makes this process one rank of a virtual group, without a device; entered once.
 
     Args:
-        tracker: told when engines begin a phase; it is entered by the caller.
-        world_size: number of ranks that the engine believes in; collectives return at once, and fill in nothing.
+        tracker: notified when engines begin a phase; the caller enters it.
+        world_size: number of virtual ranks; collectives return at once, and fill in nothing.
         target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
         is_fake: whether tensors will be fake.
         device_bytes: memory of the device on target ``cuda``; None for no limit.
-        rank: which of the ranks this one is.
+        rank: rank of this process.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class FakeWorld(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def before_engines(self, answer: Callable[[CapturedInitialize], Any]) -> Iterator[None]:
-        """Answer ``deepspeed.initialize`` with stand-ins; keep only models' shapes.
+        """Let ``deepspeed.initialize`` return stand-ins; keep only models' shapes.
 
-        ``answer`` gets each call, and may refuse it by raising.
+        ``answer`` gets each call, and raises to reject it.
         """
 
         def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -129,13 +129,13 @@ class FakeWorld(contextlib.ExitStack):
 
     def _join_virtual_group(self, world_size: int, rank: int) -> None:
         size = str(world_size)
-        # Who asks for an address expects one; nothing listens there.
+        # Some code requires an address; nothing listens there.
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         counts = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
         variables = {"RANK": str(rank), "LOCAL_RANK": "0", **counts, **address}
         self.enter_context(mock.patch.dict(os.environ, variables))
-        # DeepSpeed's shared-memory collectives of a CPU would wait for the absent ranks. (As an attribute of
-        # deepspeed.comm, torch is the library.)
+        # DeepSpeed's shared-memory collectives for CPUs would wait for the missing ranks. (The attribute ``torch`` of
+        # deepspeed.comm is the library.)
         module, name = process.SHARED_MEMORY_OP
         self._replace(importlib.import_module(module), name, _always(None))
         # A store of this process; torch exports it without saying so.
@@ -144,7 +144,7 @@ class FakeWorld(contextlib.ExitStack):
         self.callback(torch.distributed.destroy_process_group)
 
     def _observe_phases(self) -> None:
-        """Forward, backward and step last until the next one; others lie within them."""
+        """Track phases: forward, backward and step follow each other; others are nested."""
         for name, phase in process.ENGINE_PHASES:
             self._wrap(DeepSpeedEngine, name, functools.partial(_begin, self._tracker, phase))
         self._wrap(torch.Tensor, "backward", functools.partial(_begin, self._tracker, "backward"))
@@ -169,7 +169,7 @@ class FakeWorld(contextlib.ExitStack):
         self.enter_context(without_compiler())
 
     def _convert_fake_modules(self) -> None:
-        """Let modules and parameters take other fake data, with its type and device."""
+        """Let modules and parameters change the type and device of fake data."""
         self._replace(nn.Module, "_apply", _apply_by_data)
         base: Any = torch.Tensor.data
 
@@ -181,17 +181,17 @@ class FakeWorld(contextlib.ExitStack):
         self._replace(FakeTensor, "data", property(base.__get__, assign))
 
     def _answer_comparisons(self) -> None:
-        """Leave out what compares values: lists of ranks, checks of distributions."""
+        """Skip comparisons of values: lists of ranks, checks of distributions."""
         compare, take_from_rank_0 = process.LIST_COMPARISONS
         self.enter_context(mock.patch(compare, _always(None)))
         self.enter_context(mock.patch(take_from_rank_0, list))
-        # Gates of experts have distributions.
+        # Gates of experts use distributions.
         set_checked = torch.distributions.Distribution.set_default_validate_args
         set_checked(False)
         self.callback(set_checked, __debug__)  # torch's default
 
     def _tell_device_from_host(self) -> None:
-        """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with so many bytes of memory."""
+        """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with its bytes of memory."""
         accelerator, device = get_accelerator(), torch.device(DEVICE_NAME)
 
         def pinned(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
@@ -212,12 +212,10 @@ class FakeWorld(contextlib.ExitStack):
     def _give_collectives_kernels(self) -> None:
         """Let collectives take fake tensors where torch has no kernels for them.
 
-        Torch 2.6 has none, 2.13 has one for each. Such a kernel returns what it was to fill, as it was, and a finished ``Work``.
-        Python cannot make one in torch 2.6: it is the answer of torch's ``fake`` process group, which must be the default one,
-        to a collective of nothing.
+        Torch 2.6 has none, 2.13 has one for each. A kernel returns its output tensors unchanged, and a finished ``Work``. Python
+        cannot make a ``Work`` in torch 2.6: it comes from a barrier of torch's ``fake`` process group, the default group.
 
-        Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return what they fill, and
-        the work.
+        Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return outputs and work.
         """
         prefix = _COLLECTIVES + "::"
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -229,18 +227,20 @@ class FakeWorld(contextlib.ExitStack):
         if not names:
             return
         group = torch.distributed.group.WORLD
-        assert group is not None  # it was joined before
+        assert group is not None
         operations = getattr(torch.ops, _COLLECTIVES)
         work = operations.barrier(torch.empty(0), group.boxed(), [], -1)
-        library = self.enter_context(torch.library._scoped_library(_COLLECTIVES, "IMPL"))
+        # Torch removes the kernels of a library that is no longer referenced.
+        self._kernels: Any = torch.library.Library(_COLLECTIVES, "IMPL")  # type: ignore[no-untyped-call]
+        self.callback(vars(self).pop, "_kernels")
         for name in names:
             num_returns = len(getattr(operations, name).default._schema.returns)
-            library.impl(name, _kernel(work, num_returns=num_returns), _META)
+            self._kernels.impl(name, _kernel(work, num_returns=num_returns), _META)
 
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make ``torch.compile`` a no-op: a compiled model needs other memory."""
+    """Make ``torch.compile`` a no-op: a compiled model has other memory needs."""
 
     def leave(model: Any = None, **_kwargs: object) -> Any:
         return model if model is not None else lambda later: later
@@ -250,7 +250,7 @@ def without_compiler() -> Iterator[None]:
 
 
 class _NoKernels:
-    """Replaces a compiled extension: every function does nothing and returns 0."""
+    """Replaces a compiled extension: each function is a no-op that returns 0."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_args, **_kwargs: 0
@@ -270,9 +270,9 @@ def _kernel(work: Any, *, num_returns: int) -> Callable[..., Any]:
 
 
 def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """Convert parameters by new data.
+    """Convert parameters by assigning new data.
 
-    torch swaps the tensor objects instead, and refuses if anything else refers to them.
+    torch swaps the tensor objects instead, and raises if anything else refers to them.
     """
     for one in module.modules() if recurse else [module]:
         for parameter in one._parameters.values():
@@ -289,7 +289,7 @@ def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = 
 
 
 def _on_asked_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Let a maker of fake tensors put them on the asked device, not on ``cpu``."""
+    """Let a function create fake tensors on the requested device, not on ``cpu``."""
 
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
@@ -303,10 +303,10 @@ def _on_asked_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 class ScalarReads:
-    """Answers ``.item()`` and the like on fake tensors, which have no values.
+    """Returns values for ``.item()`` and the like on fake tensors.
 
-    User code gets a declared constant, noted in ``bypasses``. DeepSpeed gets 0: no overflow and a gradient norm of 0, after which
-    it takes the step. torch's optimizers get 1, their first step.
+    User code gets a constant, noted in ``bypasses``. DeepSpeed gets 0: no overflow and a gradient norm of 0, so that it takes the
+    step. torch's optimizers get 1, their first step.
     """
 
     def __init__(self, constant: float = USER_CONSTANT) -> None:
@@ -331,7 +331,7 @@ class ScalarReads:
 
 
 def _reader() -> tuple[str, int]:
-    """Return who reads a scalar: the innermost file and line outside torch and us."""
+    """Return the innermost file and line outside torch and this package."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -345,7 +345,7 @@ def _reader() -> tuple[str, int]:
 
 
 class CapturedInitialize:
-    """One call of ``deepspeed.initialize``, to be made later with another config."""
+    """A call of ``deepspeed.initialize``, to be repeated later with another config."""
 
     def __init__(self, arguments: dict[str, Any], *, is_fake: bool) -> None:
         self.arguments = arguments
@@ -364,7 +364,7 @@ class CapturedInitialize:
             )
 
     def build(self, config: dict[str, Any]) -> Any:
-        """Build the engine and let the stand-in be it."""
+        """Build the engine and let the stand-in forward to it."""
         arguments = {**self.arguments, "config": config}
         arguments.pop("config_params", None)
         if self._is_fake:
@@ -375,7 +375,7 @@ class CapturedInitialize:
 
 
 class EngineStandIn:
-    """Stands for an engine until that is built, and from ``stand_for`` on is it."""
+    """Stands in for an engine until it is built; forwards to it after ``stand_for``."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any]) -> None:
         self._engine: Any = None
@@ -390,10 +390,10 @@ class EngineStandIn:
             "train_micro_batch_size_per_gpu": lambda: self._micro_batch_size,
             "gradient_accumulation_steps": lambda: 1,
             "train_batch_size": lambda: self._micro_batch_size,
-            # Compiling does not change the computation; the dry run sees it before fusion.
+            # The dry run sees operations before fusion.
             "compile": _always(None),
             "train": lambda *_: self,
-            # Trials call these in their constructor; the answers are those of the config that they passed.
+            # Trials call these in their constructor; the values are those of their config.
             "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
             "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
             "zero_optimization": lambda: stage > 0,
@@ -412,7 +412,7 @@ class EngineStandIn:
             }
 
     def stand_for_script(self, on_call: Callable[..., Any]) -> None:
-        """Have the engine's first call answered, and all else by its model."""
+        """Handle the engine's first call; forward everything else to its model."""
         self._on_call = on_call
 
     def stand_for_trial(self, micro_batch_size: int) -> None:
@@ -428,7 +428,7 @@ class EngineStandIn:
             return self._early[name]
         if name == "forward":
             return self.__call__
-        # A script's engine passes on what its model has.
+        # An engine forwards unknown attributes to its model.
         if self._on_call is not None:
             return getattr(self._early["module"], name)
         raise AttributeError(f"the engine of a described trial has no {name!r} before its first step")
@@ -446,8 +446,8 @@ class EngineStandIn:
 def shapes_only() -> Iterator[None]:
     """Keep only shapes and types of parameters of modules built in the block.
 
-    The memory of a parameter is given back as soon as its module has it, before it is ever written. ``deepspeed.zero.Init``,
-    with which transformers builds models for ZeRO 3, does nothing: there is nothing to divide, and the engine divides all of it.
+    The memory of a parameter is freed when its module registers it, before it is written. ``deepspeed.zero.Init``, with which
+    transformers builds models for ZeRO 3, is a no-op: the engine partitions the parameters later.
     """
     register = nn.Module.register_parameter
 
@@ -464,7 +464,7 @@ def shapes_only() -> Iterator[None]:
         def of_shape(tensor: torch.Tensor) -> Any:
             if not tensor.is_meta:
                 return fn(tensor)
-            # A shape stays where it is, whatever device is asked for; its type may change.
+            # A shape has no device to move to; its type may change.
             dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
             return torch.empty(tensor.shape, dtype=dtype, device="meta")
 

@@ -1,4 +1,4 @@
-"""What a dry run trains, and its training at two micro batch sizes as a result."""
+"""Train a workload at two micro batch sizes, and return the result of the dry run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import deepspeed
 import torch
 from deepspeed import PipelineEngine
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dstrial.engine.deepspeed_internals.engines import observe_instructions
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
@@ -31,8 +30,8 @@ from dstrial.engine.memory_split import MemorySplit
 class Workload(Protocol):
     """Builds engines and trains with them in a ``FakeWorld``.
 
-    Making one, ``workload(world, **shared_options)``, imports the user's code. Requests that differ in ``prepare`` and the engine
-    only are forks of one process that has.
+    ``workload(world, **shared_options)`` imports the user's code. Requests that differ in ``prepare`` and the engine only run in
+    forks of one process that has imported it.
     """
 
     def prepare(self, **options: Any) -> None:
@@ -40,66 +39,21 @@ class Workload(Protocol):
         ...
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the engines, with this merged config, which must not be changed."""
+        """Return the engines for a merged config, which must not be changed."""
         ...
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train one micro batch of that many records: forward, backward, step; return it.
+        """Train and return one micro batch of that many records: forward, backward, step.
 
         A pipeline trains all micro batches of a batch at once.
         """
         ...
 
 
-def load(reference: str) -> Callable[..., Any]:
-    """Return what ``module:name`` refers to."""
-    module_name, separator, name = reference.partition(":")
-    if not (separator and module_name and name):
-        raise ValueError(f"workload is {reference!r}; expected module:callable. Name both.")
-    found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
-    return found
-
-
-class ModelWorkload:
-    """A model whose forward returns the loss, and a function that makes its batches.
-
-    Args:
-        model: ``module:callable`` that returns the model.
-        batch: ``module:callable`` that returns the positional arguments of the forward pass, its first argument being the
-            micro batch size.
-    """
-
-    def __init__(self, world: FakeWorld, model: str, batch: str) -> None:
-        del world
-        self._make_model, self._make_batch = load(model), load(batch)
-        self._shape: dict[str, Any] = {}
-        self._engine: Any = None
-        self._device = torch.device("cpu")
-
-    def prepare(self, shape: Mapping[str, Any] | None = None) -> None:
-        self._shape = dict(shape or {})
-
-    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        self._device = device
-        model = self._make_model(**self._shape)
-        self._engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=dict(deepspeed_config)
-        )
-        return [self._engine]
-
-    def train_micro_batch(self, micro_batch_size: int) -> Any:
-        batch = self._make_batch(micro_batch_size, **self._shape)
-        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
-        loss = self._engine(*batch)
-        self._engine.backward(loss)
-        self._engine.step()
-        return batch
-
-
 def measure(request: DryRunRequest) -> DryRunResult:
     """Build the engines and train one step at each of the two micro batch sizes.
 
-    Raises what the workload, torch or DeepSpeed raises; not everything can be run with fake tensors.
+    Raises what the workload, torch or DeepSpeed raises; fake tensors do not support all code.
     """
     started_s = time.monotonic()
     with begun(request) as measure_begun:
@@ -109,7 +63,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
 @contextlib.contextmanager
 def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
-    """Patch the process and import the user's code; yield what runs a request once."""
+    """Patch the process and import the user's code; yield a function that runs a request."""
     reads = ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     world = FakeWorld(
@@ -120,8 +74,10 @@ def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunRe
         device_bytes=request.device_bytes,
         rank=request.rank,
     )
-    with world, _quiet_collector():
-        workload: Workload = load(request.workload)(world, **request.shared_options)
+    with world, _collector_disabled():
+        module, _, name = request.workload.partition(":")
+        make: Callable[..., Workload] = getattr(importlib.import_module(module), name)
+        workload = make(world, **request.shared_options)
         yield functools.partial(_measure, workload, tracker, reads)
 
 
@@ -145,7 +101,9 @@ def _measure(
         low, high = request.micro_batch_sizes
         split = MemorySplit(engines, _host_test(request.target, request.is_real))
         tokens, activations = _train(workload, tracker, split, [low, high], accumulation)
-        num_parameters, num_trainable = _num_parameters(engines)
+        parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
+        num_parameters = sum(map(full_numel, parameters))
+        num_trainable = sum(full_numel(one) for one in parameters if one.requires_grad)
     memory = memory_forms(tracker.trace, low, high)
     steady, last = len(tokens) // accumulation - 1, accumulation - 1
     totals = tracker.totals()
@@ -173,15 +131,6 @@ def _measure(
     )
 
 
-def _num_parameters(engines: Sequence[Any]) -> tuple[int, int]:
-    """Return how many numbers all parameters have, and those that are trained."""
-    parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
-    return (
-        sum(map(full_numel, parameters)),
-        sum(full_numel(parameter) for parameter in parameters if parameter.requires_grad),
-    )
-
-
 def _train(
     workload: Workload, tracker: Tracker, split: MemorySplit, sizes: list[int], accumulation: int
 ) -> tuple[list[int], list[int]]:
@@ -206,16 +155,16 @@ def _train(
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Carry out a pipeline's instruction; exchange belongs to the current phase."""
+    """Run a pipeline's instruction; communication belongs to the current phase."""
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
 
 
 def _config(request: DryRunRequest, num_stages: int) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, and the workload's calls in a step.
+    """Return the config for the first size, and the number of calls in a step.
 
-    A pipeline is called once, and has as many micro batches under way as there are stages, or two.
+    A pipeline is called once, with a micro batch for each stage, or two.
     """
     config = copy.deepcopy(dict(request.deepspeed_config))
     wanted = int(config.get("gradient_accumulation_steps") or 1)
@@ -237,8 +186,8 @@ def _host_test(target: str, is_real: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Collect cycles between steps only, so that both sizes free at the same places."""
+def _collector_disabled() -> Iterator[None]:
+    """Collect cycles between steps only, so that both sizes free tensors at the same places."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Run a dry run in a process of its own, with which its patches end."""
+"""Run dry runs in a process of their own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from dstrial.scratch import scratch_directory
 
 _SHOWN_CHARACTERS = 4000
 _IMPORT_TIMEOUT_S = 120.0
+_RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 _SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
@@ -29,8 +33,8 @@ class DryRunError(DstrialError):
     """A configuration cannot be dry-run.
 
     Args:
-        kind: ``unsupported`` (fake tensors cannot do what the code asks), ``error`` (the code raises), ``deadline`` (it took
-            too long), ``died`` (the process ended without an answer).
+        kind: ``unsupported`` (fake tensors do not support the code), ``error`` (the code raises), ``deadline`` (it took too
+            long), ``died`` (the process ended without an answer).
         message: for a person.
         place: ``file:line`` of user code that could not be run; None if unknown.
     """
@@ -42,13 +46,13 @@ class DryRunError(DstrialError):
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResult:
-    """Run a request in a new process, which is ended after ``deadline_s`` seconds.
+    """Run a request in a process that is killed after ``deadline_s`` seconds.
 
     Raises:
         DryRunError: the run failed, or took too long.
     """
     started_s = time.monotonic()
-    (found,) = dry_runs([request], deadline_s=deadline_s, num_parallel=0)
+    (found,) = dry_runs([request], deadline_s=deadline_s)
     if isinstance(found, DryRunError):
         raise found
     return dataclasses.replace(found, wall_s=time.monotonic() - started_s)
@@ -57,10 +61,9 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResul
 def dry_runs(
     requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
 ) -> list[DryRunResult | DryRunError]:
-    """Run all requests in forks of one process; return a result or error for each.
+    """Run all requests, ``num_parallel`` at a time; return a result or error for each.
 
-    Later calls fork that process, too: it lasts as long as this one. All requests have the same first directory.
-    ``num_parallel`` is how many run at the same time; 0 for no fork, with one request.
+    They run in forks of one process, which later calls use, too. All requests have the same first module path.
     """
     if not requests:
         return []
@@ -71,8 +74,7 @@ def dry_runs(
             asked, answered = directory / f"request-{idx}.json", directory / f"answer-{idx}.json"
             asked.write_text(json.dumps(request.to_json()), encoding="utf-8")
             pairs += [str(asked), str(answered)]
-        command = [sys.executable, "-m", "dstrial.engine.dryrun"]
-        command += ["--parallel", str(num_parallel)] if num_parallel else []
+        command = [sys.executable, "-m", "dstrial.engine.dryrun", str(num_parallel)]
         with log.open("wb") as output:
             process = _start([*command, *pairs], requests[0].module_paths, output.fileno(), deadline_s)
             is_late = False
@@ -84,8 +86,8 @@ def dry_runs(
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        said = _tail(log)
-        return [_answer(Path(path), is_late, deadline_s, process.wait(), said) for path in pairs[1::2]]
+        output_end = log.read_text(encoding="utf-8", errors="replace")[-_SHOWN_CHARACTERS:]
+        return [_answer(Path(path), is_late, deadline_s, output_end) for path in pairs[1::2]]
 
 
 def _start(
@@ -111,9 +113,7 @@ def _start(
         )
 
 
-def _answer(
-    path: Path, is_late: bool, deadline_s: float, exit_code: int, said: str
-) -> DryRunResult | DryRunError:
+def _answer(path: Path, is_late: bool, deadline_s: float, output_end: str) -> DryRunResult | DryRunError:
     if path.exists():
         answer = json.loads(path.read_text(encoding="utf-8"))
         return DryRunError(**answer["error"]) if "error" in answer else DryRunResult.from_json(answer)
@@ -121,28 +121,18 @@ def _answer(
         return DryRunError(
             "deadline",
             f"the dry run takes more than {deadline_s:g} s; expected it to end by then. "
-            f"Allow it more time, or use a smaller model.\n{said}",
+            f"Allow it more time, or use a smaller model.\n{output_end}",
         )
     return DryRunError(
         "died",
-        f"the dry run's process ended with exit code {exit_code} and no answer; expected one. "
-        f"Read its output:\n{said}",
+        f"the dry run's process ended without an answer; expected one. Read its output:\n{output_end}",
     )
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without this process's rank in a job or accelerators."""
-    ranks = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "LOCAL_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    kept = {name: value for name, value in os.environ.items() if name not in ranks}
-    # The directory of this package first: the child imports the same dstrial as this process.
+    """Return the environment without this process's rank and accelerators."""
+    kept = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    # The directory of this package comes first: the child imports the same dstrial as this process.
     own = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [own, kept.get("PYTHONPATH")]))
     return {
@@ -152,7 +142,3 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **determined_imports.variables({**kept, "PYTHONPATH": path}),
     }
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_SHOWN_CHARACTERS:]

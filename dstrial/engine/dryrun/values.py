@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 PHASES = ("init", "forward", "backward", "reduce", "step", "gather")
-"""Where bytes live and are sent: building the engine, the forward pass, the backward pass, sending gradients, the optimizer
-step, bringing parameters together."""
+"""Building the engine, forward, backward, reducing gradients, the optimizer step, gathering parameters."""
 
 PARENT_VARIABLE = "DSTRIAL_DRYRUN_PARENT_PID"
-"""Environment variable with the process for which a dry run runs, and with which it ends."""
+"""Environment variable with the process id of a dry run's parent; the dry run ends with it."""
 
 Target = Literal["cpu", "cuda"]
 
@@ -29,9 +28,9 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Most bytes alive at once within a phase, as the greatest of some lines.
+    """The peak of a phase, as the maximum of some lines.
 
-    Several allocations of one phase may be its peak: one at small micro batches, another at large ones.
+    Different allocations may be the peak at small and at large micro batches.
     """
 
     phase: str
@@ -43,9 +42,9 @@ class PhaseMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryForm:
-    """Bytes alive on one kind of memory, phase by phase.
+    """Allocated bytes of one kind of memory by phase.
 
-    ``settled`` are the bytes alive between two steps: parameters, optimizer state, buffers.
+    ``settled`` are the bytes allocated between two steps: parameters, optimizer state, buffers.
     """
 
     phases: tuple[PhaseMemory, ...]
@@ -87,7 +86,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bypass:
-    """A ``file:line`` where user code got a constant for a fake tensor's value."""
+    """A ``file:line`` where user code read a constant from a fake tensor."""
 
     place: str
     value: float
@@ -100,16 +99,16 @@ class DryRunRequest:
     Attributes:
         workload: ``module:callable``; called with ``shared_options``, returns a ``Workload``.
         options: keyword arguments of the workload's ``prepare``; JSON values.
-        deepspeed_config: merged DeepSpeed config. Its micro batch size is not used; accumulation is, as 1 or more than 1.
-        world_size: number of ranks that the engine shall believe in.
-        target: ``cpu`` has one kind of memory, which is the device's; ``cuda`` tells the device from the host.
-        micro_batch_sizes: two different sizes at which it is run. 1 is special to many kernels; better not.
+        deepspeed_config: merged DeepSpeed config. Its micro batch size is ignored; accumulation counts as 1 or more than 1.
+        world_size: number of virtual ranks.
+        target: ``cpu`` has one kind of memory, the device's; ``cuda`` has device and host memory.
+        micro_batch_sizes: two different sizes to run. Avoid 1, which many kernels treat specially.
         device_bytes: memory of the device on target ``cuda``, by which DeepSpeed decides where it flattens parameters; None for
             no limit.
-        is_real: run with real tensors, where user code cannot do with fake ones; takes the memory and the time it takes.
-        module_paths: directories to import from before others; the first is also where relative paths start.
-        rank: which of the ranks it is; another than 0 for another stage of a pipeline.
-        shared_options: keyword arguments of the workload; JSON values. Requests with equal ones import the user's code together.
+        is_real: run with real tensors, for user code that fake tensors do not support; needs the memory and time of a batch.
+        module_paths: directories that are first in ``sys.path``; relative paths start at the first.
+        rank: rank to run; for another stage of a pipeline, not 0.
+        shared_options: keyword arguments of the workload; JSON values. Requests with equal ones share the import of user code.
     """
 
     workload: str
@@ -142,7 +141,7 @@ class DryRunRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunResult:
-    """What a dry run found out, for one configuration at any micro batch size.
+    """The result of a dry run, for one configuration at any micro batch size.
 
     Attributes:
         device: bytes on the device.
@@ -151,18 +150,17 @@ class DryRunResult:
         inner_collectives: of a micro batch that ends no accumulation; empty without accumulation.
         last_collectives: of the micro batch that ends it, with the optimizer step.
         flops: of one micro batch.
-        records: tokens of one micro batch (elements of its largest integer tensor) over the micro batch size; no line
-            if it has no integer tensor.
+        tokens: of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
         is_linear: whether both sizes did the same operations, so that the lines are exact; else they pass through two peaks.
-        bypasses: constants that user code got.
-        notes: what else to know, as sentences.
+        bypasses: constants that user code read.
+        notes: sentences for a person.
         inner_operations: of torch, in a micro batch that ends no accumulation; 0 without accumulation.
         last_operations: in the micro batch that ends it, with the optimizer step.
         device_parts: bytes of parameters, gradients, optimizer state and buffers by name, each at its largest within a step.
         host_parts: the same on the host.
         activations: bytes on the device that a forward pass leaves, the micro batch included; None if unknown.
-        num_records: of the micro batch that a script has made; 0 where the caller knows how many it has.
-        wall_s: with imports that it does not share.
+        num_records: of a script's own micro batch; 0 for other workloads.
+        wall_s: time without shared imports.
         peak_rss_bytes: of the process that ran it.
     """
 
@@ -206,9 +204,7 @@ class DryRunResult:
         return self.flops.model.at(micro_batch_size) / rule if rule else None
 
     def to_json(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        # Not told by runs of an earlier release, which are read and written as they were.
-        return {name: value for name, value in fields.items() if value or name not in _LATE_FIELDS}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
@@ -227,9 +223,6 @@ class DryRunResult:
                 "notes": tuple(value["notes"]),
             }
         )
-
-
-_LATE_FIELDS = ("device_parts", "host_parts", "activations", "num_records")
 
 
 def memory_form_from_json(value: Mapping[str, Any]) -> MemoryForm:
@@ -262,7 +255,7 @@ def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) 
         base = best[slope]
         while hull:
             last_base, last_slope = hull[-1]
-            # From where on this line is above the last one.
+            # This line is above the last one from here on.
             crossing = (last_base - base) / (slope - last_slope)
             start = smallest
             if len(hull) > 1:

@@ -14,8 +14,8 @@ import jinja2
 from starlette.responses import Response
 
 from dstrial.errors import RequestError
-from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
 from dstrial.master.http.responses import Stream, event_stream
+from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
 from dstrial.master.services import Services
 from dstrial.master.store import commands
 from dstrial.master.store.database import Connection

@@ -33,7 +33,7 @@ def backend(master: Master, monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
     monkeypatch.setenv("DET_USER_TOKEN", master.tokens["determined"])
     settings: Any = types.SimpleNamespace(experiment=types.SimpleNamespace(raw={}), num_slots=1)
     made = ClusterBackend(cast(SearchConfig, settings))
-    made._shown_by = made.client.get_experiment(1)
+    made._report_experiment = made.client.get_experiment(1)
     return made
 
 
@@ -44,10 +44,10 @@ def notes_of(master: Master, experiment: int) -> str:
 def test_a_report_stands_in_the_notes_and_a_persons_notes_are_left_alone(
     backend: ClusterBackend, master: Master
 ) -> None:
-    assert backend.publish({"trials": [1]})
+    assert backend.publish(lambda: {"trials": [1]})
     assert is_report(notes_of(master, 1))
     master.send("PATCH", "/api/v1/experiments/1", {"notes": "mine"}, token="determined")
-    assert backend.publish({"trials": [1, 2]})
+    assert backend.publish(lambda: {"trials": [1, 2]})
     assert notes_of(master, 1) == "mine"
 
 
@@ -64,6 +64,6 @@ def test_an_experiment_that_somebody_has_deleted_ends_no_search(
         tx.execute("DELETE FROM experiments WHERE id = 1")
 
     master.services.database.write(delete)
-    assert backend.publish({"trials": [1]})
-    assert backend.publish({"trials": [1]}), "nothing is left to do, nor asked again"
-    assert backend._shown_by is None
+    assert backend.publish(lambda: {"trials": [1]})
+    assert backend.publish(lambda: {"trials": [1]}), "nothing is left to do, nor asked again"
+    assert backend._report_experiment is None

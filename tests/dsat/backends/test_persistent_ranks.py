@@ -21,7 +21,7 @@ from dstrial.dsat.backends.persistent_ranks import (
     drift_between,
     without_drift,
 )
-from dstrial.dsat.backends.trial_spec import TrialSpec, ranks_command
+from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
 from dstrial.dsat.space.filters import PROBES
@@ -93,7 +93,7 @@ class Ranks:
         self.backend = self.made()
 
     def made(self) -> PersistentRanks:
-        words = ranks_command(self.settings, str(self.settings.experiment.path), sys.executable)
+        words = measuring_command(self.settings, str(self.settings.experiment.path), sys.executable)
         return PersistentRanks(self.settings, self.record, words)
 
     def begin(self, trial_id: int, hparams: dict[str, Any], best: Any = None) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,10 @@ class FormulaBackend:
         self._killed: list[int] = []
 
     num_parallel = 2
-    shows_reports = True
+    is_sequential = False
 
-    def publish(self, report: Mapping[str, Any]) -> bool:
-        self.world.setdefault("shown", []).append(json.loads(json.dumps(report)))
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        self.world.setdefault("shown", []).append(json.loads(json.dumps(report())))
         return not self.world.get("is_away")
 
     def finish(self, results: Mapping[str, str]) -> None:
@@ -82,12 +82,13 @@ class FormulaBackend:
         if self.world.get("no_room", 0) > 0:
             self.world["no_room"] -= 1
             del self._specs[trial_id]
+            del self.world["started"][trial_id]
             return [Ended(trial_id, Failure(FailureKind.NO_ROOM, "No space left on device"), 1.0)]
         candidate: Candidate = _candidate_of(self._specs.pop(trial_id))
         outcome = surface(candidate)
         if isinstance(outcome, Measured) and "reports" in self.world:
             outcome = Measured({**outcome.metrics, **self.world["reports"](trial_id, candidate)})
-        return [Ended(trial_id, outcome, 10.0)]
+        return [Ended(trial_id, outcome, 10.0, self.world.get("candidate"))]
 
     def running_s(self, trial_id: int) -> float:
         return float(self.world.get("hangs") or 0.0)
@@ -191,21 +192,21 @@ def test_the_best_experiment_is_written_whole_and_the_report_names_keys_that_do_
     assert [note for note in notes if "stage3_max_live_parameters" in note]
 
 
-def test_a_trial_that_found_no_room_on_the_disk_is_measured_when_there_is_some(
-    experiment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dstrial.dsat.driver.disk_full._RETRY_S", 0.0)
+def test_search_on_full_disk_ends_and_resumes(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3")
     _, undisturbed, _ = _run(settings, {"started": {}})
     shutil.rmtree(settings.output)
+    world: dict[str, Any] = {"started": {}, "no_room": 2}
 
-    end, driver, told = _run(settings, {"started": {}, "no_room": 2})
+    for _ in range(2):
+        with pytest.raises(SearchError, match=r"no room on the disk \(No space left on device\).*Make room"):
+            _run(settings, world)
+    end, driver, _ = _run(settings, world)
 
     assert end.is_finished
     assert {one.trial_id: one.outcome for one in driver.trials.values()} == {
         one.trial_id: one.outcome for one in undisturbed.trials.values()
     }
-    assert sum("finds no room on the disk (No space left on device)" in line for line in told) == 1
     assert all("NO_ROOM" not in json.dumps(event) for event in events(settings.output))
 
 
@@ -341,64 +342,20 @@ def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Pat
     assert len(driver.trials) == 4
 
 
-class Elsewhere(FormulaBackend):
-    """A search that ran in another process: its journal comes event by event."""
-
-    def __init__(self, journal: list[dict[str, Any]], reason: str = "") -> None:
-        super().__init__({"started": {}})
-        self._journal, self._reason = journal, reason
-        self.began_with: list[Any] = []
-
-    def begin(self, known: Sequence[Mapping[str, Any]]) -> None:
-        self.began_with.append(len(known))
-
-    def new_events(self, num_known: int) -> list[dict[str, Any]]:
-        return self._journal[num_known : num_known + 1]
-
-    def why_ended(self) -> str:
-        return self._reason
-
-    def finish(self, results: Mapping[str, str]) -> None:
-        self.world["kept"] = dict(results)
-
-
-def test_a_followed_search_leaves_the_files_of_one_that_ran_here(experiment: Path) -> None:
+def test_result_of_another_configuration_raises(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "6")
-    _run(settings, {"started": {}})
-    journal = events(settings.output)
-    results = ("best_ds_config.json", "best_ds_metrics.json", "trials.json", "report.json")
-    files = {name: (settings.output / name).read_text() for name in results}
-    shutil.rmtree(settings.output)
+    other = settings.space.smallest().to_json()
 
-    def followed(backend: Elsewhere) -> tuple[SearchStatus, list[str]]:
-        record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
-        told: list[str] = []
-        with record.lock():
-            method = search_method("asha", settings.space, settings.options, Filters(settings.space))
-            driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
-            return driver.run([]), told
-
-    with pytest.raises(SearchError, match="experiment 7 is error"):
-        followed(Elsewhere(journal[:3], "experiment 7 is error"))
-    assert events(settings.output) == journal[:1]
-    backend = Elsewhere(journal)
-    end, told = followed(backend)
-
-    assert end.is_finished
-    assert backend.began_with == [1]  # the search goes on where the journal ends
-    assert not backend.world["started"]
-    assert {name: (settings.output / name).read_text() for name in results} == files
-    assert [one for one in events(settings.output) if one["event"] == "result"] == [
-        one for one in journal if one["event"] == "result"
-    ]
-    assert sum(line.startswith("trial 1 ") for line in told) == 1
-
-    shutil.rmtree(settings.output)
-    other = json.loads(json.dumps(journal))
-    second = next(one for one in other if one["event"] == "submitted" and one["trial_id"] == 2)
-    second["candidate"]["batch"]["micro_batch_size"] += 1
-    with pytest.raises(SearchError, match="trial 2 measured another configuration"):
-        followed(Elsewhere(other))
+    with pytest.raises(SearchError, match="trial 1 measured another configuration"):
+        _run(settings, {"started": {}, "candidate": other})
+    assert [event["event"] for event in events(settings.output)] == ["submitted"]
+    _run(settings, {"started": {1: 1}})
+    journal = (settings.output / "events.jsonl").read_text()
+    (settings.output / "events.jsonl").write_text(
+        journal.replace('"micro_batch_size": 4', '"micro_batch_size": 5')
+    )
+    with pytest.raises(SearchError, match="measured another configuration"):
+        _run(settings, {"started": {}})
 
 
 def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected(experiment: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dstrial.dsat.rank.cleanup import NumericFlags
+from dstrial.dsat.rank.cleanup import Settings, _read
 from dstrial.testing.ranks import run_function
 
 
@@ -44,10 +44,9 @@ def in_order() -> dict[str, Any]:
 
     cpu = get_accelerator()
     real_accelerator.set_accelerator(Accelerator())
-    from dstrial.dsat.rank import cleanup, leak_check
+    from dstrial.dsat.rank import cleanup
 
-    for module in (leak_check, cleanup):
-        assert module.get_accelerator() is not cpu
+    assert cleanup.get_accelerator() is not cpu
     state = cleanup.ProcessState()
     dist.barrier(group=dist.new_group([0, 1]))  # no rank destroys it while another one still connects
     destroy = dist.destroy_process_group
@@ -101,27 +100,34 @@ def _set(path: str, value: Any) -> None:
         ("cuda.matmul.allow_bf16_reduced_precision_reduction", False),
     ],
 )
-def test_how_torch_computes_comes_back(path: str, value: Any) -> None:
+def test_settings_restore_backend_settings(path: str, value: Any) -> None:
     """After the newer names of TF32 were used, torch 2.13 refuses to be asked by the older ones until they are undone."""
     if "fp32_precision" in path and not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("Requires: [torch 2.9]")
-    before = NumericFlags.read()
+    before = Settings()
     try:
         _set(path, value)
-        assert NumericFlags.read() != before
+        assert _changed(before)
     finally:
         before.restore()
-    assert NumericFlags.read() == before
+    assert not _changed(before)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_attention_kernels_determinism_and_matmul_precision_come_back() -> None:
-    before = NumericFlags.read()
+def test_settings_restore_kernels_determinism_and_environment() -> None:
+    before = Settings()
     try:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_float32_matmul_precision("high")
+        torch.set_default_dtype(torch.bfloat16)
+        os.environ["SET_BY_A_TRIAL"] = "1"
+        os.chdir("/")
     finally:
         before.restore()
-    assert NumericFlags.read() == before
+    assert not _changed(before)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def _changed(settings: Settings) -> bool:
+    return any(_read(read) != value for read, _, value in settings._values)

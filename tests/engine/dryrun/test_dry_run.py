@@ -35,7 +35,7 @@ def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: An
         "gradient_accumulation_steps": more.pop("accumulation", 1),
     }
     return DryRunRequest(
-        workload="dstrial.engine.dryrun.measure:ModelWorkload",
+        workload="model_workload:ModelWorkload",
         shared_options={"model": "dry_run_models:tower", "batch": "dry_run_models:records"},
         options={"shape": {"kind": kind, "width": 64}},
         deepspeed_config=config,
@@ -167,7 +167,7 @@ def test_code_that_cannot_be_imported_is_the_error_of_each_request(tmp_path: Pat
     (tmp_path / "broken_code.py").write_text("import a_module_that_is_not_there\n")
     options = {"model": "broken_code:tower", "batch": "broken_code:records"}
     asked = [
-        dataclasses.replace(request(stage), shared_options=options, module_paths=(str(tmp_path),))
+        dataclasses.replace(request(stage), shared_options=options, module_paths=(str(tmp_path), PROGRAMS))
         for stage in (0, 3)
     ]
 

@@ -1,0 +1,395 @@
+"""What dry runs train: a DeepSpeedTrial, or a script's model and first batch.
+
+Both are constructed for real, so that data is read as usual, but parameters keep only their shapes and
+``deepspeed.initialize`` returns a stand-in. Then the parameters are renewed as fake tensors, the real engine is built behind
+the stand-in, and a batch of the right shape is trained. If code needs values, the dry run names its line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import determined as det
+import torch
+from deepspeed import PipelineEngine
+from determined import core, pytorch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dstrial import runtime
+from dstrial.dsat.rank.standalone_script import run_script, stand_in_cluster
+from dstrial.engine.checkpoint_reader.safe_load import load
+from dstrial.engine.deepspeed_internals.engines import compute_dtype, earlier_layers, leave_out_shapes
+from dstrial.engine.dryrun.fake_world import CapturedInitialize, FakeWorld
+from dstrial.errors import TrialContractError
+from dstrial.launch.trial_import import import_trial
+from dstrial.local.run_directory import RUN_DIR_VARIABLE
+from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
+from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.scratch import scratch_directory
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.model_parallel_unit import ModelParallelUnit
+
+_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_AUTO = "auto"
+
+
+class TrialWorkload:
+    """A DeepSpeedTrial as an ``engine.dryrun.measure.Workload``."""
+
+    def __init__(self, world: FakeWorld, trial: str, context_dir: str, num_stages: int = 1) -> None:
+        self._trial_name = trial
+        self._is_fake = world.is_fake
+        self.num_stages = num_stages
+        self._calls: list[CapturedInitialize] = []
+        self._pipelines: list[PipelineEngine] = []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(world.before_engines(self._capture))
+            deepspeed.init_distributed(
+                auto_mpi_discovery=False
+            )  # PipelineModule needs it to place its layers
+            self._trial_class = import_trial(trial, Path(context_dir))
+            self._until_prepared = stack.pop_all()
+
+    def prepare(
+        self,
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None = None,
+        micro_batch_size: int = 2,  # what the context returns in the trial's constructor
+        num_batches: int = 4,
+        sample_batch: str | None = None,
+        trusts_code: bool = False,
+    ) -> None:
+        """Make the trial; take its largest batch of ``num_batches``, or ``sample_batch``."""
+        world_size = torch.distributed.get_world_size()
+        self._context = _DryRunContext(world_size, hparams, exp_conf, micro_batch_size)
+        with self._until_prepared:
+            self._trial = self._trial_class(self._context)
+            if not self._calls:
+                raise TrialContractError(
+                    f"{self._trial_name} is built without deepspeed.initialize; expected at least one engine. "
+                    "Call it in __init__."
+                )
+            if sample_batch is not None:
+                self._batch = load(Path(sample_batch), trusts_code=trusts_code)
+            else:
+                self._batch = _largest_batch(self._trial.build_training_data_loader(), num_batches)
+            self._num_records = self._trial.get_batch_length(self._batch)
+
+    def _capture(self, call: CapturedInitialize) -> None:
+        if self.num_stages == 1:
+            call.refuse_pipeline("trial")
+        call.stand_in.stand_for_trial(self._context.get_train_micro_batch_size_per_gpu())
+        self._calls.append(call)
+
+    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+        """Return the engines, built as the trial asked for them.
+
+        A trial with one engine gets this config; one with several keeps its own, except for the batch sizes.
+        """
+        self._context.device = device
+        batch_sizes = {key: value for key, value in deepspeed_config.items() if key in _BATCH_KEYS}
+        engines = []
+        for call in self._calls:
+            config = deepspeed_config
+            if len(self._calls) > 1:
+                config = {key: value for key, value in call.config.items() if key not in _BATCH_KEYS}
+                config |= batch_sizes
+            engines.append(call.build(copy.deepcopy(dict(config))))
+        self._pipelines = [engine for engine in engines if isinstance(engine, PipelineEngine)]
+        for engine in self._pipelines:
+            leave_out_shapes(engine, functools.partial(self._received, engine))
+        return engines
+
+    def train_micro_batch(self, micro_batch_size: int) -> Any:
+        """Call the trial's ``train_batch`` on a batch of that many records."""
+        self._current = _resized(self._batch, self._num_records, micro_batch_size, is_fake=self._is_fake)
+        batches = itertools.repeat(self._current)
+        for engine in self._pipelines:
+            engine.reset_activation_shape()
+            engine.set_dataiterator(batches)
+        self._trial.train_batch(batches, 0, 0)
+        return self._current
+
+    def _received(self, engine: PipelineEngine) -> Any:
+        """Return what the previous stage sends, by the shapes of all earlier layers."""
+        dtype = compute_dtype(engine)
+        with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
+            sent = tree_map_only(
+                torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), self._current[0]
+            )
+            for layer in earlier_layers(engine.module):
+                if isinstance(layer, nn.Module):
+                    layer.to(dtype)
+                sent = layer(sent)
+        return sent
+
+
+class ScriptWorkload:
+    """A script's model and first batch as an ``engine.dryrun.measure.Workload``.
+
+    What the script does with the engine's output is not run: the loss is the output itself if it is one number, its ``loss``, or
+    the mean of all numbers of the output.
+    """
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.notes: list[str] = []
+        self._world = world
+        self._call: CapturedInitialize | None = None
+        self._engine: Any = None
+        self._device = torch.device("cpu")
+
+    def prepare(
+        self,
+        words: Sequence[str],
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None = None,
+        sample_batch: str | None = None,
+        trusts_code: bool = False,
+    ) -> None:
+        """Run the script, imports included, until it calls an engine."""
+        size = torch.distributed.get_world_size()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_core_api_off_cluster(size, hparams, exp_conf or {}))
+            stack.enter_context(self._world.before_engines(self._capture))
+            batch = _first_batch(words)
+        if batch is None:
+            raise TrialContractError(
+                f"{' '.join(words[:2])} ends without a batch for an engine of deepspeed.initialize; expected one. "
+                "Call the engine."
+            )
+        if sample_batch is not None:
+            batch = _arguments(load(Path(sample_batch), trusts_code=trusts_code))
+        self._batch = batch
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        self.num_records = len(next(tensors, ()))
+
+    def _capture(self, call: CapturedInitialize) -> None:
+        call.refuse_pipeline("script")
+        call.stand_in.stand_for_script(_end_script)
+        self._call = call
+
+    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+        """Return the script's engine; values of its own config replace ``"auto"``."""
+        self._device = device
+        assert self._call is not None  # there is no batch without it
+        self._engine = self._call.build(_without_auto(deepspeed_config, self._call.config))
+        return [self._engine]
+
+    def train_micro_batch(self, micro_batch_size: int) -> Any:
+        """Train on the script's first batch, resized."""
+        args, kwargs = batch = _resized(
+            self._batch,
+            self.num_records,
+            micro_batch_size,
+            is_fake=self._world.is_fake,
+            device=self._device,
+        )
+        self._engine.backward(self._loss(self._engine(*args, **kwargs)))
+        self._engine.step()
+        return batch
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if loss is None:
+            loss = next((leaf for leaf in leaves if leaf.numel() == 1 and leaf.requires_grad), None)
+        if isinstance(loss, torch.Tensor):
+            return loss
+        note = "the script's loss is not part of its model, so the mean of the model's output took its place"
+        if note not in self.notes:
+            self.notes.append(note)
+        return torch.stack([leaf.float().mean() for leaf in leaves if leaf.requires_grad]).sum()
+
+
+def _resized(
+    batch: Any, num_records: int, wanted: int, *, is_fake: bool, device: torch.device | None = None
+) -> Any:
+    """Return a batch whose tensors with ``num_records`` rows have as many as wanted."""
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == num_records:
+            shape[0] = wanted
+        if is_fake:
+            return torch.empty(shape, dtype=tensor.dtype, device=device)
+        if list(tensor.shape) == shape:
+            return tensor
+        return torch.cat([tensor] * -(-wanted // len(tensor)))[:wanted]
+
+    return tree_map_only(torch.Tensor, resized, batch)
+
+
+def _largest_batch(loader: Any, num_batches: int) -> Any:
+    """Return the batch with most elements among the first ones."""
+    if isinstance(loader, pytorch.DataLoader):  # Determined's recipe for a loader of torch
+        loader = copy.copy(loader)
+        loader.pin_memory = False  # would make a CUDA context in a process that forks
+        loader = loader.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
+    batches = list(itertools.islice(iter(loader), num_batches))
+    if not batches:
+        raise TrialContractError(
+            "build_training_data_loader returns an empty loader; expected at least one batch. Give it records."
+        )
+    return max(
+        batches,
+        key=lambda batch: sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)),
+    )
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as positional and keyword arguments of an engine."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+class _Captured(BaseException):
+    """Ends the script at its first batch; ``except Exception`` does not catch it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.batch = args, kwargs
+
+
+def _end_script(*args: Any, **kwargs: Any) -> Any:
+    raise _Captured(args, kwargs)
+
+
+def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Run a script, or ``-m MODULE``, to its first engine call; return its arguments."""
+    show_ranks_to_accelerate()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", []))
+        stack.enter_context(mock.patch.object(sys, "path", ["", *sys.path]))
+        # The script works in a directory of links to its own, so that it leaves no files.
+        context_dir = Path.cwd()
+        linked = stack.enter_context(scratch_directory("dstrial-described-"))
+        for path in context_dir.iterdir():
+            (linked / path.name).symlink_to(path)
+        stack.callback(os.chdir, context_dir)
+        os.chdir(linked)
+        try:
+            run_script(words, context_dir)
+        except _Captured as captured:
+            return captured.batch
+    return None
+
+
+def _without_auto(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose ``"auto"`` values are those of ``captured``, or left out."""
+    filled: dict[str, Any] = {}
+    for key, value in config.items():
+        known = captured.get(key)
+        if isinstance(value, Mapping):
+            filled[key] = _without_auto(value, known if isinstance(known, Mapping) else {})
+        elif value != _AUTO:
+            filled[key] = copy.deepcopy(value)
+        elif known is not None and known != _AUTO:
+            filled[key] = copy.deepcopy(known)
+    return filled
+
+
+@contextlib.contextmanager
+def _core_api_off_cluster(
+    size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]
+) -> Iterator[None]:
+    """Let the Core APIs answer the script as rank 0 of a trial without a master."""
+    distributed = SingleRankContext(size)
+    info = stand_in_cluster(
+        hparams, exp_conf, cluster_id="dry run", num_slots=size, num_ranks=size, address=LOOPBACK_ADDR
+    )
+
+    def cluster_info() -> Any:
+        return info
+
+    def init(*_args: Any, **_kwargs: Any) -> Any:
+        return core._dummy_init(distributed=distributed)
+
+    def alone(*_args: Any, **_kwargs: Any) -> Any:
+        return distributed
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(det, "get_cluster_info", cluster_info))
+        stack.enter_context(mock.patch.object(det._info, "_info", info))
+        stack.enter_context(mock.patch.object(core, "init", init))
+        stack.enter_context(mock.patch.object(runtime, "ControlChannel", alone))
+        # ``dstrial run`` sets a run directory, which would be opened and written to.
+        stack.enter_context(mock.patch.dict(os.environ))
+        os.environ.pop(RUN_DIR_VARIABLE, None)
+        for name in ("from_deepspeed", "from_torch_distributed", "from_horovod"):
+            stack.enter_context(mock.patch.object(core.DistributedContext, name, alone))
+        yield
+
+
+class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
+    """One of many ranks, whose collectives behave as if all ranks said the same."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        super().__init__()
+        self.size = self.local_size = size
+        self.rank = self.local_rank = rank
+
+    def allgather(self, stuff: Any) -> list[Any]:
+        return [stuff] * self.size
+
+    gather = gather_local = allgather_local = allgather
+
+    def broadcast(self, stuff: Any) -> Any:
+        return stuff
+
+    broadcast_local = broadcast
+
+    def close(self) -> None:
+        """Do nothing; there is no connection."""
+
+
+class _DryRunContext(DeepSpeedTrialContext):
+    """A context without a cluster, whose engines are stand-ins."""
+
+    def __init__(
+        self,
+        world_size: int,
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None,
+        micro_batch_size: int,
+    ) -> None:
+        distributed = SingleRankContext(world_size, torch.distributed.get_rank())
+        super().__init__(
+            core_context=core._dummy_init(distributed=distributed),
+            trial_seed=0,
+            hparams=copy.deepcopy(dict(hparams)),
+            slots_per_trial=world_size,
+            num_gpus=0,
+            exp_conf=None if exp_conf is None else dict(exp_conf),
+            steps_completed=0,
+            enable_tensorboard_logging=False,
+            device=torch.device("cpu"),
+        )
+        self._described_micro_batch_size = micro_batch_size
+        self._epoch_len, self._current_batch_idx = 1, 0
+        self._mpu = ModelParallelUnit(0, world_size, True, True)
+
+    def wrap_model_engine(self, model: Any) -> Any:
+        self.models.append(model)
+        return model
+
+    def set_mpu(self, mpu: ModelParallelUnit) -> None:
+        self._mpu = mpu
+
+    def get_train_micro_batch_size_per_gpu(self) -> int:
+        return self._described_micro_batch_size
+
+    def get_num_micro_batches_per_slot(self) -> int:
+        return 1
