@@ -23,7 +23,7 @@ from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.engine.parameter_names import plain_name, with_plain_names
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
-from dstrial.resume.rules import STATE_KEYS
+from dstrial.resume.plan import STATE_KEYS
 
 MASTER = "master"
 """Key of a parameter's weights as the optimizer updates them, beside the keys of the optimizer's own state."""

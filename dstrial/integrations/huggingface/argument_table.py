@@ -48,7 +48,7 @@ from dstrial.config.diagnostics import Diagnostics, key_path, nested_form, rende
 from dstrial.config.dotted_keys import nested, value_at
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.batch import in_words, keep_batch
+from dstrial.resume.batch import describe_batch, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_sizes
 
 CONFIG_FLAG = "deepspeed"
@@ -272,7 +272,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     }
     solution, is_kept = solve_sizes(draft.given, sizes, world_size, resumed, where)
     if is_kept and engine is not None and resumed is not None:
-        text = f"the batch of checkpoint {resumed.checkpoint} is kept: {in_words(engine, solution)}"
+        text = f"the batch of checkpoint {resumed.checkpoint} is kept: {describe_batch(engine, solution)}"
         draft.decide("", _TOTAL, text)
     # With sizes from `hyperparameters()`, which keep the batch, the run's first arguments contradict nothing.
     first = flags[_MICRO] or DEFAULT_MICRO_BATCH, flags[_STEPS] or 1

@@ -165,12 +165,7 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 def _resumed(info: Any) -> SavedRun | None:
     """Return this run's checkpoint to resume from, if it is on this machine."""
-    if info is None or (info.latest_checkpoint is None and os.environ.get(RUN_DIR_VARIABLE)):
-        saved = saved_run_to_resume()
-    else:
-        saved = saved_run_of_trial(
-            info.trial._config, trial_id=int(info.trial.trial_id), latest_checkpoint=info.latest_checkpoint
-        )
+    saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None
 
 

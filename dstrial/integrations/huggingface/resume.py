@@ -17,19 +17,19 @@ from determined import core
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import read_verified
-from dstrial.checkpoint.layout import Layout, compatible, reshape_problems
+from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, vouched_for
-from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank, latest_tag
 from dstrial.engine.parameter_names import named_buffers
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
-from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
+from dstrial.errors import CheckpointError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
 from dstrial.loop.checkpoint_trust import trusts_code
+from dstrial.resume.plan import plan_load
 from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
@@ -72,10 +72,7 @@ def opened(
             metadata = context.distributed.broadcast(found) or {}
         manifest: Manifest | None = None
         if (root / MANIFEST_NAME).is_file():
-            distributed = context.distributed
-            manifest = read_verified(
-                root, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
-            )
+            manifest = read_verified(root, context.distributed)
         directory = _trainer_directory(root)
         names = _files_of(root, directory) if manifest is None else list(manifest.files)
         written_by = metadata.get("trial_id")
@@ -153,37 +150,32 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
     """Load weights, optimizer and scheduler in any layout. Ranks: all, collectively."""
     bind_checkpoint_engine(engine)
-    with vouched_for([engine], trusts_code=opened_checkpoint.trusts_code):
-        _load_engine(engine, opened_checkpoint, distributed)
-
-
-def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    if not opened_checkpoint.layouts:
-        _load_as_it_is(engine, opened_checkpoint)
-        return
-    saved = opened_checkpoint.layouts[0]
-    now = collect_layout(engine, distributed.allgather)
-    differences = compatible(saved, now)
-    if not differences:
-        with engines.ignoring_load_universal([engine]):
-            _load_as_it_is(engine, opened_checkpoint)
-        return
-    problems = reshape_problems(saved, now)
-    if problems:
-        raise CheckpointLayoutError(
-            f"checkpoint {opened_checkpoint.root} was written for another layout ({'; '.join(differences)}), and it cannot be "
-            f"brought into this one: {'; '.join(problems)}."
-        )
-    if distributed.rank == 0:
-        logger.info(
-            "checkpoint %s is brought into another layout: %s",
-            opened_checkpoint.uuid,
-            "; ".join(differences[:3]),
-        )
     trusts = opened_checkpoint.trusts_code
-    saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved, trusts_code=trusts)
-    load_reshaped(engine, saved_engine, now)
-    _load_buffers(engine, saved_engine)
+    with vouched_for([engine], trusts_code=trusts), contextlib.ExitStack() as stack:
+        if not opened_checkpoint.layouts:
+            _load_as_it_is(engine, opened_checkpoint)
+            return
+        saved = opened_checkpoint.layouts[0]
+        now = collect_layout(engine, distributed.allgather)
+        differences = plan_load(opened_checkpoint.root, [saved], [now])
+        if not differences:
+            stack.enter_context(engines.ignoring_load_universal([engine]))
+            _load_as_it_is(engine, opened_checkpoint)
+            return
+        if distributed.rank == 0:
+            logger.info(
+                "checkpoint %s is brought into another layout: %s",
+                opened_checkpoint.uuid,
+                "; ".join(differences),
+            )
+        saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved, trusts_code=trusts)
+        load_reshaped(engine, saved_engine, now)
+        # Persistent buffers are those of replica 0; the model creates the others.
+        buffers = saved_engine.buffers()
+        with torch.no_grad():
+            for name, buffer in named_buffers(engine.module).items():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
 
 def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint) -> None:
@@ -197,12 +189,3 @@ def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint)
             f"checkpoint {path} holds nothing that DeepSpeed can load on {describe_rank(engine)}; expected the engine's files. "
             "Resume from another checkpoint."
         )
-
-
-def _load_buffers(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Load persistent buffers as replica 0 had them; the model makes the others."""
-    buffers = saved.buffers()
-    with torch.no_grad():
-        for name, buffer in named_buffers(engine.module).items():
-            if name in buffers:
-                buffer.copy_(buffers[name])
