@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -167,15 +166,13 @@ def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
     metadata = metadata if isinstance(metadata, dict) else {}
     # The layouts count: the metadata only adds what they lack.
     extras = metadata.get("engines")
-    extras = extras if isinstance(extras, list) else []
+    padded = [*(extras if isinstance(extras, list) else []), *([{}] * len(manifest.layouts))]
     try:
         engines = tuple(
             EngineRecord.from_layout(
                 layout, {key: extra[key] for key in ("given", "micro_batch_limit") if key in extra}
             )
-            for layout, extra in itertools.zip_longest(
-                manifest.layouts, extras[: len(manifest.layouts)], fillvalue={}
-            )
+            for layout, extra in zip(manifest.layouts, padded, strict=False)
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointDamagedError(

@@ -15,7 +15,8 @@ def wait_for_a_rank_that_leaves() -> str:
     import torch.distributed
 
     from dstrial.errors import RankError
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     torch.distributed.init_process_group("gloo")
     channel = ControlChannel(identify(os.environ), timeout_s=12.0)

@@ -19,7 +19,6 @@ import torch
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
 from dstrial.checkpoint.shards import Shard, ShardMap, overlaps, own_shard, positions_in_groups
-from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.engine.parameter_names import plain_name, with_plain_names
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
@@ -469,3 +468,14 @@ class SavedEngine:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
+
+
+def is_equal(left: Any, right: Any) -> bool:
+    """Return whether two values of saved state are equal, tensors by their content."""
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(is_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(is_equal, left, right))
+    return bool(left == right)

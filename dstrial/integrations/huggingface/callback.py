@@ -15,15 +15,72 @@ from dstrial.errors import CheckpointError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import TrainerCheckpoints
 from dstrial.integrations.huggingface.metrics import LogKind, LossWatch, MetricReporter, kind_of
-from dstrial.integrations.huggingface.preemption import LeaveTrainingError, PreemptionHandler
 from dstrial.integrations.huggingface.telemetry import TrainerTelemetry
 from dstrial.integrations.huggingface.trial import Startup
+from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.heartbeat import Phase, heartbeat
+from dstrial.ranks.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
+
+
+class LeaveTrainingError(Exception):
+    """Ends ``Trainer.train`` from a callback; this package's ``train`` catches it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"training ends at step {step}; start it with dstrial.integrations.huggingface.train(trainer, callback), "
+            "which handles this error"
+        )
+        self.step = step
+
+
+class _PreemptionHandler:
+    """Polls for stop requests at steps at which all ranks can agree.
+
+    A single rank polls after every step. Several ranks agree at each line of the log, before each evaluation or save, and about
+    every five seconds (:class:`SyncPoints`).
+    """
+
+    def __init__(self, core_context: core.Context, signals: StopSignals | None) -> None:
+        self._preempt = core_context.preempt
+        self._is_chief = core_context.distributed.rank == 0
+        self._signals = signals
+        self._mode = core.PreemptMode(self._preempt._preempt_mode)
+        self._sync_points = SyncPoints(core_context.distributed, self._stop_request)
+        self.reason: StopReason | None = None
+        """Why training stops before its end, once all ranks agree; None until then."""
+
+    def start(self, step: int) -> None:
+        """Start counting steps, at the start and after a pause in training."""
+        self._sync_points.start(step)
+
+    def after_step(self, step: int, *, is_due: bool) -> bool:
+        """Agree if due; return whether ranks stop after this step. Ranks: all."""
+        is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
+        return self.agree(step) if is_due or is_time else self.reason is not None
+
+    def agree(self, step: int) -> bool:
+        """Return whether all ranks stop now. Ranks: all, collectively."""
+        if self.reason is None:
+            self.reason = self._sync_points.agree(step).stop
+        return self.reason is not None
+
+    def acknowledge(self) -> None:
+        """Report to the master that the trial wants to resume later."""
+        if self._is_chief:
+            self._preempt.acknowledge_preemption_signal()
+
+    def _stop_request(self) -> StopReason | None:
+        # In mode WorkersAskChief should_preempt() is a broadcast, so all ranks call it.
+        polls = self._is_chief or self._mode is not core.PreemptMode.ChiefOnly
+        if polls and self._preempt.should_preempt(auto_ack=False):
+            return StopReason.PREEMPTED
+        is_signalled = self._signals is not None and self._signals.requested is not None
+        return StopReason.SIGNAL if is_signalled else None
 
 
 class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
@@ -75,7 +132,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._reporter = MetricReporter(core_context, facts.searcher, filter_metrics)
         self._losses = LossWatch(facts.exp_conf, is_chief=is_chief, is_off=facts.is_measuring)
         self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
-        self._preemption = PreemptionHandler(core_context, facts.signals)
+        self._preemption = _PreemptionHandler(core_context, facts.signals)
         self._heartbeat = heartbeat()
         self._in_training = False
         self._has_finished = False

@@ -16,8 +16,7 @@ from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import optimizers
 from dstrial.engine.parameter_names import named_buffers, plain_name
 from dstrial.errors import CheckpointLayoutError
-from dstrial.integrations.huggingface.callback import DetCallback
-from dstrial.integrations.huggingface.preemption import LeaveTrainingError
+from dstrial.integrations.huggingface.callback import DetCallback, LeaveTrainingError
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 
 if TYPE_CHECKING:
