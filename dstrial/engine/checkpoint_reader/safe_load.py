@@ -130,7 +130,7 @@ def _shown(names: list[str]) -> str:
 def contents_of(path: pathlib.Path) -> PickleContents:
     """Return what a file's pickles name; nothing is imported, run or mapped.
 
-    A file that is no pickle names nothing: an unpickler that breaks off has done no more than what was named before.
+    A file that is no pickle names nothing. If the scan of a pickle fails, all names before the failure count.
     """
     if _head(path) == _ARCHIVE:  # torch tells its two formats by no more
         try:
@@ -152,8 +152,11 @@ def contents_of(path: pathlib.Path) -> PickleContents:
             found.append(read_pickle(stream))
             if stream.tell() == at:
                 break
-    names = sorted({name for one in found for name in one.names})
-    return PickleContents(tuple(names), any(one.has_odd_dtype for one in found))
+    return PickleContents(
+        tuple(sorted({name for one in found for name in one.names})),
+        any(one.makes_objects for one in found),
+        any(one.has_odd_dtype for one in found),
+    )
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
@@ -168,18 +171,21 @@ def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -
 def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return file -> unlisted classes and functions, for files that hold any.
 
-    ``names`` are relative to ``root``; files that nobody unpickles are skipped. A trial's own ``load`` may read files of any
-    name, so files are recognised by their content too.
+    ``names`` are relative to ``root``; files that are never unpickled are skipped. A trial's own ``load`` may read files of any
+    name, so files are recognised by their content too: pickles without a header (protocols 0 and 1) by the objects they make.
     """
     found = {}
     for name in names:
         if not may_be_unpickled(name):
             continue
         with contextlib.suppress(OSError):
-            if pathlib.PurePosixPath(name).suffix not in _PICKLE_SUFFIXES and not _is_pickle(root / name):
+            contents = contents_of(root / name)
+            is_pickle = contents.makes_objects or pathlib.PurePosixPath(name).suffix in _PICKLE_SUFFIXES
+            if not (is_pickle or _has_pickle_header(root / name)):
                 continue
-            # Of the files that are not ours to load, every one may be of those with random states.
-            unlisted = unlisted_names(contents_of(root / name), may_hold_arrays=not _is_loaded_by_us(name))
+            # Any file that dstrial does not load itself may contain the random states of a library.
+            is_ours = name.startswith("dstrial_rank")
+            unlisted = unlisted_names(contents, may_hold_arrays=not is_ours)
             if unlisted:
                 found[name] = unlisted
     return found
@@ -195,7 +201,7 @@ def _head(path: pathlib.Path) -> bytes:
         return stream.read(4)
 
 
-def _is_pickle(path: pathlib.Path) -> bool:
+def _has_pickle_header(path: pathlib.Path) -> bool:
     """Return whether a file is torch's archive or .tar, or a pickle from protocol 2."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
@@ -207,10 +213,6 @@ def _is_torch_tar(path: pathlib.Path) -> bool:
     with contextlib.suppress(tarfile.TarError), tarfile.open(path, "r:") as tar:
         return "storages" in tar.getnames()
     return False
-
-
-def _is_loaded_by_us(name: str) -> bool:
-    return name.startswith("dstrial_rank")
 
 
 @contextlib.contextmanager
