@@ -1,11 +1,11 @@
-"""Makes a Trainer's arguments and its DeepSpeed config agree. Pure.
+"""Make a Trainer's arguments and its DeepSpeed config agree. Pure.
 
-Which value counts, the first that is given:
+The first value that is given wins:
 
 =====================  ====================================================================================================
-argument               who wins
+argument               order
 =====================  ====================================================================================================
-batch and accumulation the checkpoint that a run goes on from, an overwrite, the DeepSpeed config, the argument, the equation
+batch and accumulation the checkpoint that a run resumes from, an overwrite, the DeepSpeed config, the argument, the equation
 numbers, precision     an overwrite, the DeepSpeed config, the argument, the Trainer's default
 ``--max_steps``        the argument, over ``scheduler.params.total_num_steps``
 ``--deepspeed``        the hyperparameter
@@ -198,8 +198,9 @@ def solve_sizes(
 ) -> tuple[BatchSolution, bool]:
     """Return batch sizes, and whether they are the checkpoint's and not those given.
 
-    They are kept if they are as the run began, or come to its batch on its ranks: other ones were changed on purpose, and
-    ``DetCallback`` refuses them. A micro batch that is only solved is never larger than the run's, which fits into memory.
+    The checkpoint's batch is kept if the given sizes are those of the run's start, or give its batch on its ranks. Other sizes
+    were changed on purpose, and ``DetCallback`` refuses them. A solved micro batch is never larger than the run's, which fits
+    into memory.
     ConfigError if there is no solution. ``where`` has the place of each size by its name.
     """
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None

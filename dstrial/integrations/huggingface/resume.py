@@ -1,4 +1,4 @@
-"""Open a Trainer's checkpoint, and load its engine in whatever layout runs now."""
+"""Open a Trainer's checkpoint, and load it into an engine of any layout."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ _TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint that can be read."""
+    """A verified checkpoint of a Trainer."""
 
     uuid: str
     root: pathlib.Path
     trainer_directory: pathlib.Path  # `checkpoint-<step>` in `root`, or `root` itself
     step: int  # batches trained
-    manifest: Manifest | None  # None if another program wrote it
     layouts: tuple[Layout, ...]  # empty without DeepSpeed, and without a manifest
-    continues: bool  # of this very trial; another one gives its weights only
-    trusts_code: bool = False  # holds unlisted classes, and the user vouches for it
+    continues: bool  # whether the same trial wrote it; from another trial only the weights are loaded
+    trusts_code: bool = False  # whether unlisted classes may be loaded, because the user vouches for them
 
 
 @contextlib.contextmanager
@@ -59,13 +58,17 @@ def opened(
 ) -> Iterator[OpenedCheckpoint]:
     """Open a checkpoint, by uuid or directory, and verify it by its manifest.
 
-    Errors: none or no Trainer's, a damaged file, or a file that would run code without anybody vouching for it.
+    Raises:
+        CheckpointNotFoundError: the checkpoint does not exist, or no Trainer wrote it.
+        CheckpointDamagedError: a file differs from the manifest.
+        UntrustedCheckpointError: a file would run code, and nobody vouches for it.
+
     Ranks: all, collectively.
     """
     with contextlib.ExitStack() as stack:
         if pathlib.Path(uuid).is_absolute():
             root = pathlib.Path(uuid)
-            metadata = _metadata_beside(root)
+            metadata = dict(read_json(root / "metadata.json") or {})
         else:
             root = pathlib.Path(stack.enter_context(context.checkpoint.restore_path(uuid)))
             found = context.checkpoint.get_metadata(uuid) if context.distributed.rank == 0 else None
@@ -74,26 +77,18 @@ def opened(
         if (root / MANIFEST_NAME).is_file():
             manifest = read_verified(root, context.distributed)
         directory = _trainer_directory(root)
-        names = _files_of(root, directory) if manifest is None else list(manifest.files)
+        names = [path.relative_to(root).as_posix() for path in directory.rglob("*") if path.is_file()]
+        names = sorted(names) if manifest is None else list(manifest.files)
         written_by = metadata.get("trial_id")
         yield OpenedCheckpoint(
             uuid=uuid,
             root=root,
             trainer_directory=directory,
-            step=_step_of(directory),
-            manifest=manifest,
+            step=int((read_json(directory / STATE_NAME) or {}).get("global_step", 0)),
             layouts=() if manifest is None else layouts_of(manifest, root),
             continues=written_by is None or int(written_by) == trial_id,
             trusts_code=trusts_code(context, uuid, root, names, exp_conf),
         )
-
-
-def _files_of(root: pathlib.Path, directory: pathlib.Path) -> list[str]:
-    return sorted(path.relative_to(root).as_posix() for path in directory.rglob("*") if path.is_file())
-
-
-def _metadata_beside(root: pathlib.Path) -> Mapping[str, Any]:
-    return dict(read_json(root / "metadata.json") or {})
 
 
 def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
@@ -113,17 +108,12 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
     return max(found)[1]
 
 
-def _step_of(directory: pathlib.Path) -> int:
-    state = read_json(directory / STATE_NAME) or {}
-    return int(state.get("global_step", 0))
-
-
 @contextlib.contextmanager
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
-    """Give the directory that a Trainer of a micro batch resumes from, in the block.
+    """Yield the directory from which a Trainer with a given micro batch resumes.
 
-    The Trainer takes the micro batch of the checkpoint in place of that of its arguments, whatever the number of ranks. So one
-    with another micro batch gets a directory of links to the checkpoint's files, in which the state says its own.
+    The Trainer replaces the micro batch of its arguments by the checkpoint's, on any number of ranks. So a Trainer with another
+    micro batch gets a directory of links to the checkpoint's files, with its own micro batch in the state.
 
     Args:
         found: the checkpoint.
