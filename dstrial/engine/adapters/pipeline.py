@@ -18,7 +18,7 @@ from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.validation_plan import ValidationRound, plan_pipeline
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
-from dstrial.engine.parameter_table import Stages, collect_layout
+from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.random_state import RngState
 from dstrial.engine.state import bind_load_checkpoint
 from dstrial.errors import DataError, TrialContractError
@@ -86,8 +86,7 @@ class PipelineAdapter(EngineAdapter):
             self._binding.shape = None
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        stages = Stages(self.pipeline_stages, int(self.engine.stage_id))
-        return collect_layout(self.engine, allgather, stages)
+        return collect_layout(self.engine, allgather, int(self.engine.stage_id))
 
 
 @dataclasses.dataclass(slots=True)
