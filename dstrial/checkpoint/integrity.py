@@ -11,122 +11,21 @@ from typing import Any, Literal
 
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker
 from dstrial.checkpoint.file_roles import FileRole, layouts_of, rank_state_name, role_of
-from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest, hash_file, read_manifest, share_of
+from dstrial.checkpoint.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    FileEntry,
+    Manifest,
+    hash_file,
+    read_manifest,
+    share_of,
+)
 from dstrial.errors import CheckpointDamagedError, CheckpointError
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Damage:
-    """A file that differs from its entry in the manifest."""
-
-    path: str
-    kind: Literal["missing", "unreadable", "size", "checksum"]
-    got: str
-    expected: str
-    reader_ranks: tuple[int, ...]
-
-
-def verify_files(
-    root: str | os.PathLike[str],
-    manifest: Manifest,
-    only: Iterable[str] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
-) -> list[Damage]:
-    """Compare files with the manifest, size first; return the damaged ones.
-
-    ``only`` lists the paths to compare (None: all). ``on_bytes`` is called with the bytes read since its last call.
-    """
-    wanted = None if only is None else set(only)
-    damages = []
-    for path, entry in manifest.files.items():
-        if wanted is not None and path not in wanted:
-            continue
-        found = _check_file(
-            pathlib.Path(root), pathlib.Path(root) / path, entry.num_bytes, entry.sha256, on_bytes
-        )
-        if found is not None:
-            kind, got, expected = found
-            damages.append(Damage(path, kind, got, expected, entry.reader_ranks))
-    return damages
-
-
-def read_verified(
-    root: str | os.PathLike[str], allgather: Callable[[Any], list[Any]], *, part: int, parts: int
-) -> Manifest:
-    """Read the manifest and verify every file; each rank reads a share of the files.
-
-    Raises:
-        CheckpointNotFoundError: there is no manifest.
-        CheckpointDamagedError: the manifest is unreadable, or files differ on any rank; names all of them.
-
-    Ranks: all, collectively.
-    """
-    mine: list[Damage] | CheckpointError
-    try:
-        manifest = read_manifest(root)
-    except CheckpointError as error:
-        mine = error
-    else:
-        mine = verify_files(root, manifest, only=share_of(sorted(manifest.files), part, parts))
-    gathered = allgather(mine)
-    for found in gathered:
-        if isinstance(found, CheckpointError):
-            raise found
-    damages = {damage.path: damage for found in gathered for damage in found}
-    if damages:
-        raise damaged_error(root, [damages[name] for name in sorted(damages)])
-    return manifest
-
-
-def describe_damage(damage: Damage) -> str:
-    """Return damage as a clause: file, found and expected values, affected ranks."""
-    return f"{damage.path} is {damage.got}; expected {damage.expected}{_readers(damage.reader_ranks)}"
-
-
-def damaged_error(root: str | os.PathLike[str], damages: Sequence[Damage]) -> CheckpointDamagedError:
-    return CheckpointDamagedError(
-        f"checkpoint {root} is damaged: {'. '.join(describe_damage(damage) for damage in damages)}. "
-        "Resume from an earlier checkpoint, or restore the files from a copy."
-    )
-
-
-def _check_file(
-    root: pathlib.Path,
-    path: pathlib.Path,
-    num_bytes: int,
-    sha256: str,
-    on_bytes: Callable[[int], None] | None,
-) -> tuple[Literal["missing", "unreadable", "size", "checksum"], str, str] | None:
-    size = f"{num_bytes:,} bytes"
-    try:
-        if not path.resolve().is_relative_to(root.resolve()):
-            return "unreadable", "a link that leads out of the checkpoint", f"a file of {size}"
-        found_bytes = path.stat().st_size
-        if not path.is_file():
-            return "missing", "no file", size
-        if found_bytes != num_bytes:
-            return "size", f"{found_bytes:,} bytes", size
-        entry = hash_file(path, on_bytes)
-    except FileNotFoundError:
-        return "missing", "missing", size
-    except OSError as error:
-        return "unreadable", f"unreadable ({error.strerror or error})", size
-    if entry.sha256 != sha256:
-        return "checksum", f"of checksum {entry.sha256[:12]}", f"{sha256[:12]} (SHA-256)"
-    return None
-
-
-def _readers(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return ""
-    if len(ranks) == 1:
-        return f" (read by rank {ranks[0]})"
-    named = ", ".join(str(rank) for rank in ranks[:8])
-    return f" (read by ranks {named}{' and more' if len(ranks) > 8 else ''})"
-
-
 _MAX_READERS = 4
-_IGNORED = frozenset({MANIFEST_NAME, MARKER_NAME, "metadata.json"})
+_IGNORED = frozenset({MANIFEST_NAME, MARKER_NAME, METADATA_NAME})
+_MAX_SHOWN_RANKS = 8
+_OTHER = FileRole("other")
 
 FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "unexpected", "incomplete"]
 
@@ -142,8 +41,8 @@ class Fault:
     kind: FaultKind
     got: str
     expected: str
-    role: FileRole
     reader_ranks: tuple[int, ...] = ()
+    role: FileRole = _OTHER
 
     def __str__(self) -> str:
         holds: list[str] = [] if self.role.kind == "other" else [self.role.kind]
@@ -154,8 +53,9 @@ class Fault:
         what = f" ({' '.join(holds)})" if holds else ""
         readers = ""
         if self.reader_ranks:
-            shown = ", ".join(map(str, self.reader_ranks[:8])) + (", …" if len(self.reader_ranks) > 8 else "")
-            readers = f"; read by rank{'s' if len(self.reader_ranks) > 1 else ''} {shown}"
+            shown = ", ".join(map(str, self.reader_ranks[:_MAX_SHOWN_RANKS]))
+            more = ", …" if len(self.reader_ranks) > _MAX_SHOWN_RANKS else ""
+            readers = f"; read by rank{'s' if len(self.reader_ranks) > 1 else ''} {shown}{more}"
         return f"{self.path}{what} is {self.kind}: {self.got}; expected {self.expected}{readers}"
 
 
@@ -170,6 +70,59 @@ class IntegrityReport:
     @property
     def is_intact(self) -> bool:
         return not self.faults
+
+
+def verify_files(
+    root: str | os.PathLike[str],
+    manifest: Manifest,
+    only: Iterable[str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> list[Fault]:
+    """Compare files with the manifest, size first; return the damaged ones.
+
+    ``only`` lists the paths to compare (None: all). ``on_bytes`` is called with the bytes read since its last call.
+    """
+    wanted = manifest.files.keys() if only is None else set(only)
+    found = (
+        _fault_of(pathlib.Path(root), path, entry, on_bytes)
+        for path, entry in manifest.files.items()
+        if path in wanted
+    )
+    return [fault for fault in found if fault is not None]
+
+
+def read_verified(root: str | os.PathLike[str], distributed: Any) -> Manifest:
+    """Read the manifest and verify every file; each local rank reads a share.
+
+    Raises:
+        CheckpointNotFoundError: there is no manifest.
+        CheckpointDamagedError: the manifest is unreadable, or files differ on any rank; names all of them.
+
+    Ranks: all, collectively.
+    """
+    mine: list[Fault] | CheckpointError
+    try:
+        manifest = read_manifest(root)
+    except CheckpointError as error:
+        mine = error
+    else:
+        share = share_of(sorted(manifest.files), distributed.local_rank, distributed.local_size)
+        mine = verify_files(root, manifest, share)
+    gathered = distributed.allgather(mine)
+    for found in gathered:
+        if isinstance(found, CheckpointError):
+            raise found
+    faults = {fault.path: fault for found in gathered for fault in found}
+    if faults:
+        raise damaged_error(root, [faults[name] for name in sorted(faults)])
+    return manifest
+
+
+def damaged_error(root: str | os.PathLike[str], faults: Sequence[Fault]) -> CheckpointDamagedError:
+    return CheckpointDamagedError(
+        f"checkpoint {root} is damaged: {'. '.join(map(str, faults))}. "
+        "Resume from an earlier checkpoint, or restore the files from a copy."
+    )
 
 
 def bytes_to_read(manifest: Manifest) -> int:
@@ -195,61 +148,56 @@ def check_integrity(
     faults = _faults_of_mark(path, needs_mark=needs_mark)
     # Only trials save rank states, and only trials use the default name for an engine's folder.
     num_ranks = layouts[0].world_size if layouts and not layouts[0].folder else 0
-    own_states = [rank_state_name(rank) for rank in range(num_ranks)]
     faults += [
-        _fault_of_absence(name, role_of(name, layouts)) for name in own_states if name not in manifest.files
+        Fault(name, "incomplete", "not in the manifest", "the state of every rank of the layout")
+        for name in map(rank_state_name, range(num_ranks))
+        if name not in manifest.files
     ]
-    for damage in _damages(path, manifest, on_bytes):
-        faults.append(
-            Fault(
-                damage.path,
-                _kind_of(path / damage.path, damage, manifest.files[damage.path].num_bytes),
-                damage.got,
-                damage.expected,
-                role_of(damage.path, layouts),
-                damage.reader_ranks,
-            )
-        )
-    for name in _files_under(path):
-        if name not in manifest.files and name not in _IGNORED:
-            size = f"{(path / name).lstat().st_size:,} bytes"
-            faults.append(Fault(name, "unexpected", size, "no such file", role_of(name, layouts)))
-    return IntegrityReport(len(manifest.files), bytes_to_read(manifest), tuple(faults))
-
-
-def _damages(
-    root: pathlib.Path, manifest: Manifest, on_bytes: Callable[[int], None] | None
-) -> Sequence[Damage]:
     by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:
-        found = readers.map(lambda name: verify_files(root, manifest, [name], on_bytes), by_size)
-        damages = {damage.path: damage for part in found for damage in part}
-    return [damages[name] for name in manifest.files if name in damages]
+        found = readers.map(lambda name: verify_files(path, manifest, [name], on_bytes), by_size)
+        damaged = {fault.path: fault for of_file in found for fault in of_file}
+    faults += [damaged[name] for name in manifest.files if name in damaged]
+    for name in sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()):
+        if name not in manifest.files and name not in _IGNORED:
+            size = f"{(path / name).lstat().st_size:,} bytes"
+            faults.append(Fault(name, "unexpected", size, "no such file"))
+    described = tuple(dataclasses.replace(fault, role=role_of(fault.path, layouts)) for fault in faults)
+    return IntegrityReport(len(manifest.files), bytes_to_read(manifest), described)
 
 
-def _kind_of(path: pathlib.Path, damage: Damage, num_bytes: int) -> FaultKind:
-    if damage.kind == "checksum":
-        return "changed"
-    if damage.kind != "size":
-        return damage.kind
-    return "truncated" if path.stat().st_size < num_bytes else "longer"
+def _fault_of(
+    root: pathlib.Path, name: str, entry: FileEntry, on_bytes: Callable[[int], None] | None
+) -> Fault | None:
+    path = root / name
+
+    def fault(kind: FaultKind, got: str, expected: str = f"{entry.num_bytes:,} bytes") -> Fault:
+        return Fault(name, kind, got, expected, entry.reader_ranks)
+
+    try:
+        if not path.resolve().is_relative_to(root.resolve()):
+            return fault("unreadable", "a link that leads out of the checkpoint")
+        num_bytes = path.stat().st_size
+        if not path.is_file():
+            return fault("missing", "no file")
+        if num_bytes != entry.num_bytes:
+            return fault("truncated" if num_bytes < entry.num_bytes else "longer", f"{num_bytes:,} bytes")
+        sha256 = hash_file(path, on_bytes).sha256
+    except FileNotFoundError:
+        return fault("missing", "no file")
+    except OSError as error:
+        return fault("unreadable", error.strerror or str(error))
+    if sha256 != entry.sha256:
+        return fault("changed", f"SHA-256 {sha256[:12]}", f"SHA-256 {entry.sha256[:12]}")
+    return None
 
 
 def _faults_of_mark(root: pathlib.Path, *, needs_mark: bool) -> list[Fault]:
-    role = FileRole("other")
     if not is_complete(root):
         text = "the mark that is written last; the checkpoint is being written, or its writer was killed"
-        return [Fault(MARKER_NAME, "incomplete", "no file", text, role)] if needs_mark else []
+        return [Fault(MARKER_NAME, "incomplete", "no file", text)] if needs_mark else []
     try:
         read_marker(root)
     except CheckpointError as error:
-        return [Fault(MARKER_NAME, "changed", str(error), "the mark that dstrial wrote", role)]
+        return [Fault(MARKER_NAME, "changed", str(error), "the mark that dstrial wrote")]
     return []
-
-
-def _fault_of_absence(name: str, role: FileRole) -> Fault:
-    return Fault(name, "incomplete", "not in the manifest", "the state of every rank of the layout", role)
-
-
-def _files_under(root: pathlib.Path) -> list[str]:
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir())

@@ -1,4 +1,4 @@
-"""Describe how an engine's state is split over ranks; compare two layouts. Pure.
+"""Describe how an engine's state is split over ranks. Pure.
 
 The per-parameter table locates every element of every parameter in any ZeRO stage, so that another number of ranks can
 read a checkpoint. ``parameter_table`` builds the table from an engine.
@@ -7,12 +7,10 @@ read a checkpoint. ``parameter_table`` builds the table from an engine.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.resume.metadata import EngineArrangement
-from dstrial.resume.rules import KNOWN_WRAPPERS, STATE_KEYS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,69 +114,6 @@ class Layout(EngineArrangement):
         return cls(**rest, buffers=buffers, parameters=parameters)
 
 
-_COMPARED = (
-    ("engine_kind", "kind of engine"),
-    ("world_size", "number of ranks"),
-    ("data_parallel_size", "number of data-parallel replicas"),
-    ("pipeline_stages", "number of pipeline stages"),
-    ("model_parallel_size", "model-parallel size"),
-    ("expert_parallel_size", "expert-parallel size"),
-    ("zero_stage", "ZeRO stage"),
-    ("offload_optimizer", "optimizer offload"),
-    ("offload_parameters", "parameter offload"),
-    ("precision", "precision"),
-    ("optimizer", "optimizer"),
-    ("wrapper", "DeepSpeed's optimizer wrapper"),
-    ("lr_scheduler", "learning-rate scheduler"),
-)
-
-
-def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Return why a layout cannot load a checkpoint unchanged; empty if it can.
-
-    Batch sizes and versions are not compared: DeepSpeed loads across them.
-    """
-    differences = [
-        f"{words} was {getattr(saved, field)!r}, is {getattr(now, field)!r}"
-        for field, words in _COMPARED
-        if getattr(saved, field) != getattr(now, field)
-    ]
-    return differences or _parameter_differences(saved, now) or _buffer_differences(saved, now)
-
-
-def _parameter_differences(saved: Layout, now: Layout) -> list[str]:
-    before = {(place.model_part, place.name): place for place in saved.parameters}
-    after = {(place.model_part, place.name): place for place in now.parameters}
-    differences = []
-    for key in [*before, *(key for key in after if key not in before)]:
-        was, is_ = before.get(key), after.get(key)
-        if was is None:
-            differences.append(f"parameter {key[1]} is new")
-        elif is_ is None:
-            differences.append(f"parameter {key[1]} is gone")
-        else:
-            differences += [
-                f"parameter {key[1]}: {field} was {getattr(was, field)!r}, is {getattr(is_, field)!r}"
-                for field in (item.name for item in dataclasses.fields(ParameterPlace))
-                if getattr(was, field) != getattr(is_, field)
-            ]
-    return differences
-
-
-def _buffer_differences(saved: Layout, now: Layout) -> list[str]:
-    if saved.buffers == now.buffers:
-        return []
-    return ["the flat buffers are cut differently; the ZeRO settings for sub groups or alignment changed"]
-
-
-# Implementations of one algorithm with equal state; DeepSpeed chooses by offload and device.
-_SAME_OPTIMIZERS = (
-    frozenset({"Adam", "FusedAdam", "DeepSpeedCPUAdam"}),
-    frozenset({"AdamW", "FusedAdam", "DeepSpeedCPUAdam"}),
-    frozenset({"FusedLion", "DeepSpeedCPULion"}),
-)
-
-
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
     """Return whether ranks keep state ``key`` by whole matrix, not by partition.
 
@@ -188,71 +123,3 @@ def keeps_whole_matrices(layout: Layout, key: str) -> bool:
     return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
         "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",
     )  # fmt: skip
-
-
-def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Return why a checkpoint cannot be resharded to another layout; empty if it can."""
-    problems = []
-    if saved.model_parallel_size != now.model_parallel_size:
-        problems.append(
-            f"model-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
-        )
-    elif saved.model_parallel_size > 1:
-        problems.append(
-            f"layers are cut over {saved.model_parallel_size} model-parallel ranks: resume with the layout that wrote them"
-        )
-    if saved.expert_parallel_size or now.expert_parallel_size:
-        problems.append("experts are spread over the ranks that wrote them: set the layout back")
-    if saved.optimizer and saved.optimizer not in STATE_KEYS:
-        problems.append(
-            f"the layout of the state of optimizer {saved.optimizer} is not known: resume with the layout that wrote it"
-        )
-    for wrapper in sorted({saved.wrapper, now.wrapper} - KNOWN_WRAPPERS):
-        problems.append(
-            f"{wrapper} partitions its state in its own way: resume with the layout that wrote it"
-        )
-    for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
-        was, is_ = getattr(saved, field), getattr(now, field)
-        if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):
-            problems.append(f"{what} was {was or 'none'}, is {is_ or 'none'}: set it back")
-    if "nvme" in (
-        saved.offload_optimizer,
-        saved.offload_parameters,
-        now.offload_optimizer,
-        now.offload_parameters,
-    ):
-        problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
-    changed: dict[str, list[str]] = {"trained": [], "frozen": []}
-    before, after = _by_name(saved), _by_name(now)
-    for name in sorted(before.keys() | after.keys()):
-        was_place, is_place = before.get(name), after.get(name)
-        if was_place is None or is_place is None:
-            problems.append(
-                f"parameter {name} is {'new' if was_place is None else 'gone'}: use the same model"
-            )
-        elif was_place.shape != is_place.shape:
-            problems.append(
-                f"parameter {name} had shape {was_place.shape}, has {is_place.shape}: use the same model"
-            )
-        elif _is_trained(was_place) != _is_trained(is_place):
-            changed["trained" if _is_trained(is_place) else "frozen"].append(name)
-    problems += [
-        f"{len(names)} parameters are {state} now and were not ({', '.join(names[:3])}{', …' if names[3:] else ''}): set their "
-        "requires_grad as it was, or begin a new trial with the weights that `dstrial checkpoint export` writes"
-        for state, names in changed.items()
-        if names
-    ]
-    return problems
-
-
-def _is_trained(place: ParameterPlace) -> bool:
-    """Return whether the optimizer updates a parameter."""
-    # Without a wrapper the optimizer may own frozen parameters, which it does not update.
-    return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
-
-
-def _by_name(layout: Layout) -> dict[str, ParameterPlace]:
-    places: dict[str, ParameterPlace] = {}
-    for place in layout.parameters:
-        places.setdefault(place.name, place)
-    return places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -14,9 +15,13 @@ from typing import Any
 from dstrial.checkpoint import checksum
 from dstrial.checkpoint.checksum import CHECKSUM_KEY, is_intact, with_checksum
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from dstrial.resume.metadata import EngineRecord, SavedRun
 
 MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a checkpoint directory."""
+
+METADATA_NAME = "metadata.json"
+"""File name of a checkpoint's metadata, Determined's."""
 
 MANIFEST_DIGEST = "manifest_sha256"
 """Metadata key of a checkpoint: the SHA-256 of the manifest, reported to the master by the trial that wrote it."""
@@ -143,6 +148,40 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     if not is_intact(values):
         raise _damaged(path, "not the content that its own checksum has")
     return _manifest_of(path, values)
+
+
+def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
+    """Return what a checkpoint's manifest and metadata say of its run."""
+    path = pathlib.Path(root)
+    manifest = read_manifest(path)
+    metadata: Any = {}
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            metadata = json.loads((path / METADATA_NAME).read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointDamagedError(
+                f"{path / METADATA_NAME} is no JSON ({error}); expected the checkpoint's metadata. Resume from another "
+                "checkpoint."
+            ) from error
+    metadata = metadata if isinstance(metadata, dict) else {}
+    # The layouts count: the metadata only adds what they lack.
+    extras = metadata.get("engines")
+    padded = [*(extras if isinstance(extras, list) else []), *([{}] * len(manifest.layouts))]
+    try:
+        engines = tuple(
+            EngineRecord.from_layout(
+                layout, {key: extra[key] for key in ("given", "micro_batch_limit") if key in extra}
+            )
+            for layout, extra in zip(manifest.layouts, padded, strict=False)
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamagedError(
+            f"{path} describes its layout in another form ({error}); expected that of this release. Resume with the release "
+            "that wrote it."
+        ) from error
+    trial_id = metadata.get("trial_id")
+    known_id = trial_id if isinstance(trial_id, int) else None
+    return SavedRun(path.name, manifest.steps_completed, known_id, engines)
 
 
 def is_own_manifest(root: str | os.PathLike[str]) -> bool:

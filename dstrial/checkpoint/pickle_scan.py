@@ -26,35 +26,36 @@ class PickleContents:
 
     Attributes:
         names: of every class and function, as ``module.name``, sorted.
+        makes_objects: whether the pickle calls any of them, which no text or other data does by chance.
         has_odd_dtype: whether the pickle makes a NumPy dtype that is not a plain number, or sets a dtype's state in an unusual
         way. Arrays of such a dtype can treat data as addresses, which allows code execution.
     """
 
     names: tuple[str, ...]
+    makes_objects: bool = False
     has_odd_dtype: bool = False
 
 
 def read_pickle(stream: BinaryIO) -> PickleContents:
     """Scan a pickle up to its end or the first invalid opcode."""
     machine = _Inert(stream)
-    with contextlib.suppress(
-        Exception
-    ):  # hostile bytes may raise anything; names found before the error count
+    # Hostile bytes may raise anything; names found before the error count.
+    with contextlib.suppress(Exception):
         machine.load()
-    return PickleContents(tuple(sorted(machine.named)), any(map(_is_odd, machine.dtypes)))
+    dtypes = (stub for stub in machine.made if stub.name == _DTYPE)
+    return PickleContents(tuple(sorted(machine.named)), bool(machine.made), any(map(_is_odd, dtypes)))
 
 
 class _Stub:
     """Inert stub for any class or function; supports every operation of a pickle."""
 
     name = ""
-    made: list[_Stub] | None = None
+    made: ClassVar[list[_Stub]] = []
 
     def __new__(cls, *args: Any, **_options: Any) -> _Stub:
         made = super().__new__(cls)
         made.args, made.states = args, []
-        if cls.made is not None:
-            cls.made.append(made)
+        cls.made.append(made)
         return made
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
@@ -81,7 +82,7 @@ class _Inert(pickle._Unpickler):
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream, encoding="latin-1")
         self.named: set[str] = set()
-        self.dtypes: list[_Stub] = []
+        self.made: list[_Stub] = []
 
     def find_class(self, module: str, name: str) -> type[_Stub]:
         # torch writes protocol 2, in which pickle maps module names to those of Python 2.
@@ -91,7 +92,7 @@ class _Inert(pickle._Unpickler):
             module = _compat_pickle.IMPORT_MAPPING[module]
         full = f"{module}.{name}"
         self.named.add(full)
-        return type("StandIn", (_Stub,), {"name": full, "made": self.dtypes if full == _DTYPE else None})
+        return type("Stub", (_Stub,), {"name": full, "made": self.made})
 
     def load_build(self) -> None:
         """Name a class or an enumeration's member that would get a new state."""

@@ -16,7 +16,6 @@ from dstrial.checkpoint.file_roles import layouts_of, role_of
 from dstrial.checkpoint.integrity import damaged_error, verify_files
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest, read_manifest
-from dstrial.checkpoint.model_files import find_model_files
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
@@ -231,7 +230,7 @@ def _write(
                 max_shard_bytes=args.max_shard_size or size_argument(_DEFAULT_SHARD),
                 files=[
                     path
-                    for path in find_model_files(_places_of_files(args.files_from, source, folder))
+                    for path in export.find_model_files(_places_of_files(args.files_from, source, folder))
                     if not _leads_outside(path, source.path)
                 ],
                 on_bytes=bar.advance,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest, read_saved_run
 from dstrial.checkpoint.summary import configuration_of
 from dstrial.cli.checkpoint_export import require_new
 from dstrial.cli.checkpoint_source import (
@@ -43,7 +43,6 @@ from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
-from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import RESUME_VARIABLE
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from dstrial.integrations.accelerate.convert import (
     YAML_NAME,
     Choices,
     Conversion,
-    ConvertedKey,
     convert,
     experiment_yaml,
+    is_deepspeed,
 )
 from dstrial.launch.slots import slots_argument
 
@@ -99,21 +99,18 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     """Load the DeepSpeed JSON; try the working directory, then the config's directory."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
-    if named in (None, "", "none") or config.get("distributed_type", "DEEPSPEED") != "DEEPSPEED":
+    if named in (None, "", "none") or not is_deepspeed(config):
         return None
     found = next((place for place in (Path(str(named)), path.parent / str(named)) if place.is_file()), None)
     where = f"{path}: deepspeed_config.deepspeed_config_file"
     if found is None:
+        got, expected = f"{named!r}, which does not exist", "an existing JSON file"
         fix = f"Run the command where {named} lies, or correct the path."
-        raise ConfigError(
-            [ConfigProblem(where, f"{named!r}, which does not exist", "an existing JSON file", fix)]
-        )
+        raise ConfigError([ConfigProblem(where, got, expected, fix)])
     value = read_json(found, str(found)).value
     if not isinstance(value, dict):
-        problem = ConfigProblem(
-            where, f"a file with {render(value)}", "a JSON object", "Put the settings between braces."
-        )
-        raise ConfigError([problem])
+        got = f"a file with {render(value)}"
+        raise ConfigError([ConfigProblem(where, got, "a JSON object", "Put the settings between braces.")])
     return value
 
 
@@ -145,13 +142,8 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            problem = ConfigProblem(
-                str(path),
-                f"not writable ({error.strerror})",
-                "a writable directory",
-                "Name another one with -o.",
-            )
-            raise ConfigError([problem]) from error
+            got, fix = f"not writable ({error.strerror})", "Name another one with -o."
+            raise ConfigError([ConfigProblem(str(path), got, "a writable directory", fix)]) from error
 
 
 def _print_keys(conversion: Conversion) -> None:
@@ -160,15 +152,12 @@ def _print_keys(conversion: Conversion) -> None:
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
-    for one in _with_status(conversion, "left"):
-        sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
-    unknown = [one.key for one in _with_status(conversion, "unknown")]
+    for one in keys:
+        if one.status == "left":
+            sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
+    unknown = [one.key for one in keys if one.status == "unknown"]
     if unknown:
         sys.stdout.write(f"warning: unknown to accelerate 1.15, and not taken over: {', '.join(unknown)}\n")
-
-
-def _with_status(conversion: Conversion, status: str) -> list[ConvertedKey]:
-    return [one for one in conversion.keys if one.status == status]
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:

@@ -7,13 +7,12 @@ import dataclasses
 from pathlib import Path
 
 from dstrial.checkpoint.completion_marker import is_complete
-from dstrial.checkpoint.manifest import MANIFEST_NAME
+from dstrial.checkpoint.manifest import MANIFEST_NAME, read_saved_run
 from dstrial.config import SavedRun, experiment_name
 from dstrial.errors import CheckpointNotFoundError
 from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory, default_runs_dir, find_runs
-from dstrial.resume.manifest import read_saved_run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dstrial.config.schema import Length
     from dstrial.resume.batch import keep_batch
     from dstrial.resume.metadata import EngineRecord, SavedRun
-    from dstrial.resume.rules import fitting_slots, resume_problems
+    from dstrial.resume.plan import resumable_slots, resume_problems
 
 __all__ = [
     # experiment config
@@ -46,8 +46,8 @@ __all__ = [
     # resuming from a checkpoint
     "EngineRecord",
     "SavedRun",
-    "fitting_slots",
     "keep_batch",
+    "resumable_slots",
     "resume_problems",
 ]
 
@@ -64,13 +64,13 @@ _HOMES = {
     "check_deepspeed": "dstrial.config.deepspeed_rules.check",
     "experiment_name": "dstrial.config.experiment_config.config",
     "explain": "dstrial.config.deepspeed_rules.check",
-    "fitting_slots": "dstrial.resume.rules",
     "keep_batch": "dstrial.resume.batch",
     "load_experiment": "dstrial.config.experiment_config.config",
     "merge_deepspeed": "dstrial.config.merge",
     "overwrite_deepspeed_config": "dstrial.config.merge",
     "resolve_batch": "dstrial.config.batch",
-    "resume_problems": "dstrial.resume.rules",
+    "resumable_slots": "dstrial.resume.plan",
+    "resume_problems": "dstrial.resume.plan",
     "solve_batch": "dstrial.config.batch",
     "zero_keys_without_effect": "dstrial.config.deepspeed_rules.ignored",
 }

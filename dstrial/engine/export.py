@@ -3,39 +3,94 @@
 Names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
 requested dtype. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory does not
 grow with the model.
+
+A safetensors file has the header's length (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end
+offset), and the bytes of all tensors, in C order and little endian.
+
+Source: format of safetensors 0.4 to 0.6, its README, "Format".
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import mmap
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from dstrial.checkpoint.model_files import TensorSpec, header_bytes, in_file_order, shards_of
 from dstrial.checkpoint.summary import own_places, tied_names
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.errors import CheckpointLayoutError
 
 _BUFFER_NUMEL = 4 << 20
 
-_CODES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-_TYPES = {code: dtype for dtype, code in _CODES.items()}
+"""Name of an element type in a safetensors file -> torch's type."""
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 OnBytes = Callable[[int], None]
 """Callback with the number of bytes written since its last call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, type, shape of a tensor in a file; ``dtype`` is a key of ``DTYPES``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
+
+
+def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Sort tensors by element size, largest first, so that each is aligned; stable."""
+    return sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of length and header; the tensors' bytes follow in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for spec in specs:
+        end = begin + spec.num_bytes
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Divide tensors into files of ``max_bytes``; a larger tensor has its own file."""
+    shards: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if shards[-1] and filled + spec.num_bytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec)
+        filled += spec.num_bytes
+    return shards
 
 
 class ModelWeights:
@@ -77,7 +132,7 @@ class ModelWeights:
 
     def pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
         """Yield a tensor's bytes in chunks; a chunk is valid until the next one is read."""
-        scratch = torch.empty(min(spec.numel, _BUFFER_NUMEL), dtype=_TYPES[spec.dtype])
+        scratch = torch.empty(min(spec.numel, _BUFFER_NUMEL), dtype=DTYPES[spec.dtype])
         buffer = self._buffers.get(spec.name)
         for begin in range(0, spec.numel, _BUFFER_NUMEL):
             piece = scratch[: min(_BUFFER_NUMEL, spec.numel - begin)]
@@ -185,7 +240,7 @@ def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Ten
     mapped: Any = mmap.mmap(descriptor, total, access=mmap.ACCESS_COPY) if total else b""
     tensors, begin = {}, 0
     for spec in specs:
-        dtype = _TYPES[spec.dtype]
+        dtype = DTYPES[spec.dtype]
         if math.prod(spec.shape):
             flat = torch.from_numpy(np.frombuffer(mapped, np.uint8, spec.num_bytes, begin))
             tensors[spec.name] = flat.view(dtype).reshape(spec.shape)
@@ -193,3 +248,46 @@ def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Ten
             tensors[spec.name] = torch.empty(spec.shape, dtype=dtype)
         begin += spec.num_bytes
     return tensors
+
+
+_CONFIG_NAME = "config.json"
+
+_OTHER_NAMES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+    """Return config and tokenizer files; for each name, the first directory wins.
+
+    A ``config.json`` counts only if it names a model's type or class.
+    """
+    found: dict[str, pathlib.Path] = {}
+    for directory in directories:
+        for name in (_CONFIG_NAME, *_OTHER_NAMES):
+            path = directory / name
+            if path.is_file() and (name != _CONFIG_NAME or _is_model_config(path)):
+                found.setdefault(name, path)
+    return list(found.values())
+
+
+def _is_model_config(path: pathlib.Path) -> bool:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and ("model_type" in values or "architectures" in values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from deepspeed import DeepSpeedEngine
@@ -14,7 +14,6 @@ from dstrial import __version__
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.deepspeed_internals.optimizers import FlatGroups, SubGroup
 from dstrial.engine.parameter_names import named_parameters
 
 
@@ -27,26 +26,16 @@ class _Slot:
     offset: int | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stages:
-    """The number of pipeline stages, and this rank's stage, 0-based."""
-
-    count: int
-    own_idx: int
-
-
-def collect_layout(
-    engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stages: Stages | None = None
-) -> Layout:
+def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stage: int = 0) -> Layout:
     """Return how ``engine``'s state is split over all ranks; equal on every rank.
 
-    Source: ``deepspeed_internals.optimizers``.
+    ``stage`` is this rank's pipeline stage. Source: ``deepspeed_internals.optimizers``.
 
     Ranks: all, collectively.
     """
     part = engines.checkpoint_part(engine)
     slots, buffers = _slots(engine, part)
-    places = _places(engine, part, slots, 0 if stages is None else stages.own_idx)
+    places = _places(engine, part, slots, stage)
     replica = engines.replica(engine)
     tables: dict[int, tuple[list[ParameterPlace], list[FlatBuffer]]] = {}
     for its_part, its_replica, its_places, its_buffers in allgather((part, replica, places, buffers)):
@@ -94,60 +83,34 @@ def _offload_device(offload: Any) -> str:
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
     """Return the slots of the optimizer's parameters by ``id``, and its flat buffers."""
     sub_groups = optimizers.sub_groups(engine.optimizer)
-    if sub_groups is not None:
-        return _slots_of_sub_groups(sub_groups, part)
     flat = optimizers.flat_groups(engine.optimizer)
-    if flat is not None:
-        return _slots_of_flat_groups(flat, part)
-    slots = {}
-    for idx, group in enumerate(optimizers.plain_groups(engine.optimizer)):
-        end = 0
-        for param in group:
-            slots[id(param)] = _Slot(group_idx=idx, buffer_idx=None, offset=end)
-            end += param.numel()
-    return slots, []
-
-
-def _slots_of_flat_groups(flat: FlatGroups, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
+    groups: Iterable[Sequence[Any]]
+    group_of_buffer: Sequence[int] | None = None
+    offsets: Sequence[Sequence[int]] | None = None
+    if sub_groups is not None:
+        groups, group_of_buffer = (
+            [one.parameters for one in sub_groups],
+            [one.group_idx for one in sub_groups],
+        )
+    elif flat is not None:
+        groups, offsets = flat.groups, flat.offsets
+    else:
+        groups = optimizers.plain_groups(engine.optimizer)
+    has_buffers = sub_groups is not None or flat is not None
     slots: dict[int, _Slot] = {}
     buffers = []
-    for idx, group in enumerate(flat.groups):
-        end = 0
-        for position, param in enumerate(group):
-            offset = end if flat.offsets is None else flat.offsets[idx][position]
-            slots[id(param)] = _Slot(group_idx=idx, buffer_idx=idx, offset=offset)
-            end = offset + param.numel()
-        buffers.append(
-            FlatBuffer(
-                model_part=part,
-                index=idx,
-                group_idx=idx,
-                numel=flat.numels[idx],
-                partition_numel=flat.numels[idx] // flat.num_partitions[idx],
-                num_partitions=flat.num_partitions[idx],
-            )
-        )
-    return slots, buffers
-
-
-def _slots_of_sub_groups(sub_groups: list[SubGroup], part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
-    slots: dict[int, _Slot] = {}
-    buffers = []
-    for idx, sub_group in enumerate(sub_groups):
-        end = 0
-        for param in sub_group.parameters:
-            slots[id(param)] = _Slot(group_idx=sub_group.group_idx, buffer_idx=idx, offset=end)
-            end += optimizers.cut_numel(param)
-        buffers.append(
-            FlatBuffer(
-                model_part=part,
-                index=idx,
-                group_idx=sub_group.group_idx,
-                numel=end * sub_group.num_partitions,
-                partition_numel=end,
-                num_partitions=sub_group.num_partitions,
-            )
-        )
+    for idx, parameters in enumerate(groups):
+        group_idx, end = idx if group_of_buffer is None else group_of_buffer[idx], 0
+        for position, param in enumerate(parameters):
+            offset = end if offsets is None else offsets[idx][position]
+            slots[id(param)] = _Slot(group_idx, idx if has_buffers else None, offset)
+            end = offset + (param.numel() if sub_groups is None else optimizers.cut_numel(param))
+        if sub_groups is not None:
+            num_partitions = sub_groups[idx].num_partitions
+            buffers.append(FlatBuffer(part, idx, group_idx, end * num_partitions, end, num_partitions))
+        elif flat is not None:
+            numel, num_partitions = flat.numels[idx], flat.num_partitions[idx]
+            buffers.append(FlatBuffer(part, idx, group_idx, numel, numel // num_partitions, num_partitions))
     return slots, buffers
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices, reshape_problems
+from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
 from dstrial.checkpoint.shards import Shard, ShardMap, own_shard, positions_in_groups
-from dstrial.engine.checkpoint_reader.equality import is_equal
-from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
+from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine, is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.files import describe_rank
 from dstrial.engine.parameter_names import named_parameters
 from dstrial.engine.state import describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
+from dstrial.resume.plan import reshape_problems
 
 _SCRATCH_NUMEL = 1 << 20
 # Settings of the implementation that do not change results; each engine keeps its own.

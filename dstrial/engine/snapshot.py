@@ -1,9 +1,9 @@
-"""Snapshots of state in host memory, which another thread writes later.
+"""Snapshot state in host memory, so that another thread can write it later.
 
-A written file has the bits of one written at the moment of the snapshot: ``torch.save`` pickles the value at once, through a
-pickle module that keeps the bytes and the storages, which are copied; later it is given a pickle module that returns both.
-DeepSpeed's ``save_checkpoint`` runs as always, barriers included, but with a checkpoint engine that takes snapshots. What
-DeepSpeed writes by itself (``latest``, the conversion script, the swap files of NVMe offload) it writes at once.
+A written file is bitwise equal to one written at the time of the snapshot: ``torch.save`` first pickles the value with a pickle
+module that captures the bytes and the storages, which are copied; later it gets a pickle module that replays both. DeepSpeed's
+``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that takes snapshots. Files that DeepSpeed
+writes without a checkpoint engine (``latest``, the conversion script, swap files of NVMe offload) are written at once.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HostBuffers:
         """Return uninitialised buffers of these sizes; None if they do not fit."""
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
-        # A small file does not take the chunk of a large one, which would need another.
+        # A small file must not take the chunk of a large one, which would then allocate another.
         fitting = [chunk for chunk in self._free if num_bytes <= chunk.nbytes <= 2 * num_bytes]
         if fitting:
             chunk = min(fitting, key=lambda one: int(one.nbytes))
@@ -115,7 +115,7 @@ class HostBuffers:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             error = int(runtime.cudaHostRegister(address, num_paged, 0))
             if error:
-                # A launch takes the thread's last error, which a later one would be blamed for.
+                # This launch clears the thread's last CUDA error, which a later launch would otherwise raise.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=device)
         if error:
@@ -131,7 +131,7 @@ class HostBuffers:
         return whole[start : start + num_bytes]
 
     def release(self) -> None:
-        """Take back all buffers for the next save; free those that this one did not use."""
+        """Release all buffers for the next save; free those that this one did not use."""
         self._free, self._taken = self._taken, []
 
     def clear(self) -> None:
@@ -165,10 +165,10 @@ class _File:
 
 
 class StateCopies:
-    """The values that a rank is about to write, as they are when they are handed in.
+    """Snapshots of the values that a rank will write.
 
-    A failure to copy or to write does not leave ``add``, because the caller may be between two barriers: ``write`` raises it.
-    Without ``buffers`` every value is written as soon as it is handed in.
+    ``add`` raises no error, because the caller may be between two barriers; ``write`` raises it later. Without ``buffers``
+    ``add`` writes every value at once.
     """
 
     def __init__(self, buffers: HostBuffers | None) -> None:
@@ -292,7 +292,7 @@ class _Capturing(_TorchPickler):
 
 
 class _Replaying(_TorchPickler):
-    """Writes what was pickled, and has the copies numbered as the storages were."""
+    """Writes the captured pickle, and numbers the copies like the storages."""
 
     def dump(self, file: _File) -> None:
         for storage in file.storages:

@@ -11,7 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, checkpointing
 
 from dstrial.checkpoint.layout import Layout
-from dstrial.engine.checkpoint_reader.equality import is_equal
+from dstrial.engine.checkpoint_reader.saved_engine import is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files
 from dstrial.engine.parameter_names import named_buffers

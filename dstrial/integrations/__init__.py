@@ -1,4 +1,4 @@
-"""Other libraries' training loops as trials: ``huggingface``, ``accelerate``.
+"""Integrate training loops of other libraries: ``huggingface``, ``accelerate``.
 
 Each package needs its library, which is an optional extra of dstrial; nothing else imports them.
 """

@@ -210,11 +210,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
                 directory=directory,
                 environ=os.environ,
                 extents=dstrial_section(info.trial._config),
-                resumed=saved_run_of_trial(
-                    info.trial._config,
-                    trial_id=int(info.trial.trial_id),
-                    latest_checkpoint=info.latest_checkpoint,
-                ),
+                resumed=saved_run_of_trial(info),
             )
         outcome = run_ranks(
             command,
@@ -241,14 +237,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
 
 
 def _require_resumable(info: ClusterInfo) -> None:
-    problems = resumption_problems(
-        info.trial._config,
-        info.trial.hparams,
-        num_slots=max(sum(info.container_slot_counts), 1),
-        trial_id=int(info.trial.trial_id),
-        latest_checkpoint=info.latest_checkpoint,
-    )
-    if problems:
+    if problems := resumption_problems(info):
         raise ConfigError(problems)
 
 

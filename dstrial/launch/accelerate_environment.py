@@ -19,7 +19,7 @@ from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.resume.metadata import given_sizes
-from dstrial.resume.rules import with_kept_batch
+from dstrial.resume.plan import with_kept_batch
 
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable that makes ``Accelerator()`` use DeepSpeed if it is ``true``."""

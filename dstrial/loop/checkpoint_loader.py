@@ -1,4 +1,4 @@
-"""Reads whole checkpoints back, into this layout or from another.
+"""Load a checkpoint into a trial, in the layout that wrote it or another one.
 
 A checkpoint directory holds ``model<i>/`` (engines, or what the trial's ``save`` writes), ``dstrial_rank<r>.pt`` (the
 rank's counters, random states, open report window, reducers, callbacks), ``load_data.json`` (configuration),
@@ -17,8 +17,7 @@ import torch
 
 from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.integrity import read_verified
-from dstrial.checkpoint.layout import Layout, compatible, reshape_problems
-from dstrial.checkpoint.manifest import Manifest
+from dstrial.checkpoint.layout import Layout
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
 from dstrial.engine.checkpoint_reader.open import read_rank_state
@@ -38,6 +37,7 @@ from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLa
 from dstrial.loop.checkpoint_trust import trusts_code
 from dstrial.loop.metrics import merge_windows, rescale_window
 from dstrial.loop.run_state import RunState, restore_reducer, training_reductions
+from dstrial.resume.plan import plan_load, require_same_batch
 from dstrial.trial.trial import Checkpointable
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CheckpointLoader:
         context, runtime = self._state.context, self._state.runtime
         with runtime.core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
             path = pathlib.Path(restored)
-            manifest = self._read_verified(path)
+            manifest = read_verified(path, context.distributed)
             trusts = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
             self._is_trusted = trusts
             stack.enter_context(vouched_for(context.models, trusts_code=trusts))
@@ -80,7 +80,8 @@ class CheckpointLoader:
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
             _require_ranks(path, manifest.files, saved_size)
-            state = self._load_rank_state(path, context.distributed.rank % saved_size)
+            name = rank_state_name(context.distributed.rank % saved_size)
+            state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=trusts)
             continues = state["trial_id"] == self._state.trial_id
             if continues:
                 require_same_batch(path, saved, now)
@@ -145,59 +146,28 @@ class CheckpointLoader:
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
         """Return whether the checkpoint has another layout; refuse what cannot be loaded."""
-        if len(saved) != len(now):
-            raise CheckpointLayoutError(
-                f"checkpoint {path} holds {len(saved)} engines, the trial wraps {len(now)}; expected the same engines. Resume "
-                "it with the trial that wrote it."
-            )
-        differences = [
-            f"engine {idx}: {difference}"
-            for idx, (before, after) in enumerate(zip(saved, now, strict=True))
-            for difference in compatible(before, after)
-        ]
-        if not differences:
-            return False
-        problems = [
-            f"engine {idx}: {problem}"
-            for idx, (before, after) in enumerate(zip(saved, now, strict=True))
-            for problem in reshape_problems(before, after)
-        ]
+        problems = []
         trial_class = type(self._state.trial)
         is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
         if is_own and not trial_class._saves_engines_by_tag:
             problems.append(
                 f"{trial_class.__name__} writes its checkpoints itself: resume it with the layout it was written for"
             )
-        differences[3:] = [f"and {len(differences) - 3} more"] if differences[3:] else []
-        if problems:
-            raise CheckpointLayoutError(
-                f"checkpoint {path} was written for another layout ({'; '.join(differences)}), and it cannot be brought into "
-                f"this one: {'; '.join(problems)}."
-            )
-        if self._state.context.distributed.rank == 0:
+        differences = plan_load(path, saved, now, problems)
+        if differences and self._state.context.distributed.rank == 0:
             logger.info("checkpoint %s is brought into another layout: %s", path.name, "; ".join(differences))
-        return True
+        return bool(differences)
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return how often all replicas together report the metrics of a batch."""
+        """Return the number of metric reports per batch over all replicas."""
         first = layouts[0]
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
-    def _load_rank_state(self, path: pathlib.Path, rank: int) -> dict[str, Any]:
-        name = rank_state_name(rank)
-        state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=self._is_trusted)
-        return state
-
-    def _reshape_rank_state(
-        self,
-        path: pathlib.Path,
-        state: dict[str, Any],
-        saved_size: int,
-    ) -> None:
+    def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
         """Fit this rank's state, in place, to the current ranks. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
-        # Mapped: of another rank's state little is used, and only that is read.
+        # Files are mapped, so that only the used parts of another rank's state are read.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
@@ -208,7 +178,7 @@ class CheckpointLoader:
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
         if rank >= saved_size:
-            # No rank of this number wrote the checkpoint: it keeps the random states of its own seed.
+            # This rank did not exist in the run that wrote the checkpoint: it keeps the random states of its own seed.
             state["random_states"] = None
             state["reducers"] = []
             state["reductions_of_absent_ranks"] = []
@@ -218,8 +188,8 @@ class CheckpointLoader:
                 state["reductions_of_absent_ranks"].append(training_reductions(runtime, absent["reducers"]))
             else:
                 logger.warning(
-                    "the checkpoint is of a trial with %d reducers, this one wraps %d: what they had collected since the last "
-                    "report is left out",
+                    "the checkpoint is of a trial with %d reducers, this one wraps %d: values that they had collected since the "
+                    "last report are lost",
                     len(absent["reducers"]),
                     len(runtime.wrapped_reducers),
                 )
@@ -265,24 +235,6 @@ class CheckpointLoader:
             device = self._state.context.device
             RngState.from_saved(self._pending_random_states).restore(device)
             self._pending_random_states = None
-
-    def _read_verified(self, path: pathlib.Path) -> Manifest:
-        """Verify files by the manifest, each rank its share. Ranks: all, collectively."""
-        distributed = self._state.context.distributed
-        return read_verified(
-            path, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
-        )
-
-
-def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
-    """Refuse a checkpoint with another ``train_batch_size``."""
-    for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
-        if before.train_batch_size != after.train_batch_size:
-            raise CheckpointLayoutError(
-                f"engine {idx}: train_batch_size is {after.train_batch_size}; expected {before.train_batch_size}, the batch of "
-                f"checkpoint {path}, in which its progress, schedule and order of records are counted. Set it back, or name "
-                "the checkpoint in dstrial.init(latest_checkpoint=...), which keeps the batch on any number of ranks."
-            )
 
 
 def _require_ranks(path: pathlib.Path, names: Container[str], num_ranks: int) -> None:
@@ -353,7 +305,7 @@ def rescale_micro_batches(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return where the reading ranks stood; middle stages of a pipeline read none."""
+    """Return the data position; middle stages of a pipeline have none."""
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
         if one.get("records_per_batch") is not None:

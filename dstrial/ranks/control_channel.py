@@ -28,11 +28,11 @@ DEFAULT_TIMEOUT_S = 1800.0
 _channel_numbers = itertools.count()
 
 
-def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
+def timeout_from_environ() -> float:
     """Return ``DSTRIAL_TIMEOUT_S``, the timeout of collective operations in seconds."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
-        return default_s
+        return DEFAULT_TIMEOUT_S
     try:
         timeout_s = float(text)
     except ValueError:

@@ -126,12 +126,6 @@ def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
     return json.dumps({"path": str(path), "port": port, "num_ranks": num_ranks})
 
 
-def store_variable_of_generation(value: str, *, port: int, generation: int) -> str:
-    """Return ``DSTRIAL_STORE`` for restarted ranks, which use another port."""
-    place = json.loads(value)
-    return json.dumps({**place, "path": f"{place['path']}.{generation}", "port": port})
-
-
 def private_path(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
     """Return the job's private rendezvous file; None if the launcher created none.
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed
@@ -44,13 +44,17 @@ _ACCELERATOR_PLUGINS = (
 )
 
 
+_Replaced: TypeAlias = "tuple[tuple[Any, str, Any], ...]"
+"""Replaced attributes as (owner, name, old value)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Created:
     """Changes of ``init_process_group`` to this process, which ``shutdown`` undoes."""
 
     variables_before: Mapping[str, str | None]
     made_group: bool
-    replaced: tuple[tuple[Any, str, Any], ...] = ()
+    replaced: _Replaced = ()
 
 
 _created: _Created | None = None
@@ -126,17 +130,9 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
     ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
         return identity
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
     identity = located(identity, timeout_s=timeout_s)
     addr, port = identity.master_addr, identity.master_port or free_port()
-    accelerator = get_accelerator()
-    is_cpu = accelerator.device_name() == "cpu"
     own_device = device(identity)
-    shares = not is_cpu and is_shared(
-        identity, int(accelerator.device_count()), may_share=may_share(os.environ)
-    )
     changes = {
         **_missing_variables(identity, addr, port),
         **_variables_of_device(identity, own_device),
@@ -144,22 +140,8 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     _created = _Created(before, made_group=False)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    replaced: tuple[tuple[Any, str, Any], ...] = ()
     try:
-        init_method = as_init_method(open_store(identity, timeout_s=timeout_s), identity)
-        if shares:
-            replaced = _share_device(identity, own_device, init_method, timeout)
-        with without_compiled_collectives(is_cpu=is_cpu):
-            deepspeed.init_distributed(
-                dist_backend="gloo" if shares else accelerator.communication_backend_name(),
-                auto_mpi_discovery=False,
-                timeout=timeout,
-                init_method=init_method,
-                verbose=False,
-            )
-        if is_cpu or shares:  # the backend is gloo
-            replaced = (*replaced, *process.gather_one_by_one())
+        replaced = _create_group(identity, own_device, timeout_s)
     except RankError:
         shutdown()
         raise
@@ -175,8 +157,35 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
             f"the rendezvous address {addr}:{port} cannot be used: {error}; expected a port that rank 0 can serve and all "
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
-    _created = _Created(before, made_group=True, replaced=(*replaced, *_share_timeout(timeout)))
+    _created = _Created(before, made_group=True, replaced=replaced)
     return identity
+
+
+def _create_group(identity: RankIdentity, own_device: torch.device, timeout_s: float) -> _Replaced:
+    """Create the default group; return the attributes that ``shutdown`` restores."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    is_cpu = accelerator.device_name() == "cpu"
+    num_devices = int(accelerator.device_count())
+    shares = not is_cpu and is_shared(identity, num_devices, may_share=may_share(os.environ))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    replaced: _Replaced = ()
+    init_method = as_init_method(open_store(identity, timeout_s=timeout_s), identity)
+    if shares:
+        replaced = _share_device(identity, own_device, init_method, timeout)
+    with without_compiled_collectives(is_cpu=is_cpu):
+        deepspeed.init_distributed(
+            dist_backend="gloo" if shares else accelerator.communication_backend_name(),
+            auto_mpi_discovery=False,
+            timeout=timeout,
+            init_method=init_method,
+            verbose=False,
+        )
+    if is_cpu or shares:  # the backend is gloo
+        replaced = (*replaced, *process.gather_one_by_one())
+    return (*replaced, *_share_timeout(timeout))
 
 
 def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str, str]:
@@ -194,15 +203,12 @@ def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str
     return {name: value for name, value in wanted.items() if not os.environ.get(name)}
 
 
-def _share_timeout(timeout: datetime.timedelta) -> tuple[tuple[Any, str, Any], ...]:
+def _share_timeout(timeout: datetime.timedelta) -> _Replaced:
     """Make the default group's timeout the default of groups created later.
 
     ``new_group`` does not inherit the default group's timeout, and DeepSpeed passes none: its groups would use torch's 30 minutes
     (10 with NCCL). torch calls the replaced function if a caller passes no timeout (2.6 to 2.13 distributed_c10d.py:
     ``new_group``, ``split_group``). If the user has set no timeout, torch's own is kept if it is shorter.
-
-    Returns:
-        The replaced attributes of torch as (owner, name, old value), for ``shutdown``.
     """
     theirs = getattr(distributed_c10d, _DEFAULT_TIMEOUT, None)
     if theirs is None:  # another torch release
@@ -232,7 +238,7 @@ def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> di
 
 def _share_device(
     identity: RankIdentity, own_device: torch.device, init_method: str, timeout: datetime.timedelta
-) -> tuple[tuple[Any, str, Any], ...]:
+) -> _Replaced:
     """Create a gloo group for ranks that share a device, before DeepSpeed uses NCCL.
 
     NCCL rejects two ranks on one device. DeepSpeed uses an existing group with any backend (comm/comm.py:878). It would bind a
@@ -241,9 +247,6 @@ def _share_device(
     ``_reduce_scatter_base``). But ``send`` and ``recv`` pass the device address to the socket unchecked, so pipelines' calls are
     copied through the host here. DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137), made for MPS, does not work: it also copies
     inputs back, after ZeRO 3 has changed them, and losses differ without an error.
-
-    Returns:
-        The replaced attributes of DeepSpeed as (owner, name, old value), for ``shutdown``.
     """
     if identity.rank == 0:
         logger.warning(

@@ -54,16 +54,15 @@ def raise_file_limit(num_ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
-def free_port(addr: str = LOOPBACK_ADDR) -> int:
-    """Return a free TCP port, on loopback or (other addresses) on all interfaces.
+def free_port() -> int:
+    """Return a free TCP port on loopback, outside the ephemeral range.
 
-    The port is outside the ephemeral range. The trial's random generators are not used.
+    The trial's random generators are not used.
     """
-    host = LOOPBACK_ADDR if is_loopback(addr) else ""
     start = random.Random().randrange(len(_PORTS))
     for port in itertools.chain(_PORTS[start:], _PORTS[:start]):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+            probe.bind((LOOPBACK_ADDR, port))
             return port
     raise OSError(f"no port of {_PORTS} is free; expected one. Stop a program that listens there.")
 
@@ -105,10 +104,6 @@ def rendezvous_socket(addr: str, port: int) -> socket.socket:
             "rank 0 can serve and all ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same "
             "for all ranks."
         ) from error
-
-
-def is_loopback(addr: str) -> bool:
-    return addr == "localhost" or (_version(addr) is not None and ipaddress.ip_address(addr).is_loopback)
 
 
 def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:

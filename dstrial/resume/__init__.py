@@ -1,1 +1,1 @@
-"""May this run go on here, and how: its checkpoint, what that says, the rules."""
+"""Decide whether and how a run resumes: ``plan`` and ``batch`` are pure."""

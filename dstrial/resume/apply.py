@@ -16,7 +16,7 @@ from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.engine.adapters.batch_sizes import set_batch_sizes
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.batch import engine_of, in_words, keep_batch, own_solution
+from dstrial.resume.batch import describe_batch, engine_of, keep_batch, own_solution
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings, given_sizes
 
 logger = logging.getLogger("dstrial.trial")
@@ -27,16 +27,16 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 class ResumedRun:
     """Keeps ``train_batch_size`` when a run resumes with another number of replicas.
 
-    DeepSpeed asserts the batch equation while it makes an engine, so the sizes are solved before: they come to the trial
-    as ``hyperparameters.overwrite_deepspeed_args``, which the usual ways of reading a config merge. An engine
-    with other sizes all the same is corrected when it is wrapped.
+    DeepSpeed asserts the batch equation while it makes an engine, so the sizes are solved before: the trial gets them
+    as ``hyperparameters.overwrite_deepspeed_args``, which the usual ways of reading a config merge. An engine that
+    still has other sizes is corrected when it is wrapped.
     """
 
     def __init__(self, saved: SavedRun, world_size: int, data_config: Mapping[str, Any]) -> None:
         self.saved = saved
         self._world_size = world_size
         self._section = data_config.get("dstrial")
-        # By solved sizes what they stand in for; engines that began with different sizes may have come to the same ones.
+        # Solved sizes -> the sizes of configs that they replace: different configs may resolve to the same sizes.
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,19 +50,22 @@ class ResumedRun:
         merged = _read(hparams.get(MAIN_KEY), overwrite)
         if merged is not None:
             solution = self._solve(merged, is_main=True)
-            if solution is not None and not _comes_to(merged, solution):
+            if solution is not None and not _resolves_to(merged, solution):
                 result[OVERWRITE_KEY] = {**copy.deepcopy(dict(overwrite)), **self._sizes(merged, solution)}
         for key in other_configs(hparams):
             merged = _read(hparams[key], {})
             solution = None if merged is None else self._solve(merged, is_main=False)
-            if merged is not None and solution is not None and not _comes_to(merged, solution):
+            if merged is not None and solution is not None and not _resolves_to(merged, solution):
                 is_mapping = isinstance(hparams[key], Mapping)
                 if is_mapping or own_solution(given_sizes(merged), solution.data_parallel_size) is None:
                     result[key] = merge_deepspeed(merged, self._sizes(merged, solution))
         return result
 
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
-        """Return a config with the batch kept for these replicas; None if of no engine."""
+        """Return a config with the checkpoint's batch, solved for these replicas.
+
+        None if the config belongs to no engine of the checkpoint.
+        """
         main = self.saved.engines[0] if self.saved.engines else None
         engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
         if engine is None:
@@ -77,15 +80,15 @@ class ResumedRun:
         return {**merged, **self._sizes(merged, solution)}
 
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
-        """Bring a new engine to the batch of its predecessor in the checkpoint.
+        """Set a new engine's batch sizes to those that keep the checkpoint's batch.
 
         Called on all ranks.
 
         Returns:
-            ``EngineRecord.given`` of the engine's config, without what this object put there.
+            ``EngineRecord.given`` of the engine's config, with the sizes that the user gave.
 
         Raises:
-            ConfigError: the config asks for another batch than the checkpoint's, or cannot be given its sizes.
+            ConfigError: the config asks for another batch than the checkpoint's, or DeepSpeed cannot change its sizes.
         """
         config = engines.config_of(engine)
         if engine_idx >= len(self.saved.engines):
@@ -112,7 +115,9 @@ class ResumedRun:
             saved.batch_replicas(saved.world_size),
         )
         if is_chief and (*wanted, replicas) != before:
-            logger.info("the batch of engine %d stays as it was: %s", engine_idx, in_words(saved, solution))
+            logger.info(
+                "the batch of engine %d stays as it was: %s", engine_idx, describe_batch(saved, solution)
+            )
         return given
 
     def explain(self, error: AssertionError, num_wrapped: int) -> ConfigError | None:
@@ -162,7 +167,7 @@ class ResumedRun:
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
-        """Return the three sizes of a solution, and remember which ones they stand in for."""
+        """Return a solution's three sizes, and record the given ones that they replace."""
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         given = {key: value for key, value in given_settings(merged).items() if key in BATCH_KEYS}
         known = self._given.setdefault(given_sizes(sizes), [])
@@ -170,8 +175,10 @@ class ResumedRun:
         return sizes
 
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
-        """Return a config, or what is kept of one, with the sizes that its writer gave."""
-        # `engine` decides between several.
+        """Return settings of a config with the batch sizes that the user gave.
+
+        If several given sizes were replaced by the same ones, those with which ``engine`` began count.
+        """
         originals = self._given.get(given_sizes(config))
         if not originals:
             return dict(config)
@@ -181,7 +188,7 @@ class ResumedRun:
 
 
 def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
-    """Return a merged DeepSpeed config; None where the trial itself will fail on it."""
+    """Return a merged DeepSpeed config; None if the trial itself will fail on it."""
     if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
         return None
     if isinstance(source, str) and not Path(source).is_file():
@@ -193,7 +200,7 @@ def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
         return None
 
 
-def _comes_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
-    """Return whether DeepSpeed makes the same sizes of a config."""
+def _resolves_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
+    """Return whether DeepSpeed solves a config to the same sizes."""
     own = own_solution(given_sizes(config), solution.data_parallel_size)
     return own is not None and all(getattr(own, key) == getattr(solution, key) for key in BATCH_KEYS)

@@ -44,7 +44,7 @@ def keep_batch(
     given = given_sizes(config)
     is_filled = bool(saved.given.get(FILLED_KEY)) or "auto" in (config.get(key) for key in BATCH_KEYS)
     if is_filled and given[0] is None:
-        # What a script's arguments fill in is looked at again by the ranks, which know them.
+        # The ranks check again, with the sizes that the script's arguments fill in.
         given = (wanted, given[1], given[2])
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
     own = own_solution(given, data_parallel_size)
@@ -68,8 +68,7 @@ def keep_batch(
 
 
 def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
-    """Return whether sizes are as the checkpoint's run began, or come to its batch."""
-    # They come to it on the replicas on which it was written.
+    """Return whether sizes are those of the run's start, or give the same batch."""
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
     then = own_solution(given, saved.batch_replicas(saved.world_size))
@@ -88,8 +87,8 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> E
     return saved.engines[0] if saved.engines and (is_main or len(saved.engines) == 1) else None
 
 
-def in_words(saved: EngineRecord, solution: BatchSolution) -> str:
-    """Return how the batch of a run is shared now, and was before, for the log."""
+def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
+    """Return how the replicas share a run's batch now, and did before, for the log."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
         f"{saved.batch_replicas(saved.world_size)})"
@@ -110,15 +109,6 @@ def _largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(max(min(limit, number), 1), 0, -1) if number % size == 0)
 
 
-def nearest_replicas(train_batch_size: int, data_parallel_size: int) -> list[int]:
-    """Return the nearest replica counts, below and above, that divide a batch."""
-    below = _largest_divisor(train_batch_size, data_parallel_size)
-    above = next(
-        (n for n in range(data_parallel_size, train_batch_size + 1) if train_batch_size % n == 0), below
-    )
-    return sorted({below, above})
-
-
 def _undivided(
     places: Mapping[str, str],
     saved: EngineRecord,
@@ -127,7 +117,9 @@ def _undivided(
     ranks_per_replica: int,
 ) -> ConfigProblem:
     wanted = saved.train_batch_size
-    slots = " or ".join(str(n * ranks_per_replica) for n in nearest_replicas(wanted, data_parallel_size))
+    fewer = _largest_divisor(wanted, data_parallel_size)
+    more = next((n for n in range(data_parallel_size, wanted + 1) if wanted % n == 0), fewer)
+    slots = " or ".join(str(n * ranks_per_replica) for n in sorted({fewer, more}))
     below = wanted // data_parallel_size * data_parallel_size
     batches = " or ".join(str(size) for size in (below, below + data_parallel_size) if size)
     return ConfigProblem(
@@ -155,18 +147,16 @@ def _another_batch(
         got = str(given[0])
     else:
         got = f"{own.train_batch_size if own is not None else 'not solvable'} ({stated} on {data_parallel_size} replicas)"
-    ways = [
-        "Leave the batch sizes as they were when the run began: they are solved for the replicas there are"
-    ]
+    fix = "Leave the batch sizes as they were when the run began: they are solved for the replicas there are"
     if wanted % data_parallel_size == 0:
         micro = _largest_divisor(wanted // data_parallel_size, given[1] or saved.micro_batch_limit)
-        ways = [
+        fix = (
             f"Set train_batch_size to {wanted}, train_micro_batch_size_per_gpu to {micro} and "
             f"gradient_accumulation_steps to {wanted // data_parallel_size // micro}"
-        ]
+        )
     return ConfigProblem(
         places["train_batch_size"],
         got,
         f"{wanted}, the batch of checkpoint {checkpoint}, in which its progress, schedule and order of records are counted",
-        f"{ways[0]}, or begin a new run from these weights with another batch (searcher.source_checkpoint_uuid).",
+        f"{fix}, or begin a new run from these weights with another batch (searcher.source_checkpoint_uuid).",
     )

@@ -1,41 +1,36 @@
-"""Find the checkpoint that a run resumes from, before anything of it is loaded.
+"""Find the checkpoint that a run resumes from, and read what it says of its run.
 
-Before the ranks start: ``saved_run_to_resume`` off a cluster, ``resumption_problems`` and ``saved_run_of_trial`` for a cluster's
-trial. In the ranks of both: ``resumed_run``.
+Before ranks start, ``saved_run_to_resume`` does so off a cluster and ``saved_run_of_trial`` on one; in ranks, ``resumed_run``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrial.checkpoint.manifest import read_saved_run
 from dstrial.config.deepspeed_source import deepspeed_configs
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import CheckpointError, ConfigProblem, DstrialError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import LOCAL_ID, REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
-from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
-from dstrial.resume.rules import resume_problems
+from dstrial.resume.plan import resume_problems
 
 if TYPE_CHECKING:
     from determined import core
 
 
-def saved_run_to_resume(
-    resume: str | None = None, run_dir: Path | None = None, environ: Mapping[str, str] | None = None
-) -> SavedRun | None:
-    """Return the saved run that starting ranks resume from.
+def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) -> SavedRun | None:
+    """Return the saved run that starting ranks resume from, off a cluster.
 
     ``resume`` is a uuid, a directory, or ``latest``; the environment has what is left out. None for a new run, and if the
-    checkpoint cannot be found or read: the ranks say so when they load it.
+    checkpoint cannot be found or read: the ranks report that when they load it.
     """
-    variables = os.environ if environ is None else environ
-    asked = resume or variables.get(RESUME_VARIABLE)
-    directory = run_dir or variables.get(RUN_DIR_VARIABLE)
+    asked = resume or os.environ.get(RESUME_VARIABLE)
+    directory = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if not asked:
         return None
     path: Path | None = Path(asked)
@@ -44,69 +39,55 @@ def saved_run_to_resume(
             checkpoints_path = RunDirectory.open(directory).checkpoints_path
             newest = newest_checkpoint(checkpoints_path) if asked == "latest" else None
             path = checkpoints_path / asked if asked != "latest" else None if newest is None else newest.path
-        own_id = int(variables.get(REWRITE_VARIABLE) or LOCAL_ID)
+        own_id = int(os.environ.get(REWRITE_VARIABLE) or LOCAL_ID)
         return None if path is None else read_saved_run(path).of_trial(own_id)
     except DstrialError:
         return None
 
 
-def resumption_problems(
-    config: Mapping[str, Any],
-    hyperparameters: Mapping[str, Any],
-    *,
-    num_slots: int,
-    trial_id: int,
-    latest_checkpoint: str | None,
-    context_dir: Path | None = None,
-) -> list[ConfigProblem]:
-    """Return what keeps a cluster's trial from resuming from ``latest_checkpoint``.
+def saved_run_of_trial(info: Any) -> SavedRun | None:
+    """Return the saved run that a cluster's trial resumes from.
 
-    Only a checkpoint whose directory is on this machine is looked at; the ranks compare every other one. ``num_slots`` counts
-    ranks on all machines. Without ``context_dir`` it is the current directory.
+    None if the trial is new, or if the checkpoint's directory is not on this machine or unreadable: the ranks verify every file.
+    ``info`` is Determined's cluster info.
     """
-    saved = saved_run_of_trial(config, trial_id=trial_id, latest_checkpoint=latest_checkpoint)
-    if saved is None:
-        return []
-    return resume_problems(
-        saved,
-        num_slots=num_slots,
-        extents=dstrial_section(config),
-        configs=deepspeed_configs(hyperparameters, context_dir or Path()),
-        slots_key="the number of ranks",
-    )
-
-
-def saved_run_of_trial(
-    config: Mapping[str, Any], *, trial_id: int, latest_checkpoint: str | None
-) -> SavedRun | None:
-    """Return the saved run of a cluster's trial; None if it is new or not here."""
+    storage = info.trial._config.get("checkpoint_storage") or {}
     is_mirrored = bool(os.environ.get(RUN_DIR_VARIABLE))
-    saved = _saved_run(config.get("checkpoint_storage") or {}, latest_checkpoint, is_mirrored=is_mirrored)
-    return None if saved is None else saved.of_trial(LOCAL_ID if is_mirrored else trial_id)
-
-
-def _saved_run(
-    storage: Mapping[str, Any], latest_checkpoint: str | None, *, is_mirrored: bool
-) -> SavedRun | None:
     path: Path | None = None
-    if latest_checkpoint is not None and storage.get("type") == "directory" and storage.get("container_path"):
-        path = Path(storage["container_path"]) / latest_checkpoint
-    elif latest_checkpoint is None and is_mirrored and os.environ.get(RESUME_VARIABLE):
+    if info.latest_checkpoint is not None:
+        if storage.get("type") == "directory" and storage.get("container_path"):
+            path = Path(storage["container_path"]) / info.latest_checkpoint
+    elif is_mirrored and os.environ.get(RESUME_VARIABLE):
         path = Path(os.environ[RESUME_VARIABLE])
     if path is None or not path.is_dir():
         return None
     try:
-        return read_saved_run(path)
+        return read_saved_run(path).of_trial(LOCAL_ID if is_mirrored else int(info.trial.trial_id))
     except CheckpointError:
-        # Said with all details by the ranks, which verify every file.
         return None
 
 
-def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
-    """Return the number by which checkpoints know the trial.
+def resumption_problems(info: Any, context_dir: Path | None = None) -> list[ConfigProblem]:
+    """Return what is known to keep a cluster's trial from resuming on its slots.
 
-    A run that is resumed in another experiment of the master, or only rewrites a checkpoint, is the same trial to its
-    checkpoints.
+    Without ``context_dir`` paths of DeepSpeed configs are relative to the current directory.
+    """
+    saved = saved_run_of_trial(info)
+    if saved is None:
+        return []
+    return resume_problems(
+        saved,
+        num_slots=max(sum(info.container_slot_counts), 1),
+        extents=dstrial_section(info.trial._config),
+        configs=deepspeed_configs(info.trial.hparams, context_dir or Path()),
+        slots_key="the number of ranks",
+    )
+
+
+def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
+    """Return the trial id that checkpoints record.
+
+    It stays the same if a run is resumed in another experiment of the master, or only rewrites a checkpoint.
     """
     rewritten = os.environ.get(REWRITE_VARIABLE)
     if rewritten:
@@ -117,7 +98,7 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
 def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str | None:
     """Return the checkpoint that a run was asked to resume from.
 
-    A uuid, a directory, or off a cluster ``latest``; None for a new run. What the caller was ``given`` counts first.
+    A uuid, a directory, or off a cluster ``latest``; None for a new run. ``given`` takes precedence over the environment.
     """
     asked = given or (None if info is None else info.latest_checkpoint)
     if not asked and (info is None or is_mirrored):
@@ -128,10 +109,10 @@ def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str 
 def resumed_run(
     core_context: core.Context, info: Any, latest_checkpoint: str | None, *, is_mirrored: bool
 ) -> SavedRun | None:
-    """Return the saved run that this very run resumes from, or None.
+    """Return the saved run of the same trial that this run resumes from.
 
-    None for a new run, for a checkpoint of another trial, which gives weights only, and for one that cannot be read: loading it
-    says why. ``latest_checkpoint`` is a uuid, a directory, or off a cluster ``latest``.
+    None for a new run, for a checkpoint of another trial, from which only weights are loaded, and for an unreadable one: loading
+    it raises. ``latest_checkpoint`` is a uuid, a directory, or off a cluster ``latest``.
 
     Ranks: all, collectively.
     """

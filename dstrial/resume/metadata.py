@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, to compare with a config; no torch."""
+"""Values that a checkpoint records of its run, to compare with a config."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 
 RESUME_VARIABLE = "DSTRIAL_RESUME"
-"""Environment variable with the checkpoint that a run goes on from: a directory, a uuid, or ``latest``."""
+"""Environment variable with the checkpoint to resume from: a directory, a uuid, or ``latest``."""
 
 FILLED_KEY = "filled_by_arguments"
-"""Key of ``EngineRecord.given``, true where what the DeepSpeed config leaves open comes from a script's arguments."""
+"""Key of ``EngineRecord.given``: whether a script's arguments fill in settings that the DeepSpeed config leaves open."""
 
 CHECKPOINT_FORMAT = "dstrial"
 """The value of ``format`` in the metadata of checkpoints of ours."""
@@ -21,10 +21,10 @@ CHECKPOINT_FORMAT = "dstrial"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineArrangement:
-    """What the layout and the metadata of a checkpoint both say of an engine.
+    """An engine's settings that a checkpoint's layout and metadata both record.
 
     Attributes:
-        engine_kind: which adapter served it.
+        engine_kind: the kind of its adapter.
         model_parallel_size: ranks that one layer is cut over, pipeline stages not counted.
         zero_stage: 0 to 3.
         offload_optimizer: ``none``, ``cpu`` or ``nvme``.
@@ -73,12 +73,12 @@ class EngineArrangement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineRecord(EngineArrangement):
-    """What the metadata of a checkpoint says of one engine.
+    """One engine in the metadata of a checkpoint.
 
     Attributes:
-        given: what the DeepSpeed config of the run said when it began: the three batch sizes (missing where they were not
-            given), ``optimizer`` and ``scheduler`` (their types); empty if unknown.
-        micro_batch_limit: the micro batch with which the run began, and which is known to fit into memory.
+        given: settings in the run's first DeepSpeed config: the three batch sizes (missing ones were not given),
+            ``optimizer`` and ``scheduler`` (their types); empty if unknown.
+        micro_batch_limit: micro batch at the run's start, which is known to fit into memory.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -129,7 +129,7 @@ class SavedRun:
 
     @classmethod
     def from_metadata(cls, checkpoint: str, metadata: Mapping[str, Any]) -> SavedRun | None:
-        """Read a checkpoint's metadata; None if it says nothing of this kind."""
+        """Read a checkpoint's metadata; None if dstrial did not write it."""
         engines = metadata.get("engines")
         if metadata.get("format") != CHECKPOINT_FORMAT or not isinstance(engines, Sequence):
             return None
@@ -147,8 +147,7 @@ class SavedRun:
         )
 
     def of_trial(self, trial_id: int) -> SavedRun:
-        """Return the same as a trial sees it."""
-        # It keeps the batch of its own checkpoints, and takes weights from others.
+        """Return a copy for a trial, which keeps the batch of its own checkpoints only."""
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 
 

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from dstrial.engine.deepspeed_internals.engines import steps_next
-from dstrial.engine.memory_parts import memory_parts
-from dstrial.engine.memory_split import ACTIVATIONS, ALL_PARTS, MemorySplit
+from dstrial.engine.memory import ACTIVATIONS, ALL_PARTS, MemorySplit, memory_parts
 from dstrial.engine.model_flops import FlopCounter
 
 logger = logging.getLogger("dstrial.telemetry")

@@ -6,7 +6,8 @@ from deepspeed_release import needs_0_19_8
 from forked_ranks import RunningProgram, of_all_ranks
 from sample_layouts import PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, compatible
+from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
+from dstrial.resume.plan import compatible
 
 CASES = [
     "zero 0",

@@ -12,9 +12,10 @@ import reshape_program
 import torch
 from sample_layouts import PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace, reshape_problems
+from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.engine.state import merged_tied_modules
 from dstrial.errors import CheckpointLayoutError
+from dstrial.resume.plan import reshape_problems
 from dstrial.testing.ranks import run_function
 
 PLACE = ParameterPlace(

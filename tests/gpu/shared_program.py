@@ -6,7 +6,9 @@ import sys
 
 import torch
 
-from dstrial.ranks import ControlChannel, device, identify, init_process_group, prepare_accelerator, shutdown
+from dstrial.ranks.control_channel import ControlChannel
+from dstrial.ranks.identity import identify
+from dstrial.ranks.process_group import device, init_process_group, prepare_accelerator, shutdown
 
 prepare_accelerator()
 identity = identify(os.environ)

@@ -4,7 +4,8 @@ import os
 
 import torch
 
-from dstrial.ranks import identify, init_process_group, prepare_accelerator, shutdown
+from dstrial.ranks.identity import identify
+from dstrial.ranks.process_group import init_process_group, prepare_accelerator, shutdown
 
 prepare_accelerator()
 identity = identify(os.environ)

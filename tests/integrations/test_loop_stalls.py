@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stalling import launch_stalling, require_left_out_collective, require_silent_loader, require_stopped_rank
+import warm_start
+import yaml
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -38,38 +42,46 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
 both = pytest.mark.parametrize("loop", PROGRAMS)
 
 
-def launch(directory: Path, loop: str, attack: str, *, timeout: float) -> subprocess.CompletedProcess[str]:
+def launch(directory: Path, loop: str, attack: str) -> subprocess.CompletedProcess[str]:
+    """Launch the program of a loop; its ranks are ended 2 seconds after their last progress."""
+    program = PROGRAMS[loop]
     (directory / "ds_config.json").write_text(json.dumps(AUTO))  # which the Trainer names
-    return launch_stalling(directory, PROGRAMS[loop], attack, EXPERIMENTS[loop], timeout=timeout)
-
-
-@both
-@pytest.mark.exhaustive(
-    "tests/trainer/test_stalls.py::test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with_it"
-)
-def test_stopped_rank_is_named(tmp_path: Path, loop: str) -> None:
-    require_stopped_rank(launch(tmp_path, loop, "stopped", timeout=600))
-
-
-@both
-@pytest.mark.exhaustive(
-    "tests/trainer/test_stalls.py::test_a_collective_that_a_rank_leaves_out_is_told_by_both_places"
-)
-def test_left_out_collective_is_named_by_both_places(tmp_path: Path, loop: str) -> None:
-    place = "training_step (stalling_trainer.py" if loop == "trainer" else "main (stalling_reporter.py"
-    require_left_out_collective(launch(tmp_path, loop, "skipped", timeout=2), place)
+    shutil.copy(program, directory)
+    experiment = {
+        "name": "stalling",
+        "entrypoint": f"python3 -m dstrial.launch {program.name}",
+        **EXPERIMENTS[loop],
+        "data": {"dstrial": {"stall_timeout": 2, "stall_action": "restart"}},
+    }
+    (directory / "e.yaml").write_text(yaml.safe_dump(experiment))
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "DSTRIAL_"))
+    }
+    return warm_start.run(
+        ["dstrial.launch", "--config", "e.yaml", "--slots", "2", program.name, attack],
+        cwd=directory,
+        env={**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
+        timeout=300,
+        is_merged=True,
+    )
 
 
 @both
 @pytest.mark.exhaustive("[trainer]")
 def test_silent_loader_is_named_with_its_rank(tmp_path: Path, loop: str) -> None:
-    require_silent_loader(launch(tmp_path, loop, "silent", timeout=2), PROGRAMS[loop])
+    run = launch(tmp_path, loop, "silent")
+    assert run.returncode == 1, run.stdout
+    (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.stdout)
+    assert line.startswith("stalled: rank 1 waits for its data loader at batch 4 in train_batch")
+    assert f"in read_from_storage ({PROGRAMS[loop].name}:" in line
+    assert "rank 0 waits for it in a collective" in line
+    assert "rank 1 failed first" in run.stdout
 
 
 @both
 @pytest.mark.exhaustive("[reporter]")
 def test_slow_script_between_batches_is_no_stall(tmp_path: Path, loop: str) -> None:
-    run = launch(tmp_path, loop, "slow", timeout=2)
+    run = launch(tmp_path, loop, "slow")
     assert run.returncode == 0, run.stdout
     assert f"rank 1 is at {'step' if loop == 'trainer' else 'batch'} 16" in run.stdout
     assert "stalled: " not in run.stdout

@@ -85,7 +85,7 @@ def raise_on_rank_0_while_rank_1_works_in_another_thread() -> None:
 
 
 def stop_when_asked() -> None:
-    from dstrial.ranks import StopSignals
+    from dstrial.ranks.stop_signals import StopSignals
 
     helper = os.fork()
     if helper == 0:
@@ -101,7 +101,7 @@ def stop_when_asked() -> None:
 
 def stop_before_rank_0() -> None:
     """Rank 1 has trained nothing and ends at once, which rank 0 sees in a collective."""
-    from dstrial.ranks import StopSignals
+    from dstrial.ranks.stop_signals import StopSignals
 
     meet()
     with StopSignals(is_deferred=RANK == 1) as stop:

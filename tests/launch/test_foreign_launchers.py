@@ -19,7 +19,9 @@ pytestmark = pytest.mark.process
 
 SCRIPT = """
 import dataclasses, json, os, pathlib, sys
-from dstrial.ranks import ControlChannel, identify, init_process_group, shutdown
+from dstrial.ranks.control_channel import ControlChannel
+from dstrial.ranks.identity import identify
+from dstrial.ranks.process_group import init_process_group, shutdown
 identity = identify(os.environ)
 init_process_group(identity, timeout_s=60)
 channel = ControlChannel(identity)

@@ -27,7 +27,9 @@ sys.exit(outcome.exit_code)
 RANK = """
 import json, os, pathlib, sys
 import torch.distributed
-from dstrial.ranks import ControlChannel, identify, init_process_group, shutdown
+from dstrial.ranks.control_channel import ControlChannel
+from dstrial.ranks.identity import identify
+from dstrial.ranks.process_group import init_process_group, shutdown
 if "torch" in sys.argv[1]:
     torch.distributed.init_process_group("gloo")
 identity = identify(os.environ)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sample_layouts import PLAIN_LAYOUT
 
-from dstrial.checkpoint.manifest import Manifest, write_manifest
+from dstrial.checkpoint.manifest import Manifest, read_saved_run, write_manifest
 from dstrial.config import EngineRecord
 from dstrial.errors import CheckpointDamagedError
 from dstrial.resume.locate import resumption_problems
-from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import run_metadata
 
 LAYOUT = dataclasses.replace(
@@ -36,17 +36,14 @@ def storage(tmp_path: Path) -> dict[str, Any]:
 
 
 def problems(storage: dict[str, Any], num_slots: int, **changes: Any) -> list[str]:
-    arguments = {"trial_id": 7, "latest_checkpoint": "c1", "hyperparameters": HYPERPARAMETERS, **changes}
-    hyperparameters = arguments.pop("hyperparameters")
-    config = {"checkpoint_storage": storage, "data": arguments.pop("data", None)}
-    found = resumption_problems(
-        config,
-        hyperparameters,
-        num_slots=num_slots,
-        context_dir=Path(storage["container_path"]).parent,
-        **arguments,
+    given = {"trial_id": 7, "latest_checkpoint": "c1", "hyperparameters": HYPERPARAMETERS, **changes}
+    config = {"checkpoint_storage": storage, "data": given.get("data")}
+    info = SimpleNamespace(
+        latest_checkpoint=given["latest_checkpoint"],
+        container_slot_counts=[num_slots],
+        trial=SimpleNamespace(_config=config, hparams=given["hyperparameters"], trial_id=given["trial_id"]),
     )
-    return [str(problem) for problem in found]
+    return [str(problem) for problem in resumption_problems(info, Path(storage["container_path"]).parent)]
 
 
 def test_ranks_that_share_the_batch_may_start(storage: dict[str, Any]) -> None:

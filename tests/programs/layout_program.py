@@ -17,11 +17,12 @@ from deepspeed import comm
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
-from dstrial.checkpoint.layout import Layout, compatible
+from dstrial.checkpoint.layout import Layout
 from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import engine_files
 from dstrial.engine.state import load_engine, save_engine
+from dstrial.resume.plan import compatible
 
 
 class Shared(nn.Module):

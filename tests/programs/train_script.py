@@ -15,7 +15,7 @@ import determined as det
 from small_trials import DataParallelTrial
 
 import dstrial
-from dstrial.ranks import identify
+from dstrial.ranks.identity import identify
 
 HYPERPARAMETERS = {
     "deepspeed_config": {

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.process
 def _channel(timeout_s: float = 60.0) -> Any:
     import torch.distributed
 
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     torch.distributed.init_process_group("gloo")
     return ControlChannel(identify(os.environ), timeout_s=timeout_s)
@@ -145,7 +146,8 @@ def count_collective_splits() -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     calls: list[str] = []
 
@@ -182,7 +184,8 @@ def groups_of_unequal_number() -> list[Any]:
     os.environ.update(GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2")
     import torch.distributed as dist
 
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     first = _channel(timeout_s=20.0)
     own = dist.new_group([0, 2], backend="gloo")
@@ -307,7 +310,8 @@ def test_determineds_core_api_works_on_it(tmp_path: Path) -> None:
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     channel = ControlChannel(identify({}))
     assert (
@@ -325,7 +329,7 @@ def test_one_rank_needs_no_process_group() -> None:
 @pytest.mark.parametrize("text", ["soon", "0", "-1"])
 def test_a_timeout_that_is_no_positive_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrial.errors import RankError
-    from dstrial.ranks import timeout_from_environ
+    from dstrial.ranks.control_channel import timeout_from_environ
 
     monkeypatch.setenv("DSTRIAL_TIMEOUT_S", text)
     with pytest.raises(RankError, match=f"DSTRIAL_TIMEOUT_S is '{text}'"):

@@ -28,7 +28,8 @@ def make_groups(kind: str) -> dict[str, object]:
     from deepspeed.pipe import PipelineModule
     from torch.distributed import distributed_c10d
 
-    from dstrial.ranks import identify, init_process_group, shutdown
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group, shutdown
 
     before = distributed_c10d._get_default_timeout
     init_process_group(identify(os.environ), timeout_s=77.0)

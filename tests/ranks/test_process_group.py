@@ -28,7 +28,8 @@ def start_alone() -> dict[str, Any]:
     before = dict(os.environ)
     import torch.distributed as dist
 
-    from dstrial.ranks import device, identify, init_process_group, shutdown
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import device, init_process_group, shutdown
 
     identity = identify(os.environ)
     seen: list[Any] = []
@@ -53,7 +54,8 @@ def test_a_single_rank_off_any_launcher_starts_twice_and_leaves_no_variable() ->
 def respect_the_users_own_group() -> list[bool]:
     import torch.distributed as dist
 
-    from dstrial.ranks import identify, init_process_group, shutdown
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group, shutdown
 
     os.environ["DET_MANUAL_INIT_DISTRIBUTED"] = "1"
     init_process_group(identify(os.environ), timeout_s=30)
@@ -71,7 +73,8 @@ def test_a_group_that_the_user_made_is_neither_replaced_nor_ended() -> None:
 
 def start_on_a_taken_port() -> str:
     from dstrial.errors import RankError
-    from dstrial.ranks import identify, init_process_group
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group
 
     if os.environ["RANK"] == "1":  # would wait for rank 0
         return ""
@@ -94,7 +97,8 @@ def test_a_taken_port_is_named_with_the_way_out() -> None:
 
 def start_without_rank_1() -> str:
     from dstrial.errors import RankTimeoutError
-    from dstrial.ranks import identify, init_process_group
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group
 
     if os.environ["RANK"] == "1":
         return ""
@@ -118,7 +122,9 @@ def listen_and_meet() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from dstrial.ranks import ControlChannel, identify, init_process_group, shutdown
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group, shutdown
 
     identity = identify(os.environ)
     sums: list[float] = []
@@ -171,7 +177,8 @@ def test_identify_needs_no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     script = tmp_path / "who.py"
     script.write_text(
         "import sys\n"
-        "from dstrial.ranks import StopSignals, identify\n"
+        "from dstrial.ranks.identity import identify\n"
+        "from dstrial.ranks.stop_signals import StopSignals\n"
         "import os\n"
         "print(identify(os.environ).rank, 'torch' in sys.modules)\n"
     )
@@ -179,7 +186,8 @@ def test_identify_needs_no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
 
 
 def gathered_at_once() -> list[float]:
-    from dstrial.ranks import identify, init_process_group, shutdown
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group, shutdown
 
     init_process_group(identify(os.environ), timeout_s=60)
     import deepspeed

@@ -132,7 +132,8 @@ def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
 def start_on_the_only_visible_device() -> dict[str, Any]:
     import torch.distributed
 
-    from dstrial.ranks import identify, init_process_group, shutdown
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group, shutdown
 
     calls: list[tuple[str, Any]] = []
     stand_in(calls, "gloo")
@@ -175,7 +176,8 @@ def share_a_device() -> dict[str, Any]:
     import deepspeed.comm as dist
     import torch
 
-    from dstrial.ranks import device, identify, init_process_group, shutdown
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import device, init_process_group, shutdown
 
     calls: list[tuple[str, Any]] = []
     stand_in(calls, "nccl")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import EngineRecord, SavedRun, fitting_slots, keep_batch, resume_problems, solve_batch
+from dstrial.config import EngineRecord, SavedRun, keep_batch, resumable_slots, resume_problems, solve_batch
 from dstrial.errors import ConfigError
 from dstrial.resume.apply import ResumedRun
 from dstrial.resume.metadata import given_settings, run_metadata
@@ -240,7 +240,7 @@ def test_resume_counts_replicas_as_deepspeed_does(ranks, slots, replicas):
 
 
 def test_a_run_goes_on_with_the_most_slots_that_share_its_batch():
-    assert fitting_slots(run(), num_available=5) == 4
+    assert list(resumable_slots(run(), at_most=5)) == [4, 3, 2, 1]
     alone = engine(
         world_size=1,
         data_parallel_size=1,
@@ -249,9 +249,9 @@ def test_a_run_goes_on_with_the_most_slots_that_share_its_batch():
         micro_batches_per_batch=1,
         given={},
     )
-    assert fitting_slots(run(alone), num_available=6) == 1
-    assert fitting_slots(run(alone), num_available=6, at_least=2) is None
-    assert fitting_slots(run(engine(expert_parallel_size=2)), num_available=2) is None
+    assert list(resumable_slots(run(alone), at_most=6)) == [1]
+    assert list(resumable_slots(run(alone), at_most=6, at_least=2)) == []
+    assert list(resumable_slots(run(engine(expert_parallel_size=2)), at_most=2)) == []
 
 
 def test_a_run_that_only_takes_the_weights_over_may_have_any_batch():

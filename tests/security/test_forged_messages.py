@@ -37,7 +37,8 @@ def forge(operation: str, forger: int, path: str, size: int) -> str:
     import torch.distributed
 
     from dstrial.errors import RankError
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     torch.distributed.init_process_group("gloo")
     channel = ControlChannel(identify(os.environ), timeout_s=30)
@@ -71,7 +72,8 @@ def differ() -> tuple[str, list[str]]:
     import torch.distributed
 
     from dstrial.errors import RankError
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     os.environ["DSTRIAL_SECRET"] = f"of rank {os.environ['RANK']}"
     torch.distributed.init_process_group("gloo")
@@ -92,7 +94,8 @@ def test_ranks_with_different_secrets_are_told_at_the_start() -> None:
 def meet_without_secret() -> tuple[list[int], bool]:
     import torch.distributed
 
-    from dstrial.ranks import ControlChannel, identify
+    from dstrial.ranks.control_channel import ControlChannel
+    from dstrial.ranks.identity import identify
 
     for name in ("DSTRIAL_SECRET", "DET_SESSION_TOKEN"):
         os.environ.pop(name, None)

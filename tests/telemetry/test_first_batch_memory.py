@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrial.engine.memory_split import MemorySplit
+from dstrial.engine.memory import MemorySplit
 from dstrial.engine.model_flops import FlopCounter
 from dstrial.telemetry.memory import BY_COUNTERS, BY_STORAGES, FirstBatchMemory
 

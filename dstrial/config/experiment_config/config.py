@@ -44,7 +44,7 @@ from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
-from dstrial.resume.rules import check_resumption, with_kept_batch
+from dstrial.resume.plan import check_resumption, with_kept_batch
 
 _MAX_ENTRYPOINT_CHARS = 2**16
 _MAX_OTHER_ENGINES = 20

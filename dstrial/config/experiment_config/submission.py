@@ -43,7 +43,7 @@ from dstrial.config.merge import merge_template
 from dstrial.config.schema import DIALECT, EXPERIMENT, SEARCHERS
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
-from dstrial.resume.rules import fitting_slots
+from dstrial.resume.plan import resumable_slots
 
 LABEL = "experiment config"
 
@@ -241,13 +241,9 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
     """Return whether a checkpoint can be resumed on at most ``num_slots`` slots."""
     section = dstrial_section(raw)
     at_least = section.get("min_slots")
-    return resumed.keeps_batch and bool(
-        fitting_slots(
-            resumed,
-            num_available=num_slots,
-            at_least=at_least if isinstance(at_least, int) else 1,
-            extents=section,
-        )
+    smallest = at_least if isinstance(at_least, int) else 1
+    return resumed.keeps_batch and any(
+        resumable_slots(resumed, at_most=num_slots, at_least=smallest, extents=section)
     )
 
 

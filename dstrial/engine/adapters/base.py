@@ -7,83 +7,83 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from deepspeed import comm
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.validation_plan import ValidationRound, plan_data_parallel
+from dstrial.engine.parameter_table import collect_layout
 from dstrial.errors import TrialContractError
 
-if TYPE_CHECKING:
-    from dstrial.checkpoint.layout import Layout
-    from dstrial.engine.adapters.validation_plan import ValidationRound
 
+class EngineAdapter:
+    """Adapter of one wrapped data-parallel engine; ``PipelineAdapter`` overrides it.
 
-class EngineAdapter(Protocol):
-    """Adapter of one wrapped engine; its properties never change."""
+    The batch sizes are read once; afterwards the engine's setters raise an error.
 
-    @property
-    def engine(self) -> Any:
-        """The wrapped ``deepspeed.DeepSpeedEngine``, the object the user holds."""
+    Args:
+        engine: the ``deepspeed.DeepSpeedEngine``, the object that the user holds.
+        data_parallel_rank: index of this rank's replica, from 0; None for that of the engine's group.
+        data_parallel_world_size: number of replicas; None for the size of the engine's group.
 
-    @property
-    def topology(self) -> Any:
-        """The ``PipelineParallelGrid`` of a pipeline's ranks; None for data parallel."""
+    Attributes:
+        micro_batch_size: records in one forward pass of one replica (``train_micro_batch_size_per_gpu``).
+        micro_batches_per_batch: a replica's micro batches per step (``gradient_accumulation_steps``).
+        topology: the ``PipelineParallelGrid`` of a pipeline's ranks; None for data parallel.
+        pipeline_stages: stages of a pipeline; 1 for data parallel.
+        train_calls_per_batch: calls of ``train_batch`` per step: accumulation steps, or 1 for a pipeline.
+        micro_batches_per_evaluation: micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps.
+        reports_metrics: whether this rank holds the loss: every rank, or a pipeline's last stage.
+        needs_loader: whether this rank reads records: all ranks, or a pipeline's first (inputs) and last stage (labels).
+        sends_ragged_micro_batches: whether a training micro batch may hold fewer records than ``micro_batch_size``. False for a
+            pipeline: its activation buffers are allocated once, for the first shape it sees.
+        forward_is_collective: whether every replica must call forward equally often (ZeRO 3, experts, pipelines).
+    """
 
-    @property
-    def pipeline_stages(self) -> int:
-        """Stages of a pipeline; 1 for data parallel."""
+    def __init__(
+        self, engine: Any, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
+    ) -> None:
+        self.engine = engine
+        self.micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
+        self.micro_batches_per_batch: int = engine.gradient_accumulation_steps()
+        own_rank, own_size = self._replica()
+        self.data_parallel_rank = own_rank if data_parallel_rank is None else data_parallel_rank
+        self.data_parallel_world_size = (
+            own_size if data_parallel_world_size is None else data_parallel_world_size
+        )
+        self.topology: Any = None
+        self.pipeline_stages = 1
+        self.train_calls_per_batch = self.micro_batches_per_batch
+        self.micro_batches_per_evaluation = 1
+        self.reports_metrics = True
+        self.needs_loader = True
+        self.sends_ragged_micro_batches = True
+        self.forward_is_collective: bool = (
+            engine.zero_optimization_partition_weights() or engine.has_moe_layers
+        )
+        for setter in ("set_train_batch_size", "set_train_micro_batch_size"):
+            setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
 
-    @property
-    def train_calls_per_batch(self) -> int:
-        """Calls of ``train_batch`` per step: accumulation steps, or 1 for a pipeline."""
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Records in one forward pass of one replica (``train_micro_batch_size_per_gpu``)."""
-
-    @property
-    def micro_batches_per_batch(self) -> int:
-        """A replica's micro batches per step (``gradient_accumulation_steps``)."""
+    def _replica(self) -> tuple[int, int]:
+        """Return this rank's replica, from 0, and the number of replicas."""
+        return comm.get_rank(group=self.engine.data_parallel_group), self.engine.dp_world_size
 
     @property
     def micro_batches_stepped(self) -> int:
         """Micro batches stepped (``step``, ``train_batch``) since the engine was made."""
+        return int(
+            self.engine.micro_steps
+        )  # DeepSpeed counts calls of ``step`` (0.19.8 runtime/engine.py:3680)
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """Index of this rank's replica, from 0."""
-
-    @property
-    def data_parallel_world_size(self) -> int: ...
-
-    @property
-    def reports_metrics(self) -> bool:
-        """Whether this rank holds the loss: every rank, or a pipeline's last stage."""
-
-    @property
-    def needs_loader(self) -> bool:
-        """Whether this rank reads records: all ranks, or a pipeline's two end stages."""
-
-    @property
-    def sends_ragged_micro_batches(self) -> bool:
-        """Whether a training micro batch may hold fewer records than ``micro_batch_size``.
-
-        False for a pipeline: its activation buffers are allocated once, for the first shape it sees.
-        """
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """Whether every replica must call forward equally often (ZeRO 3, pipelines)."""
-
-    def set_training(self, training: bool) -> None: ...
+    def set_training(self, training: bool) -> None:
+        self.engine.train(training)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Make ``train_batch()`` read from ``iterator``; a no-op for data parallel.
 
         The iterator yields micro batches endlessly; it is None on ranks that read no records.
         """
-
-    @property
-    def micro_batches_per_evaluation(self) -> int:
-        """Micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps."""
 
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
@@ -93,6 +93,13 @@ class EngineAdapter(Protocol):
         ``all_replicas``: every replica must call ``evaluate_batch`` equally often, because a forward pass of another engine
         of the trial is collective. Returns one round per call of ``evaluate_batch`` on this replica, in order.
         """
+        return plan_data_parallel(
+            num_records,
+            records_per_micro_batch,
+            self.data_parallel_rank,
+            self.data_parallel_world_size,
+            forward_is_collective=self.forward_is_collective or all_replicas,
+        )
 
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
@@ -105,25 +112,7 @@ class EngineAdapter(Protocol):
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
         """Return how the engine's state is split over ranks. Ranks: all, collectively."""
-
-
-class WrappedEngine:
-    """Base of the adapters: properties common to all kinds of engines.
-
-    The batch sizes are read once; afterwards the engine's setters raise an error.
-    """
-
-    def __init__(self, engine: Any, data_parallel_rank: int, data_parallel_world_size: int) -> None:
-        self.engine = engine
-        self.micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
-        self.micro_batches_per_batch: int = engine.gradient_accumulation_steps()
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_world_size = data_parallel_world_size
-        for setter in ("set_train_batch_size", "set_train_micro_batch_size"):
-            setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
-
-    def set_training(self, training: bool) -> None:
-        self.engine.train(training)
+        return collect_layout(self.engine, allgather)
 
 
 def _refuse_batch_size(setter: str, *_args: Any, **_kwargs: Any) -> NoReturn:

@@ -7,7 +7,6 @@ import sys
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
 from dstrial.engine.adapters.base import EngineAdapter
-from dstrial.engine.adapters.data_parallel import DataParallelAdapter
 from dstrial.engine.adapters.pipeline import PipelineAdapter
 from dstrial.errors import TrialContractError
 
@@ -23,7 +22,7 @@ def adapt(
     require_engine(engine)
     if isinstance(engine, PipelineEngine):
         return PipelineAdapter(engine, data_parallel_rank, data_parallel_world_size)
-    return DataParallelAdapter(engine, data_parallel_rank, data_parallel_world_size)
+    return EngineAdapter(engine, data_parallel_rank, data_parallel_world_size)
 
 
 def require_engine(engine: object) -> None:

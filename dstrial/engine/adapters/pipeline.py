@@ -14,11 +14,11 @@ import torch
 from deepspeed import PipelineEngine, comm
 
 from dstrial.checkpoint.layout import Layout
-from dstrial.engine.adapters.base import WrappedEngine
+from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.validation_plan import ValidationRound, plan_pipeline
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
-from dstrial.engine.parameter_table import Stages, collect_layout
+from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.random_state import RngState
 from dstrial.engine.state import bind_load_checkpoint
 from dstrial.errors import DataError, TrialContractError
@@ -27,7 +27,7 @@ _TRAINING_SHAPE = "training"
 _VALIDATION_SHAPE = "validation"
 
 
-class PipelineAdapter(WrappedEngine):
+class PipelineAdapter(EngineAdapter):
     """Adapter of a ``PipelineEngine``; replaces some methods of the engine."""
 
     def __init__(
@@ -36,62 +36,31 @@ class PipelineAdapter(WrappedEngine):
         data_parallel_rank: int | None = None,
         data_parallel_world_size: int | None = None,
     ) -> None:
-        grid = engine.grid
-        super().__init__(
-            engine,
-            grid.get_data_parallel_rank() if data_parallel_rank is None else data_parallel_rank,
-            grid.get_data_parallel_world_size()
-            if data_parallel_world_size is None
-            else data_parallel_world_size,
-        )
-        self._reports_metrics: bool = engine.is_last_stage()
-        self._needs_loader: bool = engine.is_first_stage() or engine.is_last_stage()
+        super().__init__(engine, data_parallel_rank, data_parallel_world_size)
+        self.topology = engine.mpu
+        self.pipeline_stages = int(engine.grid.get_pipe_parallel_world_size())
+        # One call of train_batch or eval_batch runs the schedule over all micro batches of a batch.
+        self.train_calls_per_batch = 1
+        self.micro_batches_per_evaluation = self.micro_batches_per_batch
+        self.reports_metrics = engine.is_last_stage()
+        self.needs_loader = engine.is_first_stage() or engine.is_last_stage()
+        self.sends_ragged_micro_batches = False
+        self.forward_is_collective = True  # stages exchange activations, and evaluations begin with a barrier
         self._binding = _Binding(engine)
         self._binding.install()
         bind_load_checkpoint(engine)
 
-    @property
-    def topology(self) -> Any:
-        return self.engine.mpu
-
-    @property
-    def pipeline_stages(self) -> int:
-        return int(self.engine.grid.get_pipe_parallel_world_size())
-
-    @property
-    def train_calls_per_batch(self) -> int:
-        return 1
+    def _replica(self) -> tuple[int, int]:
+        grid = self.engine.grid
+        return grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Micro batches stepped; one schedule trains all micro batches of a batch."""
         return int(self.engine.global_steps) * self.micro_batches_per_batch
-
-    @property
-    def reports_metrics(self) -> bool:
-        return self._reports_metrics
-
-    @property
-    def needs_loader(self) -> bool:
-        """Whether this rank is on the first stage (inputs) or the last one (labels)."""
-        return self._needs_loader
-
-    @property
-    def sends_ragged_micro_batches(self) -> bool:
-        return False
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """Always true: stages exchange activations, and evaluations begin with a barrier."""
-        return True
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         self._binding.training_iterator = iterator
         self.engine.set_dataiterator(iterator)
-
-    @property
-    def micro_batches_per_evaluation(self) -> int:
-        return self.micro_batches_per_batch
 
     def validation_rounds(
         self,
@@ -117,8 +86,7 @@ class PipelineAdapter(WrappedEngine):
             self._binding.shape = None
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        stages = Stages(self.pipeline_stages, int(self.engine.stage_id))
-        return collect_layout(self.engine, allgather, stages)
+        return collect_layout(self.engine, allgather, int(self.engine.stage_id))
 
 
 @dataclasses.dataclass(slots=True)

@@ -26,12 +26,12 @@ def open_saved_engine(
         root: the checkpoint's directory.
         engine_idx: which of the trial's engines, 0-based.
         layout: that engine's.
-        trusts_code: whether the files are vouched for, see ``safe_load.load``.
+        trusts_code: whether unlisted classes may be loaded, see ``safe_load.load``.
 
     Raises:
-        CheckpointLayoutError: its state cannot be read by parameter.
+        CheckpointLayoutError: the state cannot be read by parameter.
         CheckpointDamagedError: a file is missing or cannot be read.
-        UntrustedCheckpointError: a file holds classes that are not on the list.
+        UntrustedCheckpointError: a file contains unlisted classes.
     """
     path = pathlib.Path(root)
     tied: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -51,7 +51,7 @@ def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
 
 
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
-    """Return what one rank saved beside the engines, tensors mapped from the file."""
+    """Return one rank's state beside the engines, with tensors mapped from the file."""
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
         return load_mapped(path, holds=f"the state of rank {rank}", trusts_code=trusts_code)
@@ -100,7 +100,7 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON holds it: small tensors as numbers, the rest as text."""
+    """Convert a value to JSON: small tensors to numbers, other objects to text."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """Load checkpoint files written by torch without running code in them.
 
-Before a checkpoint is restored, ``unlisted_in`` scans all of its files. Our own loads, and those of DeepSpeed's checkpoint
-engine, then go through torch's ``weights_only`` unpickler with the classes of ``LISTED``. For a checkpoint that is vouched for
-(signed by this account, or trusted by a person) unlisted classes are loaded as well.
+Before a checkpoint is restored, ``unlisted_in`` scans all of its files. Then dstrial and DeepSpeed's checkpoint engine load
+files with torch's ``weights_only`` unpickler and the classes of ``LISTED``. From a trusted checkpoint (signed by this account, or
+trusted by the user) unlisted classes are loaded as well.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NUMPY_NAMES = frozenset(
         "numpy.dtypes.UInt32DType",
     }
 )
-"""What transformers and accelerate put on torch's list while they load random states; see ``PickleContents.has_odd_dtype``."""
+"""Names that transformers and accelerate add to torch's list to load random states; see ``PickleContents.has_odd_dtype``."""
 
 _PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
 
-_READ_BY_NOBODY = frozenset({"training_args.bin"})
-"""Written by transformers' Trainer for people; neither it nor dstrial reads it back (4.56, 5.23)."""
+_NEVER_READ = frozenset({"training_args.bin"})
+"""Written by transformers' Trainer for information; neither it nor dstrial reads it back (4.56, 5.23)."""
 
 _OTHER_FORM = "a pickle of another form than torch writes"
 
@@ -54,7 +54,7 @@ _TORCHSCRIPT = "a TorchScript archive"
 _ARCHIVE = b"PK\x03\x04"
 """First bytes of torch's format since 1.6 (``torch.serialization._is_zipfile``)."""
 
-_lock = threading.Lock()  # over one load of a file: torch's list of classes is the process's
+_lock = threading.Lock()  # torch's list of classes is global
 
 
 def load(
@@ -69,12 +69,12 @@ def load(
     Args:
         path: the file.
         map_location: as for ``torch.load``.
-        mmap: whether its tensors are mapped rather than read.
-        trusts_code: whether the file is vouched for, so that it may run code where the list does not suffice.
+        mmap: whether tensors are mapped instead of read.
+        trusts_code: whether unlisted classes may be loaded, which can run code.
 
     Raises:
-        UntrustedCheckpointError: it holds what is not on the list; it is named.
-        RuntimeError, EOFError, OSError, pickle.UnpicklingError: it cannot be read.
+        UntrustedCheckpointError: the file contains unlisted names, which the message has.
+        RuntimeError, EOFError, OSError, pickle.UnpicklingError: the file cannot be read.
     """
     unlisted = unlisted_names(contents_of(path))
     if not unlisted:
@@ -82,7 +82,7 @@ def load(
             with _torch_listed():
                 return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
         except pickle.UnpicklingError:
-            # Names on the list, in a form that torch's unpickler does not read, such as another protocol.
+            # All names are listed, but torch's unpickler cannot read the format, for example another protocol.
             unlisted = (_OTHER_FORM,)
     if not trusts_code:
         raise untrusted({str(path): unlisted})
@@ -90,12 +90,12 @@ def load(
 
 
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
-    """Load a file on the CPU, its tensors mapped.
+    """Load a file on the CPU with mapped tensors.
 
     Raises:
-        CheckpointDamagedError: it is missing or cannot be read.
-        UntrustedCheckpointError: it holds classes that are not on the list.
-        ImportError, AttributeError: it is trusted, and holds objects of a class that cannot be imported here.
+        CheckpointDamagedError: the file is missing or cannot be read.
+        UntrustedCheckpointError: the file contains unlisted classes.
+        ImportError, AttributeError: the file is trusted, and a class of its objects cannot be imported here.
     """
     try:
         loaded: dict[str, Any] = load(path, mmap=True, trusts_code=trusts_code)
@@ -128,13 +128,13 @@ def _shown(names: list[str]) -> str:
 
 
 def contents_of(path: pathlib.Path) -> PickleContents:
-    """Return what a file's pickles name; nothing is imported, run or mapped.
+    """Return the names in a file's pickles, without importing or running them.
 
-    A file that is no pickle names nothing: an unpickler that breaks off has done no more than what was named before.
+    A file that is no pickle names nothing. If the scan of a pickle fails, all names before the failure count.
     """
-    if _head(path) == _ARCHIVE:  # torch tells its two formats by no more
+    if _head(path) == _ARCHIVE:  # as torch distinguishes its two formats
         try:
-            # torch's own reader, for two readers of one archive may be shown two contents.
+            # torch's own reader, because an archive can be crafted to show two readers different contents.
             reader = torch._C.PyTorchFileReader(str(path))
             if "constants.pkl" in reader.get_all_records():  # which torch.load runs unless told weights_only
                 return PickleContents((_TORCHSCRIPT,))
@@ -152,12 +152,15 @@ def contents_of(path: pathlib.Path) -> PickleContents:
             found.append(read_pickle(stream))
             if stream.tell() == at:
                 break
-    names = sorted({name for one in found for name in one.names})
-    return PickleContents(tuple(names), any(one.has_odd_dtype for one in found))
+    return PickleContents(
+        tuple(sorted({name for one in found for name in one.names})),
+        any(one.makes_objects for one in found),
+        any(one.has_odd_dtype for one in found),
+    )
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
-    """Return the names that neither torch's list nor ours has."""
+    """Return the names that are neither on torch's list nor in ``LISTED``."""
     known = _weights_only_unpickler._get_allowed_globals()
     unlisted = [name for name in contents.names if name not in known and name not in LISTED]
     if may_hold_arrays and not contents.has_odd_dtype:
@@ -168,18 +171,21 @@ def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -
 def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return file -> unlisted classes and functions, for files that hold any.
 
-    ``names`` are relative to ``root``; files that nobody unpickles are skipped. A trial's own ``load`` may read files of any
-    name, so files are recognised by their content too.
+    ``names`` are relative to ``root``; files that are never unpickled are skipped. A trial's own ``load`` may read files of any
+    name, so files are recognised by their content too: pickles without a header (protocols 0 and 1) by the objects they make.
     """
     found = {}
     for name in names:
         if not may_be_unpickled(name):
             continue
         with contextlib.suppress(OSError):
-            if pathlib.PurePosixPath(name).suffix not in _PICKLE_SUFFIXES and not _is_pickle(root / name):
+            contents = contents_of(root / name)
+            is_pickle = contents.makes_objects or pathlib.PurePosixPath(name).suffix in _PICKLE_SUFFIXES
+            if not (is_pickle or _has_pickle_header(root / name)):
                 continue
-            # Of the files that are not ours to load, every one may be of those with random states.
-            unlisted = unlisted_names(contents_of(root / name), may_hold_arrays=not _is_loaded_by_us(name))
+            # Any file that dstrial does not load itself may contain the random states of a library.
+            is_ours = name.startswith("dstrial_rank")
+            unlisted = unlisted_names(contents, may_hold_arrays=not is_ours)
             if unlisted:
                 found[name] = unlisted
     return found
@@ -187,7 +193,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 def may_be_unpickled(name: str) -> bool:
     """Return whether, by its name, a file may be unpickled at a resume."""
-    return pathlib.PurePosixPath(name).name not in _READ_BY_NOBODY and not name.startswith("code/")
+    return pathlib.PurePosixPath(name).name not in _NEVER_READ and not name.startswith("code/")
 
 
 def _head(path: pathlib.Path) -> bytes:
@@ -195,7 +201,7 @@ def _head(path: pathlib.Path) -> bytes:
         return stream.read(4)
 
 
-def _is_pickle(path: pathlib.Path) -> bool:
+def _has_pickle_header(path: pathlib.Path) -> bool:
     """Return whether a file is torch's archive or .tar, or a pickle from protocol 2."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
@@ -209,13 +215,9 @@ def _is_torch_tar(path: pathlib.Path) -> bool:
     return False
 
 
-def _is_loaded_by_us(name: str) -> bool:
-    return name.startswith("dstrial_rank")
-
-
 @contextlib.contextmanager
 def _torch_listed() -> Iterator[None]:
-    """Add our list to torch's inside the block; what others added stays."""
+    """Add ``LISTED`` to torch's list inside the block; keep other additions."""
     with _lock:
         known: set[Any] = set(torch.serialization.get_safe_globals())
         added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -262,10 +264,10 @@ def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Make an engine's config plain dictionaries, as checkpoints hold the object.
+    """Replace an engine's config by plain dictionaries, which are always loadable.
 
-    The engine saves the object that it was given (``ds_config``); an ``AttrDict`` would bring its class into every checkpoint.
-    The user's own object stays as it is.
+    The engine saves the object that it was given (``ds_config``), so an ``AttrDict`` would add its class to every checkpoint.
+    The user's object is not changed.
 
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """
@@ -290,12 +292,12 @@ LISTED: Mapping[str, Any] = {
     # with a setter. ZeRO 1 and 2 and BF16_Optimizer save the object itself (stage_1_and_2.py:3551, stage3.py:3439).
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
-    # Not the class: its members are this process's only ones, and a state would change them for everybody.
+    # Not the class: a pickled state would change its members, which are global.
     "deepspeed.runtime.zero.config.ZeroStageEnum": _zero_stage,
     # A dataclass of two numbers, without __post_init__ (param_slice_mappings of ZeRO's and BF16_Optimizer's files).
     "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
 }
-"""Name in a file -> what is used in its place. Never a module's prefix.
+"""Name in a file -> class or function that is used for it. Never a module's prefix.
 
 torch's ``weights_only`` unpickler lets a file do three things with a class on the list: call it with any arguments, make an
 instance without calling it, and give an instance any state (``torch/_weights_only_unpickler.py``: REDUCE, NEWOBJ, BUILD, torch

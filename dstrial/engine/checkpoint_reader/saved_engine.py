@@ -19,14 +19,13 @@ import torch
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
 from dstrial.checkpoint.shards import Shard, ShardMap, overlaps, own_shard, positions_in_groups
-from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.engine.parameter_names import plain_name, with_plain_names
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
-from dstrial.resume.rules import STATE_KEYS
+from dstrial.resume.plan import STATE_KEYS
 
 MASTER = "master"
-"""Key of a parameter's weights as the optimizer updates them, beside the keys of the optimizer's own state."""
+"""Key of a parameter's master weights, beside the keys of the optimizer's state."""
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
 _SCRATCH_NUMEL = 1 << 20
@@ -40,12 +39,12 @@ class SavedEngine:
     Args:
         root: the checkpoint's directory.
         tag: the engine's folder in it.
-        layout: how it was arranged, from the manifest.
-        tied: state of the layers that a pipeline ties, by key and name; DeepSpeed's files do not say which they are.
-        trusts_code: whether the files are vouched for, see ``safe_load.load``.
+        layout: the engine's layout, from the manifest.
+        tied: state of a pipeline's tied layers, by key and name; DeepSpeed's files do not name them.
+        trusts_code: whether unlisted classes may be loaded, see ``safe_load.load``.
 
     Raises:
-        CheckpointLayoutError: state of a kind that cannot be read by parameter.
+        CheckpointLayoutError: the state cannot be read by parameter.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class SavedEngine:
         }
         self.layout = layout
         self._directory = pathlib.Path(root) / tag
-        # Of this object, so that the files are unmapped with it.
+        # Caches of this object, so that the files are unmapped with it.
         self._load = functools.cache(self._map)
         self._positions = functools.cache(self._find_positions)
         self._order_of_parameters = functools.cache(self._find_order_of_parameters)
@@ -79,11 +78,11 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Every parameter by name; of copies on several pipeline stages the first."""
+        """Every parameter by name; the first of copies on several pipeline stages."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
-        """Return where a parameter lies, or the one that it shares if it is tied."""
+        """Return the place of a parameter, or of the parameter that owns its storage."""
         if name not in self._places:
             raise CheckpointLayoutError(
                 f"{self._directory} has no parameter {name!r}; expected the model that wrote it. "
@@ -130,10 +129,10 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield what ``copy`` copies, found by DeepSpeed's own records in the files.
+        """Yield the elements of ``copy``, located by DeepSpeed's own records.
 
-        ``copy`` uses the manifest's layout. The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``,
-        ``param_shapes`` of ZeRO 3. Other optimizers are not cut and have none: the elements are those of ``copy``.
+        The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and ``param_shapes`` of ZeRO 3. Other
+        optimizers are not partitioned and have no records: the elements are those of ``copy``.
         """
         place = self.place(name)
         if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
@@ -188,8 +187,8 @@ class SavedEngine:
     def unequal_copies(self) -> list[str]:
         """Return the tied layers' parameters whose copies differ between pipeline stages.
 
-        DeepSpeed keeps equal what ``tied_weight_attr`` names, by default ``weight``; the rest of a tied layer, for example its
-        bias, differs on every stage, and cannot become one parameter without loss.
+        DeepSpeed synchronises only the attribute ``tied_weight_attr``, by default ``weight``. Other parameters of a tied layer,
+        for example its bias, differ between stages and cannot be merged.
         """
         return [
             places[0].name
@@ -243,7 +242,7 @@ class SavedEngine:
     def group_settings(self, name: str) -> dict[str, Any] | None:
         """Return the settings of a parameter's group; None if no optimizer owns it.
 
-        A pipeline's stages have groups of their own, of which those without parameters are dropped.
+        Each pipeline stage has its own groups; DeepSpeed drops groups without parameters.
         """
         place = self.place(name)
         if place.group_idx is None:
@@ -273,7 +272,7 @@ class SavedEngine:
         return {key: state.get(key) for key in kept}
 
     def loss_scale_state(self) -> dict[str, Any]:
-        """Return the loss scale by DeepSpeed's attribute names; empty where it has none."""
+        """Return the loss scale by DeepSpeed's attribute names; empty if there is none."""
         state = self._optimizer_state(0, 0)
         if state is None:
             return {}
@@ -311,7 +310,7 @@ class SavedEngine:
             )
 
     def _sources(self, place: ParameterPlace, key: str) -> list[Shard]:
-        """Return the pieces in which a parameter lies in the files."""
+        """Return the shards of a parameter in the files."""
         if place.group_idx is None and place.is_cut:
             replicas = range(self.layout.data_parallel_size)
             return [piece for piece in (own_shard(place, r) for r in replicas) if piece is not None]
@@ -469,3 +468,14 @@ class SavedEngine:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
+
+
+def is_equal(left: Any, right: Any) -> bool:
+    """Return whether two values of saved state are equal, tensors by their content."""
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(is_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(is_equal, left, right))
+    return bool(left == right)

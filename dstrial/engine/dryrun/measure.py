@@ -24,7 +24,7 @@ from dstrial.engine.dryrun.fake_world import DEVICE_NAME, FakeWorld, ScalarReads
 from dstrial.engine.dryrun.linear_peaks import line_through, memory_forms, same_before_update
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import PHASES, DryRunRequest, DryRunResult, Flops
-from dstrial.engine.memory_split import MemorySplit
+from dstrial.engine.memory import MemorySplit
 
 
 class Workload(Protocol):

@@ -1,7 +1,6 @@
-"""Accelerate's training loops as trials: :class:`Reporter`, and ``convert``.
+"""Integrate Accelerate: ``Reporter`` for loops, ``convert`` for config files.
 
-``convert`` is for its config files and needs nothing but a YAML reader; ``Reporter`` is for the loop, needs accelerate and
-deepspeed, and is imported at its first use.
+``Reporter`` is imported at its first use, because it needs accelerate and deepspeed; ``convert`` needs neither.
 """
 
 from __future__ import annotations

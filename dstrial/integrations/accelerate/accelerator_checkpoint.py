@@ -1,4 +1,4 @@
-"""What an ``Accelerator`` holds, saved, loaded and reshaped; and checks of it."""
+"""Save, load and reshard the state of an ``Accelerator``; check its setup."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """Have ``save_state`` write into its argument, not a directory that it numbers.
+    """Make ``save_state`` write into its argument, not into a numbered directory.
 
     Source: accelerate 1.15 ``Accelerator.save_state``, which ignores its directory with ``automatic_checkpoint_naming``.
     """
@@ -143,7 +143,7 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[None]:
-    """Have an engine's ``load_checkpoint`` be another function while the block lasts."""
+    """Replace an engine's ``load_checkpoint`` in the block."""
     before = vars(engine).get("load_checkpoint")
     engine.load_checkpoint = load
     try:
@@ -155,7 +155,7 @@ def _loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
-    """Return a ``load_checkpoint`` that raises where DeepSpeed warns: without files."""
+    """Return a ``load_checkpoint`` that raises if files are missing; DeepSpeed warns."""
     load = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -171,5 +171,5 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Keep Accelerate from loading an already loaded engine."""
+    """Do nothing, because the engine is loaded already."""
     return None, {}

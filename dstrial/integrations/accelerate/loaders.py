@@ -1,4 +1,4 @@
-"""What a loop needs of the loaders that Accelerate has prepared."""
+"""Read lengths and batch sizes of loaders that Accelerate has prepared."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def length_of(loader: Any) -> int:
 
 
 def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
-    """Return an epoch's batches, at least 1; the same however ranks share a batch.
+    """Return an epoch's batches, at least 1; equal on any number of ranks.
 
-    The rest that is no whole batch counts as one, or is left out where the loader drops its last records.
+    An incomplete last batch counts, unless the loader drops its last records.
     """
     length = length_of(loader)
     if not _drops_last(loader):
@@ -48,7 +48,7 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def require_equal_lengths(lengths: Sequence[int]) -> None:
-    """Refuse loaders of which one would end before the others; index = rank."""
+    """Refuse loaders of unequal lengths; index = rank."""
     if len(set(lengths)) > 1:
         raise DataError(
             f"reporter.batches(loader): the loaders of ranks 0 to {len(lengths) - 1} have {', '.join(map(str, lengths))} micro "
@@ -68,9 +68,9 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Refuse loaders of the checkpoint's micro batch if the engine's is another.
+    """Refuse loaders with the checkpoint's micro batch if the engine has another.
 
-    ``loaders`` are all that the accelerator has prepared; one of them is the training loader.
+    ``loaders`` are all prepared loaders of the accelerator, the training loader among them.
     """
     sizes = {size for loader in loaders if (size := _batch_size(loader)) is not None}
     if before is not None and before != now and sizes and now not in sizes:
@@ -81,7 +81,7 @@ def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) ->
 
 
 def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
-    """Warn on the chief if training records are shuffled in no repeatable order."""
+    """Warn on the chief if a resume cannot repeat the order of training records."""
     from accelerate.data_loader import SeedableRandomSampler
     from torch.utils.data import RandomSampler
 
@@ -94,7 +94,7 @@ def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
 
 
 def _drops_last(loader: Any) -> bool:
-    """Say whether records that fill no whole micro batch on every rank are left out."""
+    """Return whether the loader drops records that fill no micro batch on every rank."""
     places = (loader, getattr(loader, "batch_sampler", None))
     return any(bool(getattr(place, name, False)) for place in places for name in ("drop_last", "_drop_last"))
 

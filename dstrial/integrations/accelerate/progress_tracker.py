@@ -1,4 +1,4 @@
-"""How far an Accelerate loop is, how long it trains, and what is due now."""
+"""Track the progress of an Accelerate loop: its length, and what is due."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEST_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunSchedule:
-    """The schedule of a run by its experiment config."""
+    """When a run reports, validates, saves and ends."""
 
     length: pytorch.TrainUnit | None  # None if the config does not say
     periods: Mapping[Boundary, Period | None]  # besides at the end; None for only then
@@ -46,9 +46,9 @@ class RunSchedule:
         length: pytorch.TrainUnit | None,
         is_test: bool,
     ) -> RunSchedule:
-        """Read an experiment config, over which the script's ``length`` wins.
+        """Read an experiment config; the script's ``length`` takes precedence.
 
-        An empty config reports every 100 batches. ``global_batch_size`` converts lengths in records.
+        By default a run reports every 100 batches. ``global_batch_size`` converts lengths in records.
         """
         searcher = config.get("searcher") or {}
 
@@ -95,7 +95,7 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts a run's batches against its schedule; alike on all ranks."""
+    """Counts a run's batches, and computes what is due; equal on all ranks."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
@@ -161,7 +161,7 @@ class ProgressTracker:
 
     @property
     def is_anything_due(self) -> bool:
-        """Whether all ranks exchange after this batch."""
+        """Whether ranks communicate after this batch."""
         return bool(self._due)
 
     @property

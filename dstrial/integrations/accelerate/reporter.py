@@ -47,15 +47,15 @@ class Reporter:
                 if reporter.should_validate:
                     reporter.report_validation(evaluate(model))
 
-    A batch is one optimizer step. Under a master or on a cluster everything goes there; otherwise it is kept in a run
-    directory, as for ``dstrial.init``. At the end there is always a checkpoint.
+    A batch is one optimizer step. Reports and checkpoints go to the master or cluster, or off a cluster to a run directory, as
+    for ``dstrial.init``. Training always ends with a checkpoint.
 
     Args:
-        accelerator: the script's, made but not necessarily prepared; it uses DeepSpeed.
-        length: how long to train, ``Batch(int)`` or ``Epoch(int)``; the searcher's length if left out.
-        exp_conf: experiment config, for off a cluster; that of ``dstrial.launch --config`` if left out.
-        hparams: hyperparameters, likewise.
-        run_dir: where an off-cluster run keeps its files; a new directory below ``./runs`` if left out.
+        accelerator: the script's accelerator, which uses DeepSpeed; need not be prepared yet.
+        length: how long to train, ``Batch(int)`` or ``Epoch(int)``; by default the searcher's length.
+        exp_conf: experiment config off a cluster; by default that of ``dstrial.launch --config``.
+        hparams: hyperparameters off a cluster; by default those of ``dstrial.launch --config``.
+        run_dir: run directory off a cluster; by default a new directory below ``./runs``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Reporter:
     # ---- the block -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Reporter:
-        """Set up the core context and seed everything. Ranks: all, collectively."""
+        """Set up the core context; seed random generators. Ranks: all, collectively."""
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == "fake":
             raise TrialContractError(
                 "a loop with Reporter cannot be dry-run; expected a trial class, or a script that calls deepspeed.initialize."
@@ -104,7 +104,7 @@ class Reporter:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Save the rest, wait for it, report how training ended. Ranks: all, collectively."""
+        """Save the last state, and report how training ended. Ranks: all, collectively."""
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
             try:
@@ -135,39 +135,39 @@ class Reporter:
 
     @property
     def hparams(self) -> dict[str, Any]:
-        """The trial's hyperparameters; empty if nobody gave any."""
+        """The trial's hyperparameters; empty if there are none."""
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
         """Return the DeepSpeed config's micro batch; if that is ``"auto"``, ``own``.
 
-        With it a resumed run keeps its batch on other ranks.
+        A loader of this size keeps a resumed run's batch on any number of ranks.
         """
         return micro_batch_of(self._accelerator, own)
 
     @property
     def batches_trained(self) -> int:
-        """Optimizer steps since the start of the run, over all resumes."""
+        """Optimizer steps of the run, including those before a resume."""
         return self._tracker.batches_trained
 
     @property
     def batches_total(self) -> int | None:
-        """The run's batches; None before ``batches`` where it is counted in epochs."""
+        """The run's batches; None before ``batches()`` if the length is in epochs."""
         return self._tracker.batches_total
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the batch to train next, from 0; 0 before ``batches`` knows the loader."""
+        """Epoch of the next batch, from 0; 0 before ``batches()``."""
         return self._tracker.epoch_idx
 
     @property
     def should_validate(self) -> bool:
-        """Whether it is time to validate the weights of now, the same on all ranks."""
+        """Whether a validation is due; equal on all ranks."""
         return self._tracker.needs_validation
 
     @property
     def should_stop(self) -> bool:
-        """Whether training reached its length or was asked to stop; alike on all ranks."""
+        """Whether training has reached its length or must stop; equal on all ranks."""
         return self._tracker.is_over
 
     @property
@@ -178,18 +178,17 @@ class Reporter:
     # ---- the loop ------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Go on from the run's newest checkpoint; call it after ``accelerator.prepare``.
+        """Resume from the run's checkpoint; call it after ``accelerator.prepare``.
 
-        Weights, optimizer, schedulers, registered objects, counters and random states are the checkpoint's; on another
-        number of ranks, or in another ZeRO stage, they are brought into the new layout. A checkpoint of another trial gives its
-        weights only.
+        Restores weights, optimizer, schedulers, registered objects, counters and random states, and reshards them for another
+        number of ranks or another ZeRO stage. From a checkpoint of another trial only the weights are loaded.
 
         Returns:
             Batches trained so far; 0 for a new run.
 
         Raises:
-            CheckpointError: the checkpoint cannot be loaded; training never starts anew then.
-            ConfigError: the DeepSpeed config cannot be right for these ranks, or asks for another batch than the run's.
+            CheckpointError: the checkpoint cannot be loaded.
+            ConfigError: the DeepSpeed config does not fit these ranks, or has another batch than the run's.
 
         Ranks: all, collectively.
         """
@@ -202,12 +201,11 @@ class Reporter:
         return self._tracker.batches_trained
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield micro batches, epoch after epoch, from now until the run's end.
+        """Yield micro batches, epoch after epoch, until the run's end.
 
-        Records that were trained before a resume are skipped. A loader that drops its last records gives whole batches, as many
-        on any number of ranks; otherwise the last one of an epoch may be smaller. Checkpoints that are due are saved between
-        two items, after the script's work on the first. ``loader`` is prepared, and has a length, the same on every rank and at
-        every resume.
+        Records that were trained before a resume are skipped. If the loader drops its last records, an epoch has the same whole
+        batches on any number of ranks; otherwise its last batch may be smaller. Due checkpoints are saved between two items.
+        ``loader`` is prepared, and its length is equal on every rank and at every resume.
 
         Ranks: all, collectively.
         """
@@ -216,9 +214,9 @@ class Reporter:
     def step(self, metrics: Mapping[str, Any] | None = None) -> bool:
         """Record one micro batch; call it after every ``accelerator.accumulate`` block.
 
-        Counts a batch if the accelerator has made an optimizer step, and returns whether it has. Training metrics (name ->
-        number, array or tensor; the same names every time) are averaged over the micro batches of all ranks and reported every
-        ``scheduling_unit`` batches. Between reports and agreements nothing is communicated and no device is synchronised.
+        Returns whether the accelerator has made an optimizer step, which counts as a batch. Training metrics (name -> number,
+        array or tensor; the same names every time) are averaged over the micro batches of all ranks and reported every
+        ``scheduling_unit`` batches. Between reports and sync points there is no communication and no device synchronisation.
 
         Ranks: all, equally often.
         """
@@ -233,7 +231,7 @@ class Reporter:
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
         """Report each validation metric's mean over ranks; save if the policy says so.
 
-        Values that ``gather_for_metrics`` has made equal on all ranks stay as they are.
+        Values that are already equal on all ranks, as after ``gather_for_metrics``, do not change.
 
         Ranks: all, collectively.
         """
@@ -242,8 +240,7 @@ class Reporter:
     def save(self) -> str:
         """Save between two optimizer steps and return the uuid.
 
-        Checksums and upload follow in the background; the checkpoint is complete and registered when the next save begins,
-        or the run ends.
+        Checksums and upload run in the background; they are complete when the next save begins or the run ends.
 
         Ranks: all, collectively.
         """

@@ -1,4 +1,4 @@
-"""The run behind a ``Reporter``: from the checkpoint resumed to the last written."""
+"""Run a ``Reporter`` after ``accelerator.prepare``: resume, report, save, stop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
 class TrialRun:
-    """Trains, reports, saves and stops, all ranks together, once all is prepared."""
+    """Loads a checkpoint, reports, saves and stops; all methods are collective."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class TrialRun:
     # ---- start and end -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the checkpoint, if any, and open everything. Ranks: all, collectively."""
+        """Load the checkpoint, if any, and open the sinks. Ranks: all, collectively."""
         checkpoint = asked_checkpoint(self._info, None, is_mirrored=self._runtime.is_mirrored)
         if checkpoint == "latest" and self._info is None:
             checkpoint = self._runtime.newest_checkpoint()
@@ -142,7 +142,7 @@ class TrialRun:
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
-        """Restore a checkpoint; return its batches of an epoch, if it knows them."""
+        """Restore a checkpoint; return its epoch length in batches, if known."""
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0
@@ -161,7 +161,7 @@ class TrialRun:
         return epoch_length
 
     def end(self) -> None:
-        """Save the rest, wait for it, report how training ended. Ranks: all, collectively."""
+        """Save the last state, and report how training ended. Ranks: all, collectively."""
         tracker = self._tracker
         if tracker.batches_trained and not tracker.progress.checkpoint_is_current:
             self.save()
@@ -184,7 +184,7 @@ class TrialRun:
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Wait for a save that is under way, and end sinks and loggers."""
+        """Wait for a running save, and close sinks and loggers."""
         self._heartbeat.end()
         self._saver.close()
         try:
@@ -209,7 +209,7 @@ class TrialRun:
             self._heartbeat.begin(Phase.BATCH, tracker.batches_trained)
             for idx, item in enumerate(self._watch.watched(this_epoch)):
                 if idx >= num_left:
-                    continue  # of a batch that is not whole; the loader comes to its own end
+                    continue  # micro batches of an incomplete batch are read, so that the loader ends normally
                 if self._has_pending_random_states:
                     # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
                     self._loader.restore_random_states()
@@ -218,7 +218,7 @@ class TrialRun:
                 yield item
                 if self._between_batches():
                     break
-        self._heartbeat.end()  # what the script does with a trained model is its own
+        self._heartbeat.end()  # the script may work with the trained model for any time
 
     def step(self, metrics: Mapping[str, Any] | None) -> bool:
         if metrics:
@@ -236,7 +236,7 @@ class TrialRun:
         is_single_rank = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
         if self._tracker.is_anything_due or batches >= self._sync_points.next_batch or is_single_rank:
             self._exchange()
-        # Until the next micro batch is asked for, the script does what only it knows, unless that is to validate.
+        # Until it requests the next micro batch, the script may do anything; if a validation is due, it validates.
         next_phase = Phase.VALIDATION if self._tracker.needs_validation else Phase.SCRIPT
         self._heartbeat.begin(next_phase, batches)
         return True
@@ -321,7 +321,7 @@ class TrialRun:
             self._core.train.set_status(status)
 
     def _stop_request(self) -> StopReason | None:
-        # Acknowledged at the end, and only if training ends early.
+        # The preemption is acknowledged at the end, and only if training ends early.
         if self._info is not None and self._is_chief and self._core.preempt.should_preempt(auto_ack=False):
             return StopReason.PREEMPTED
         signals = self._runtime.stop_signals
@@ -329,9 +329,9 @@ class TrialRun:
 
 
 class LoopWatch:
-    """Tells a rank's instruments, if there are any, what the script does.
+    """Notifies a rank's instruments, if any, of batches and pauses.
 
-    Waiting for data and FLOPs are known of loops over ``Reporter.batches`` only.
+    Waiting for data and FLOPs are measured only in loops over ``Reporter.batches``.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -367,13 +367,13 @@ class LoopWatch:
             self._counting.enter_context(self._instruments.counting())
 
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
-        """Record the end of a batch, for a first one ``seconds`` after training began.
+        """Record the end of a batch; ``seconds`` is the duration of the first one.
 
-        ``pauses``: the script does something else than to train next.
+        ``pauses``: whether the script validates next.
         """
         if self._instruments is None:
             return
-        # What it does before it asks for the next micro batch is no training, where it asks.
+        # In a loop over Reporter.batches, training resumes with the next micro batch.
         self._switch(not (self._has_loader or pauses))
         if self._is_first:
             self._is_first = False
@@ -383,7 +383,7 @@ class LoopWatch:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Record that training goes on, for scripts that draw records themselves."""
+        """Resume measuring, for scripts that draw records themselves."""
         if not self._has_loader:
             self._switch(True)
 
@@ -397,7 +397,7 @@ class LoopWatch:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's settings before Accelerate has solved them."""
+    """Return an engine's settings as given, before Accelerate fills them in."""
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
     own: dict[str, Any] = runtime.given_settings[engine_idx]
@@ -415,6 +415,6 @@ def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
 
 
 def micro_batch_before(runtime: TrialRuntime) -> int | None:
-    """Return the micro batch of this very run's checkpoint; None for a new run."""
+    """Return the micro batch of the run's checkpoint; None for a new run."""
     resumed = runtime.resumed
     return None if resumed is None or not resumed.saved.engines else resumed.saved.engines[0].micro_batch_size

@@ -1,4 +1,4 @@
-"""A ``Trainer`` as a trial: ``DetCallback`` reports and stops, ``train`` resumes.
+"""Integrate the ``Trainer``: ``DetCallback`` reports and stops, ``train`` resumes.
 
 ::
 

@@ -1,11 +1,11 @@
-"""Makes a Trainer's arguments and its DeepSpeed config agree. Pure.
+"""Make a Trainer's arguments and its DeepSpeed config agree. Pure.
 
-Which value counts, the first that is given:
+The first value that is given wins:
 
 =====================  ====================================================================================================
-argument               who wins
+argument               order
 =====================  ====================================================================================================
-batch and accumulation the checkpoint that a run goes on from, an overwrite, the DeepSpeed config, the argument, the equation
+batch and accumulation the checkpoint that a run resumes from, an overwrite, the DeepSpeed config, the argument, the equation
 numbers, precision     an overwrite, the DeepSpeed config, the argument, the Trainer's default
 ``--max_steps``        the argument, over ``scheduler.params.total_num_steps``
 ``--deepspeed``        the hyperparameter
@@ -48,7 +48,7 @@ from dstrial.config.diagnostics import Diagnostics, key_path, nested_form, rende
 from dstrial.config.dotted_keys import nested, value_at
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.batch import in_words, keep_batch
+from dstrial.resume.batch import describe_batch, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_sizes
 
 CONFIG_FLAG = "deepspeed"
@@ -198,8 +198,9 @@ def solve_sizes(
 ) -> tuple[BatchSolution, bool]:
     """Return batch sizes, and whether they are the checkpoint's and not those given.
 
-    They are kept if they are as the run began, or come to its batch on its ranks: other ones were changed on purpose, and
-    ``DetCallback`` refuses them. A micro batch that is only solved is never larger than the run's, which fits into memory.
+    The checkpoint's batch is kept if the given sizes are those of the run's start, or give its batch on its ranks. Other sizes
+    were changed on purpose, and ``DetCallback`` refuses them. A solved micro batch is never larger than the run's, which fits
+    into memory.
     ConfigError if there is no solution. ``where`` has the place of each size by its name.
     """
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
@@ -272,7 +273,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     }
     solution, is_kept = solve_sizes(draft.given, sizes, world_size, resumed, where)
     if is_kept and engine is not None and resumed is not None:
-        text = f"the batch of checkpoint {resumed.checkpoint} is kept: {in_words(engine, solution)}"
+        text = f"the batch of checkpoint {resumed.checkpoint} is kept: {describe_batch(engine, solution)}"
         draft.decide("", _TOTAL, text)
     # With sizes from `hyperparameters()`, which keep the batch, the run's first arguments contradict nothing.
     first = flags[_MICRO] or DEFAULT_MICRO_BATCH, flags[_STEPS] or 1

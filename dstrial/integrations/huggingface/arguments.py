@@ -1,4 +1,4 @@
-"""What a Trainer's arguments and state mean, alike in transformers 4.56 and 5."""
+"""Read a Trainer's arguments and state, in transformers 4.56 and 5 alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def length_of(args: TrainingArguments) -> TrainerLength:
 
 
 def saves_best(args: TrainingArguments) -> bool:
-    """Whether an evaluation decides if the Trainer saves after it."""
+    """Return whether the Trainer saves only after an evaluation with a better metric."""
     return _word(args.save_strategy) == "best"
 
 
@@ -36,7 +36,7 @@ def evaluates(args: TrainingArguments) -> bool:
 
 
 def evaluates_at_epochs(args: TrainingArguments) -> bool:
-    """Whether the Trainer evaluates after each epoch, and so at the end of training."""
+    """Return whether the Trainer evaluates after each epoch, so at the end too."""
     return _word(args.eval_strategy) == "epoch"
 
 
@@ -60,7 +60,7 @@ def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return contradictions to the ranks, the searcher and this trial's checkpoint."""
+    """Return contradictions with the ranks, the searcher and the trial's checkpoint."""
     found = []
     is_seen_whole = int(args.world_size) == num_ranks
     if not is_seen_whole:
@@ -83,7 +83,7 @@ def problems_of(
 
 
 def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
-    """Return problems of arguments with another batch than the run's checkpoint."""
+    """Return a problem if the arguments give another batch than the checkpoint's."""
     engine = saved.engines[0]
     replicas = engine.batch_replicas(num_ranks)
     batch = micro * steps * replicas
@@ -105,7 +105,7 @@ def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> l
 
 
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
-    """Return a checkpoint's record of the global batch of a Trainer without DeepSpeed."""
+    """Return the record of a Trainer without DeepSpeed, which has only batch sizes."""
     micro, steps = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",
@@ -125,7 +125,7 @@ def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord
 
 
 def is_evaluation_due(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the Trainer evaluates after the current step."""
+    """Return whether the Trainer evaluates after the current step."""
     step = state.global_step
     if step == 0:
         return False

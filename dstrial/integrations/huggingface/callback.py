@@ -1,4 +1,4 @@
-"""``DetCallback``: a Trainer's metrics, checkpoints, progress and stops."""
+"""``DetCallback`` connects a Trainer to its trial: metrics, checkpoints, stops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from dstrial.errors import CheckpointError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import TrainerCheckpoints
 from dstrial.integrations.huggingface.metrics import LogKind, LossWatch, MetricReporter, kind_of
-from dstrial.integrations.huggingface.preemption import LeaveTrainingError, PreemptionHandler
 from dstrial.integrations.huggingface.telemetry import TrainerTelemetry
 from dstrial.integrations.huggingface.trial import Startup
+from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.heartbeat import Phase, heartbeat
+from dstrial.ranks.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -26,27 +27,83 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
 
+class LeaveTrainingError(Exception):
+    """Ends ``Trainer.train`` from a callback; this package's ``train`` catches it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"training ends at step {step}; start it with dstrial.integrations.huggingface.train(trainer, callback), "
+            "which handles this error"
+        )
+        self.step = step
+
+
+class _PreemptionHandler:
+    """Polls for stop requests at steps at which all ranks can agree.
+
+    A single rank polls after every step. Several ranks agree at each line of the log, before each evaluation or save, and about
+    every five seconds (:class:`SyncPoints`).
+    """
+
+    def __init__(self, core_context: core.Context, signals: StopSignals | None) -> None:
+        self._preempt = core_context.preempt
+        self._is_chief = core_context.distributed.rank == 0
+        self._signals = signals
+        self._mode = core.PreemptMode(self._preempt._preempt_mode)
+        self._sync_points = SyncPoints(core_context.distributed, self._stop_request)
+        self.reason: StopReason | None = None
+        """Why training stops before its end, once all ranks agree; None until then."""
+
+    def start(self, step: int) -> None:
+        """Start counting steps, at the start and after a pause in training."""
+        self._sync_points.start(step)
+
+    def after_step(self, step: int, *, is_due: bool) -> bool:
+        """Agree if due; return whether ranks stop after this step. Ranks: all."""
+        is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
+        return self.agree(step) if is_due or is_time else self.reason is not None
+
+    def agree(self, step: int) -> bool:
+        """Return whether all ranks stop now. Ranks: all, collectively."""
+        if self.reason is None:
+            self.reason = self._sync_points.agree(step).stop
+        return self.reason is not None
+
+    def acknowledge(self) -> None:
+        """Report to the master that the trial wants to resume later."""
+        if self._is_chief:
+            self._preempt.acknowledge_preemption_signal()
+
+    def _stop_request(self) -> StopReason | None:
+        # In mode WorkersAskChief should_preempt() is a broadcast, so all ranks call it.
+        polls = self._is_chief or self._mode is not core.PreemptMode.ChiefOnly
+        if polls and self._preempt.should_preempt(auto_ack=False):
+            return StopReason.PREEMPTED
+        is_signalled = self._signals is not None and self._signals.requested is not None
+        return StopReason.SIGNAL if is_signalled else None
+
+
 class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Reports, stores checkpoints, stops when asked, resumes; Determined's signature.
+    """Reports metrics, stores checkpoints, stops on request and resumes.
 
-    Works on a cluster, under the embedded master and outside of any, with the core context of
-    :func:`dstrial.integrations.huggingface.init` or of ``det.core.init``. At the end of training, unless it was stopped, there
-    is an evaluation (if there is an evaluation set) and a checkpoint.
+    Works on a cluster, under the embedded master and without a master, with the core context of
+    :func:`dstrial.integrations.huggingface.init` or of ``det.core.init``; the signature is Determined's. Complete training ends
+    with an evaluation (if there is an evaluation set) and a checkpoint.
 
-    A request to stop (a pause, the searcher's stop, SIGTERM) is followed at the end of a training step, the same one on all
-    ranks: the next that logs, evaluates or saves, or the next after about five seconds. If it comes during an evaluation, that
-    evaluation ends first. One that comes after the last step stops nothing.
+    After a stop request (a pause, the searcher's stop, SIGTERM) training stops at the end of a step, the same one on all ranks:
+    the next step that logs, evaluates or saves, or the next one after about five seconds. A running evaluation is completed
+    first. A request after the last step has no effect.
 
     Args:
         core_context: of the trial.
         args: those of the Trainer; not changed.
-        filter_metrics: parts of names; a metric is reported if it has one of them. The searcher's metrics always are. None
-            reports all.
+        filter_metrics: parts of names; a metric is reported if its name contains one of them. The searcher's metrics are always
+            reported. None reports all.
         user_data: stored in every checkpoint as ``my_data.json``, if given.
 
     Raises:
         ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; all contradictions at once.
-        CheckpointError: the checkpoint to go on from cannot be read.
+        CheckpointError: the checkpoint to resume from cannot be read.
 
     Ranks: all, collectively.
     """
@@ -67,7 +124,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         weakref.finalize(self, self.startup.close)
         is_chief, facts = core_context.distributed.rank == 0, self.startup.facts
         length = float(arguments.length_of(args).value)
-        # For scripts that were written for Determined before 0.38.
+        # For scripts written for Determined before 0.38.
         self.current_op = core.DummySearcherOperation(
             int(length) if length.is_integer() else length, is_chief
         )
@@ -75,7 +132,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._reporter = MetricReporter(core_context, facts.searcher, filter_metrics)
         self._losses = LossWatch(facts.exp_conf, is_chief=is_chief, is_off=facts.is_measuring)
         self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
-        self._preemption = PreemptionHandler(core_context, facts.signals)
+        self._preemption = _PreemptionHandler(core_context, facts.signals)
         self._heartbeat = heartbeat()
         self._in_training = False
         self._has_finished = False
@@ -87,7 +144,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     @property
     def is_stopped(self) -> bool:
-        """Whether training was asked to end before its length; alike on all ranks."""
+        """Whether training stops before its length; equal on all ranks."""
         return self._preemption.reason is not None
 
     def on_train_begin(
@@ -124,7 +181,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             )
 
     def _rewrite(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Save what was loaded, and leave before the first batch."""
+        """Save the loaded state, and end training before the first batch."""
         if self.trainer is None:
             raise CheckpointError(
                 "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first "
@@ -149,7 +206,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._telemetry.end_step(state.global_step, float(state.num_input_tokens_seen))
         self._reporter.progress(state.global_step, state.max_steps)
         if self.is_stopped:
-            # In the evaluation before the first step, after which the Trainer trains one all the same.
+            # Requested in the evaluation before the first step; the Trainer still trains one step.
             self._stop(state, control)
             self._skip_evaluation(args, state, control)
         elif control.should_training_stop or state.global_step >= state.max_steps:
@@ -163,17 +220,17 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._expect(args, state, control, otherwise=Phase.BATCH)
 
     def _enter(self, phase: Phase, step: int) -> None:
-        """Send the phase to the launcher, unless it is the current one."""
+        """Send the phase to the launcher if it changes."""
         if self._heartbeat.phase is not phase:
             self._heartbeat.begin(phase, step)
 
     def _disable_eval_and_save(self, control: TrainerControl) -> None:
-        """Keep a trial of dsat, whose steps are timed, from evaluating and saving."""
+        """Prevent evaluations and saves in a trial of dsat, whose steps are timed."""
         if self.startup.facts.is_measuring:
             control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Request the last evaluation, and let the Trainer save after it."""
+        """Request the last evaluation; the Trainer saves after it."""
         self._has_finished = True
         if arguments.evaluates_at_epochs(args):
             control.should_save = False
@@ -196,7 +253,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_save = state.global_step > self._checkpoints.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Skip a stopped run's evaluation, unless no later one makes up for it."""
+        """Skip a stopped run's evaluation if it is not due now: the resumed run does it."""
         if not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
@@ -216,7 +273,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             otherwise = Phase.SAVE
         elif control.should_training_stop or self._has_finished:
             otherwise = Phase.SCRIPT
-        # What another callback asks for behind this one shows at its first prediction step.
+        # A later callback may still request an evaluation; on_prediction_step then sends its phase.
         self._heartbeat.begin(otherwise, state.global_step)
 
     def on_prediction_step(
@@ -244,10 +301,10 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Report a complete evaluation, then follow a stop request that came meanwhile."""
+        """Report a complete evaluation, then act on a stop request that came during it."""
         has_one_set = self.trainer is not None and not isinstance(self.trainer.eval_dataset, dict)
         if not self._in_training or has_one_set:
-            self._reporter.flush(state)  # of several sets the next event reports
+            self._reporter.flush(state)  # several sets are reported at the next event
         if not self._in_training:
             return
         if control.should_training_stop and not self.is_stopped:
@@ -256,11 +313,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._stop(state, control)
         self._preemption.start(state.global_step)
         if arguments.saves_best(args) and control.should_save and self.trainer is not None:
-            # After this the Trainer saves what is best only, and training is about to end.
+            # Training is about to end, and the Trainer itself would save only a better model.
             self._checkpoints.save_now(self.trainer, args, state, control, shares=False)
         elif control.should_save or arguments.saves_best(args):
             self._checkpoints.prepare(args, state.global_step)
-        # Other callbacks hear of the evaluation now, or the next of several sets is evaluated.
+        # Next, other callbacks handle the evaluation, or the next of several sets is evaluated.
         saves = control.should_save or arguments.saves_best(args)
         self._heartbeat.begin(Phase.SAVE if saves else Phase.SCRIPT, state.global_step)
 
@@ -271,7 +328,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control: TrainerControl,  # noqa: ARG002
         **_kwargs: Any,
     ) -> None:
-        """Store a checkpoint of the Trainer's files, unless no loss is finite any more."""
+        """Store the Trainer's files as a checkpoint, unless no loss is finite any more."""
         self._reporter.flush(state)
         if not self._losses.is_save_unsafe(state.global_step):
             self._checkpoints.store(self.trainer, args, state, self._train_batch_size(args, state))
@@ -296,11 +353,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
                 control.should_evaluate |= self._can_evaluate(args)
             control.should_save = True
         if self.is_stopped:
-            # The Trainer takes a stop for the end of the epoch.
+            # The Trainer resets the stop at the end of an epoch.
             control.should_training_stop = True
             self._skip_evaluation(args, state, control)
         if step == self._checkpoints.last_step:
-            control.should_save = False  # what is stored is not written a second time
+            control.should_save = False  # stored already
         self._disable_eval_and_save(control)
         self._expect(args, state, control, otherwise=Phase.SCRIPT)
 

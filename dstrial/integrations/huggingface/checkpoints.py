@@ -1,7 +1,7 @@
-"""Makes checkpoints of the trial of the directories that a Trainer writes.
+"""Store the directories that a Trainer saves as checkpoints of the trial.
 
-Files are linked into the storage where that is the same file system, and copied where it is another one. The Trainer writes into
-files that are there already, so a directory of an earlier attempt gives its links up before it is written again.
+Files are hard-linked into the storage if it is on the same file system, else copied. The Trainer overwrites existing files in
+place, so the links of an earlier attempt's directory are broken before it is written again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDescription:
-    """A checkpoint's description of its run, besides the Trainer's files."""
+    """The description of a run that a checkpoint has beside the Trainer's files."""
 
     trial_id: int
     exp_conf: Mapping[str, Any]
@@ -71,7 +71,7 @@ class TrainerCheckpoints:
         self.last_step = -1
 
     def begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Record the model, and find older directories of later steps."""
+        """Record the model, and find directories of later steps from earlier attempts."""
         self._model = model
         output_dir = pathlib.Path(str(args.output_dir))
         found = {
@@ -83,16 +83,16 @@ class TrainerCheckpoints:
         self._stale_steps = frozenset().union(*gathered)
 
     def is_stale(self, step: int) -> bool:
-        """Whether a step's directory may share files with a checkpoint; alike on ranks."""
+        """Return whether a step's directory may share files with a checkpoint."""
         return step in self._stale_steps
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Break the links of a directory before it is written; checkpoints keep the files."""
+        """Break a directory's links to checkpoints before the Trainer writes it."""
         self._stale_steps -= {step}
         directory = _directory(args, step)
         if self._distributed.local_rank == 0 and directory.is_dir():
             for path in sorted(directory.rglob("*")):
-                # Another machine, or another trial with the same directory, may be at it too.
+                # Another machine, or another trial with the same directory, may unlink it at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file() and path.stat().st_nlink > 1:
                         path.unlink()
@@ -107,10 +107,10 @@ class TrainerCheckpoints:
         *,
         shares: bool = True,
     ) -> None:
-        """Have the Trainer save at once instead of later.
+        """Make the Trainer save now.
 
-        ``shares``: ``prepare`` is called before the Trainer writes this step's directory again; else the checkpoint is a copy
-        that shares no file with it.
+        ``shares``: whether ``prepare`` will be called before the Trainer writes this step's directory again; if not, the files
+        are copied.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
@@ -164,7 +164,7 @@ class TrainerCheckpoints:
 
             run_on_all_ranks(self._distributed, finish, describe)
         if self._shares:
-            # The Trainer may save the same step again, after its evaluation.
+            # The Trainer may save the same step again after its evaluation.
             self._stale_steps |= {step}
         self.last_step = step
 
@@ -175,7 +175,7 @@ class TrainerCheckpoints:
         wrapped = getattr(trainer, "model_wrapped", None)
         if isinstance(wrapped, DeepSpeedEngine):
             return wrapped
-        # A callback is given the model only, and the engine around it is registered nowhere.
+        # A callback gets only the model, and the engine that wraps it is registered nowhere.
         engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
         engine: DeepSpeedEngine | None = next((one for one in engines if one.module is self._model), None)
         if engine is None:
@@ -190,7 +190,7 @@ class TrainerCheckpoints:
         """Return the layout of an engine's state; None where only the model was saved."""
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
-        # DeepSpeed writes it on rank 0 only, maybe where no other machine sees it.
+        # DeepSpeed writes it on rank 0 only, possibly on a local disk.
         has_it = self._distributed.rank == 0 and latest.is_file()
         tag: str | None = latest.read_text(encoding="utf-8").strip() if has_it else None
         tag = self._distributed.broadcast(tag)
@@ -213,7 +213,7 @@ class TrainerCheckpoints:
         }
 
     def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
-        """Return the files that this rank sees, on the first rank of each machine."""
+        """Return a directory's files and sizes, on the first rank of each machine."""
         if self._distributed.local_rank != 0 or not directory.is_dir():
             return []
         return sorted(
@@ -223,7 +223,7 @@ class TrainerCheckpoints:
         )
 
     def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
-        """Return this rank's share of the files that its machine is the first to see."""
+        """Return this rank's share of the files that no earlier machine has."""
         here = self._distributed.rank - self._distributed.local_rank
         owners: dict[str, int] = {}
         for rank, listing in enumerate(listings):

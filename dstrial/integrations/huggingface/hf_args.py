@@ -45,26 +45,26 @@ _LENGTH_FLAG = "max_steps"
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
     """Return a script's arguments with the DeepSpeed config of its trial worked in.
 
-    Batch sizes, accumulation, clipping, precision, learning rate, the optimizer's parameters, warm-up and ``--deepspeed`` are
-    brought to what ``hyperparameters.deepspeed_config`` and ``overwrite_deepspeed_args`` say; what the config gives as
-    ``"auto"``, or not at all, the arguments say. Missing batch sizes are solved for the ranks there are, and for the batch of
-    the checkpoint where a run goes on with another number of ranks. The DeepSpeed JSON stays as it is: ``--deepspeed`` names
-    an effective copy in a directory of the run. Contradictions are logged by rank 0, all at once, each with what wins. In a
-    measuring trial ``--max_steps`` is the trial's, which ends once enough steps are timed.
+    ``hyperparameters.deepspeed_config`` and ``overwrite_deepspeed_args`` determine batch sizes, accumulation, clipping,
+    precision, learning rate, the optimizer's parameters, warm-up and ``--deepspeed``; the arguments determine what the config
+    leaves out or sets to ``"auto"``. Missing batch sizes are solved for the current ranks; a resumed run keeps the batch of its
+    checkpoint on any number of ranks. The DeepSpeed JSON is not changed: ``--deepspeed`` names an effective copy in a directory
+    of the run. Rank 0 logs all contradictions at once, each with the value that wins. In a measuring trial ``--max_steps`` is
+    the trial's, which ends once enough steps are timed.
 
     Args:
-        args: words behind the script's name, ``sys.argv[1:]``; not changed.
+        args: the script's arguments, ``sys.argv[1:]``; not changed.
         hparams: the trial's hyperparameters, ``dstrial.integrations.huggingface.hyperparameters(core_context)`` or
             ``info.trial.hparams``; not changed. A path in them is relative to the current directory.
 
     Returns:
-        New words, for ``HfArgumentParser.parse_args_into_dataclasses``; those of ``args`` where the hyperparameters name no
-        DeepSpeed config and overwrite none. Without any DeepSpeed config, overwrites of the batch alone set the two flags of
-        the batch: a Trainer without DeepSpeed keeps it in this way.
+        New arguments, for ``HfArgumentParser.parse_args_into_dataclasses``; a copy of ``args`` if the hyperparameters have no
+        DeepSpeed config and no overwrites. Without any DeepSpeed config, overwrites of batch sizes only set the two flags of
+        the batch, so that a Trainer without DeepSpeed keeps it.
 
     Raises:
-        ConfigError: with everything that cannot be settled: an unreadable DeepSpeed config, batch sizes without a solution,
-            values that are no numbers, abbreviated flags.
+        ConfigError: an unreadable DeepSpeed config, batch sizes without a solution, values that are no numbers, abbreviated
+            flags; names all of them.
 
     Ranks: all, alike; no communication.
     Source: determined.pytorch.dsat.get_hf_args_with_overwrites (0.38.1).
@@ -119,7 +119,7 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
         directory = Path(environ[RUN_DIR_VARIABLE]) / "deepspeed_config"
     elif environ.get(EXPERIMENT_VARIABLE):
         directory = Path(environ[EXPERIMENT_VARIABLE]).parent
-    else:  # of another launcher, of which nobody knows when its last rank ends
+    else:  # another launcher, whose end is unknown, so the file is kept
         import platformdirs
 
         directory = Path(platformdirs.user_cache_dir("dstrial")) / "deepspeed_config"
@@ -128,7 +128,7 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
 
 
 def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
-    """Write a config under a name made from its content; no reader sees half of it."""
+    """Write a config atomically under a name derived from its content."""
     text = json.dumps(config, indent=2) + "\n"
     path = directory / f"deepspeed_{hashlib.sha256(text.encode()).hexdigest()[:_NUM_NAME_CHARS]}.json"
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", encoding="utf-8", delete=False) as file:
@@ -137,7 +137,7 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
 
 
 def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: Any) -> bool:
-    """Whether only micro batch and accumulation are overwritten, and no config named."""
+    """Return whether only batch sizes are overwritten, and no config is named."""
     if hparams.get(MAIN_KEY) is not None or words.find(CONFIG_FLAG) is not None:
         return False
     if not isinstance(overwrite, Mapping) or not set(overwrite) <= set(BATCH_KEYS):
@@ -165,12 +165,7 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 def _resumed(info: Any) -> SavedRun | None:
     """Return this run's checkpoint to resume from, if it is on this machine."""
-    if info is None or (info.latest_checkpoint is None and os.environ.get(RUN_DIR_VARIABLE)):
-        saved = saved_run_to_resume()
-    else:
-        saved = saved_run_of_trial(
-            info.trial._config, trial_id=int(info.trial.trial_id), latest_checkpoint=info.latest_checkpoint
-        )
+    saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None
 
 

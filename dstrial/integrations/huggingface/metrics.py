@@ -1,8 +1,7 @@
-"""Makes reports of a Trainer's logs: metrics, evaluations, speed, progress."""
+"""Report a Trainer's logs: metrics, evaluations, speed, progress."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
 import math
@@ -27,7 +26,7 @@ _PROGRESS_INTERVAL_S = 1.0
 _EVALUATION = "eval_"
 _TEST = "test_"
 _SUMMARY = "train_loss"
-# How long a phase took and how fast it was in the Trainer's own words; samples per second of an evaluation are kept.
+# Durations and speeds of the Trainer's phases are not reported, except an evaluation's samples per second.
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
 _KEPT_SPEED = "_samples_per_second"
 _POSITIONS = frozenset({"epoch", "step"})
@@ -62,23 +61,13 @@ def reported(
 
     ``filter_metrics`` are parts of names, of which a metric must have one; None or empty reports all. Names in ``always`` pass.
     """
-    return {
-        name: value
-        for name, value in logs.items()
-        if name in always or (_is_metric(name) and _passes(name, filter_metrics))
-    }
 
+    def is_reported(name: str) -> bool:
+        is_kept = name.startswith(_EVALUATION) and name.endswith(_KEPT_SPEED)
+        is_metric = is_kept or not (name in _POSITIONS or name.endswith(_SPEED_SUFFIXES))
+        return is_metric and (not filter_metrics or any(part in name for part in filter_metrics))
 
-def _is_metric(name: str) -> bool:
-    if name in _POSITIONS:
-        return False
-    if name.startswith(_EVALUATION) and name.endswith(_KEPT_SPEED):
-        return True
-    return not name.endswith(_SPEED_SUFFIXES)
-
-
-def _passes(name: str, filter_metrics: Sequence[str] | None) -> bool:
-    return not filter_metrics or any(part in name for part in filter_metrics)
+    return {name: value for name, value in logs.items() if name in always or is_reported(name)}
 
 
 def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
@@ -86,56 +75,54 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
     missing = [(key, name) for key, name in wanted if name not in metrics]
     if not missing:
         return
-    said = " and ".join(f"{key} is {name!r}" for key, name in missing)
+    settings = " and ".join(f"{key} is {name!r}" for key, name in missing)
     existing = ", ".join(sorted(metrics))
     raise TrialContractError(
-        f"{said}; expected one of the metrics that the Trainer's evaluation has: {existing}. Name one of them in the "
+        f"{settings}; expected one of the metrics that the Trainer's evaluation has: {existing}. Name one of them in the "
         "experiment config, or return it from compute_metrics (the Trainer puts eval_ before its name)."
     )
 
 
-@dataclasses.dataclass(slots=True)
 class Throughput:
-    """Counts records and tokens per second, without evaluations and checkpoints."""
+    """Measures records and tokens per second, without evaluations and checkpoints."""
 
-    clock: Callable[[], float] = time.monotonic
-    _since_s: float | None = None
-    _paused_s: float = 0.0
-    _pause_began_s: float | None = None
-    _step: int = 0
-    _tokens: float = 0.0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._resumed_s: float | None = None  # None while training pauses
+        self._active_s = 0.0
+        self._step, self._tokens = 0, 0.0
 
     def start(self, step: int, tokens: float) -> None:
-        self._since_s, self._paused_s, self._pause_began_s = self.clock(), 0.0, None
+        self._resumed_s, self._active_s = self._clock(), 0.0
         self._step, self._tokens = step, tokens
 
     def pause(self) -> None:
-        if self._pause_began_s is None:
-            self._pause_began_s = self.clock()
+        if self._resumed_s is not None:
+            self._active_s += self._clock() - self._resumed_s
+            self._resumed_s = None
 
     def resume(self) -> None:
-        if self._pause_began_s is not None:
-            self._paused_s += self.clock() - self._pause_began_s
-            self._pause_began_s = None
+        if self._resumed_s is None:
+            self._resumed_s = self._clock()
 
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
         """Return the speed since the last report; ``train_batch_size`` is over all ranks."""
-        found: dict[str, float] = {}
-        if self._since_s is not None and step > self._step:
-            is_paused = self._pause_began_s is not None
-            now_s = self._pause_began_s if self._pause_began_s is not None else self.clock()
-            elapsed_s = max(now_s - self._since_s - self._paused_s, 1e-9)
-            found["samples_per_second"] = (step - self._step) * train_batch_size / elapsed_s
-            if tokens > self._tokens:
-                found["tokens_per_second"] = (tokens - self._tokens) / elapsed_s
-            self.start(step, tokens)
-            if is_paused:
-                self.pause()
+        if step <= self._step:
+            return {}
+        is_paused = self._resumed_s is None
+        self.pause()
+        elapsed_s = max(self._active_s, 1e-9)
+        found = {"samples_per_second": (step - self._step) * train_batch_size / elapsed_s}
+        if tokens > self._tokens:
+            found["tokens_per_second"] = (tokens - self._tokens) / elapsed_s
+        self.start(step, tokens)
+        if is_paused:
+            self.pause()
         return found
 
 
 class MetricReporter:
-    """Reports of one training: every rank counts, the chief reports."""
+    """Reports one training: every rank counts, the chief reports."""
 
     def __init__(
         self, context: core.Context, searcher: Mapping[str, Any], filter_metrics: Sequence[str] | None
@@ -165,7 +152,7 @@ class MetricReporter:
     def log(
         self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
     ) -> None:
-        """Report a line of training metrics; collect an evaluation's.
+        """Report a line of training metrics; collect the metrics of an evaluation.
 
         ``train_batch_size`` is over all ranks. With ``is_stopped`` the summary, a mean over a part of training, is not reported.
         """
@@ -186,7 +173,7 @@ class MetricReporter:
                 self._train.report_training_metrics(step, {**metrics, **_position(state)})
 
     def flush(self, state: TrainerState) -> None:
-        """Report the evaluation sets of a step together, once. Ranks: all, alike."""
+        """Report all evaluation sets of a step together, once. Ranks: all."""
         step, logs = self._evaluated_step, self._evaluated
         if not logs:
             return
@@ -201,7 +188,7 @@ class MetricReporter:
             self._train.report_validation_metrics(step, metrics)
 
     def progress(self, step: int, max_steps: int) -> None:
-        """Report how far training is: at most a hundred times, and once a second."""
+        """Report the progress: at most a hundred times, and at most once a second."""
         if not self._is_chief or max_steps <= 0:
             return
         if isinstance(self._train, LocalTrainContext):
@@ -229,15 +216,15 @@ def _position(state: TrainerState) -> dict[str, Any]:
 
 
 class LossWatch:
-    """Counts logs in a row without a finite loss; acts by ``data.dstrial.non_finite``.
+    """Counts consecutive logs without a finite loss, for ``data.dstrial.non_finite``.
 
     Args:
         exp_conf: of the trial.
         is_chief: whether this rank warns.
-        is_off: whether nothing is to be looked at.
+        is_off: whether nothing is checked.
 
     Raises:
-        ConfigError: a setting is not one of those that are possible.
+        ConfigError: a setting has an invalid value.
     """
 
     def __init__(self, exp_conf: Mapping[str, Any], *, is_chief: bool, is_off: bool) -> None:
@@ -261,7 +248,7 @@ class LossWatch:
         )
 
     def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
-        """Judge a log line, the same on all ranks; NonFiniteError ends the patience."""
+        """Check a log line, equal on all ranks; raise NonFiniteError after the patience."""
         loss = logs.get("loss")
         if self._guard is None or not isinstance(loss, (int, float)):
             return
@@ -288,10 +275,10 @@ class LossWatch:
 
 
 def _is_finite(loss: float, grad_norm: Any) -> bool:
-    """Say whether a logged loss stands for a finite one.
+    """Return whether a logged loss is finite before transformers filters it.
 
-    With ``logging_nan_inf_filter``, its default, transformers logs the mean of finite losses, and 0 where there is none; the
-    norm of the gradients tells that 0 from a real one (``Trainer._inner_training_loop`` of 5.23).
+    With ``logging_nan_inf_filter``, its default, transformers logs the mean of finite losses, and 0 if there is none; the
+    norm of the gradients distinguishes that 0 from a real one (``Trainer._inner_training_loop`` of 5.23).
     """
     if loss == 0.0 and isinstance(grad_norm, (int, float)):
         return math.isfinite(grad_norm)

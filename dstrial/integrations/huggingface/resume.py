@@ -1,4 +1,4 @@
-"""Open a Trainer's checkpoint, and load its engine in whatever layout runs now."""
+"""Open a Trainer's checkpoint, and load it into an engine of any layout."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from determined import core
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import read_verified
-from dstrial.checkpoint.layout import Layout, compatible, reshape_problems
+from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, vouched_for
-from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank, latest_tag
 from dstrial.engine.parameter_names import named_buffers
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
-from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
+from dstrial.errors import CheckpointError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
 from dstrial.loop.checkpoint_trust import trusts_code
+from dstrial.resume.plan import plan_load
 from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
@@ -41,16 +41,15 @@ _TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint that can be read."""
+    """A verified checkpoint of a Trainer."""
 
     uuid: str
     root: pathlib.Path
     trainer_directory: pathlib.Path  # `checkpoint-<step>` in `root`, or `root` itself
     step: int  # batches trained
-    manifest: Manifest | None  # None if another program wrote it
     layouts: tuple[Layout, ...]  # empty without DeepSpeed, and without a manifest
-    continues: bool  # of this very trial; another one gives its weights only
-    trusts_code: bool = False  # holds unlisted classes, and the user vouches for it
+    continues: bool  # whether the same trial wrote it; from another trial only the weights are loaded
+    trusts_code: bool = False  # whether unlisted classes may be loaded, because the user vouches for them
 
 
 @contextlib.contextmanager
@@ -59,44 +58,37 @@ def opened(
 ) -> Iterator[OpenedCheckpoint]:
     """Open a checkpoint, by uuid or directory, and verify it by its manifest.
 
-    Errors: none or no Trainer's, a damaged file, or a file that would run code without anybody vouching for it.
+    Raises:
+        CheckpointNotFoundError: the checkpoint does not exist, or no Trainer wrote it.
+        CheckpointDamagedError: a file differs from the manifest.
+        UntrustedCheckpointError: a file would run code, and nobody vouches for it.
+
     Ranks: all, collectively.
     """
     with contextlib.ExitStack() as stack:
         if pathlib.Path(uuid).is_absolute():
             root = pathlib.Path(uuid)
-            metadata = _metadata_beside(root)
+            metadata = dict(read_json(root / "metadata.json") or {})
         else:
             root = pathlib.Path(stack.enter_context(context.checkpoint.restore_path(uuid)))
             found = context.checkpoint.get_metadata(uuid) if context.distributed.rank == 0 else None
             metadata = context.distributed.broadcast(found) or {}
         manifest: Manifest | None = None
         if (root / MANIFEST_NAME).is_file():
-            distributed = context.distributed
-            manifest = read_verified(
-                root, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
-            )
+            manifest = read_verified(root, context.distributed)
         directory = _trainer_directory(root)
-        names = _files_of(root, directory) if manifest is None else list(manifest.files)
+        names = [path.relative_to(root).as_posix() for path in directory.rglob("*") if path.is_file()]
+        names = sorted(names) if manifest is None else list(manifest.files)
         written_by = metadata.get("trial_id")
         yield OpenedCheckpoint(
             uuid=uuid,
             root=root,
             trainer_directory=directory,
-            step=_step_of(directory),
-            manifest=manifest,
+            step=int((read_json(directory / STATE_NAME) or {}).get("global_step", 0)),
             layouts=() if manifest is None else layouts_of(manifest, root),
             continues=written_by is None or int(written_by) == trial_id,
             trusts_code=trusts_code(context, uuid, root, names, exp_conf),
         )
-
-
-def _files_of(root: pathlib.Path, directory: pathlib.Path) -> list[str]:
-    return sorted(path.relative_to(root).as_posix() for path in directory.rglob("*") if path.is_file())
-
-
-def _metadata_beside(root: pathlib.Path) -> Mapping[str, Any]:
-    return dict(read_json(root / "metadata.json") or {})
 
 
 def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
@@ -116,17 +108,12 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
     return max(found)[1]
 
 
-def _step_of(directory: pathlib.Path) -> int:
-    state = read_json(directory / STATE_NAME) or {}
-    return int(state.get("global_step", 0))
-
-
 @contextlib.contextmanager
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
-    """Give the directory that a Trainer of a micro batch resumes from, in the block.
+    """Yield the directory from which a Trainer with a given micro batch resumes.
 
-    The Trainer takes the micro batch of the checkpoint in place of that of its arguments, whatever the number of ranks. So one
-    with another micro batch gets a directory of links to the checkpoint's files, in which the state says its own.
+    The Trainer replaces the micro batch of its arguments by the checkpoint's, on any number of ranks. So a Trainer with another
+    micro batch gets a directory of links to the checkpoint's files, with its own micro batch in the state.
 
     Args:
         found: the checkpoint.
@@ -153,37 +140,32 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
     """Load weights, optimizer and scheduler in any layout. Ranks: all, collectively."""
     bind_checkpoint_engine(engine)
-    with vouched_for([engine], trusts_code=opened_checkpoint.trusts_code):
-        _load_engine(engine, opened_checkpoint, distributed)
-
-
-def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    if not opened_checkpoint.layouts:
-        _load_as_it_is(engine, opened_checkpoint)
-        return
-    saved = opened_checkpoint.layouts[0]
-    now = collect_layout(engine, distributed.allgather)
-    differences = compatible(saved, now)
-    if not differences:
-        with engines.ignoring_load_universal([engine]):
-            _load_as_it_is(engine, opened_checkpoint)
-        return
-    problems = reshape_problems(saved, now)
-    if problems:
-        raise CheckpointLayoutError(
-            f"checkpoint {opened_checkpoint.root} was written for another layout ({'; '.join(differences)}), and it cannot be "
-            f"brought into this one: {'; '.join(problems)}."
-        )
-    if distributed.rank == 0:
-        logger.info(
-            "checkpoint %s is brought into another layout: %s",
-            opened_checkpoint.uuid,
-            "; ".join(differences[:3]),
-        )
     trusts = opened_checkpoint.trusts_code
-    saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved, trusts_code=trusts)
-    load_reshaped(engine, saved_engine, now)
-    _load_buffers(engine, saved_engine)
+    with vouched_for([engine], trusts_code=trusts), contextlib.ExitStack() as stack:
+        if not opened_checkpoint.layouts:
+            _load_as_it_is(engine, opened_checkpoint)
+            return
+        saved = opened_checkpoint.layouts[0]
+        now = collect_layout(engine, distributed.allgather)
+        differences = plan_load(opened_checkpoint.root, [saved], [now])
+        if not differences:
+            stack.enter_context(engines.ignoring_load_universal([engine]))
+            _load_as_it_is(engine, opened_checkpoint)
+            return
+        if distributed.rank == 0:
+            logger.info(
+                "checkpoint %s is brought into another layout: %s",
+                opened_checkpoint.uuid,
+                "; ".join(differences),
+            )
+        saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved, trusts_code=trusts)
+        load_reshaped(engine, saved_engine, now)
+        # Persistent buffers are those of replica 0; the model creates the others.
+        buffers = saved_engine.buffers()
+        with torch.no_grad():
+            for name, buffer in named_buffers(engine.module).items():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
 
 def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint) -> None:
@@ -197,12 +179,3 @@ def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint)
             f"checkpoint {path} holds nothing that DeepSpeed can load on {describe_rank(engine)}; expected the engine's files. "
             "Resume from another checkpoint."
         )
-
-
-def _load_buffers(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Load persistent buffers as replica 0 had them; the model makes the others."""
-    buffers = saved.buffers()
-    with torch.no_grad():
-        for name, buffer in named_buffers(engine.module).items():
-            if name in buffers:
-                buffer.copy_(buffers[name])

@@ -1,4 +1,4 @@
-"""Telemetry of a Trainer's chief, at every line that the Trainer logs."""
+"""Telemetry of a Trainer's chief, reported with each of the Trainer's logs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dstrial.telemetry.samples import GROUP
 class TrainerTelemetry:
     """Measures a DeepSpeed Trainer's chief; neither communicates nor synchronises.
 
-    A callback sees the steps, not their inside, and a Trainer's log has no exchange of ours: FLOPs are those of the chief's
-    device. Waiting for data is the time between two steps, in which the Trainer also logs. Nothing is measured where
-    ``data.dstrial.telemetry`` is false or dsat measures (``is_off``).
+    FLOPs are those of the chief's device, because ranks exchange nothing at a Trainer's log. The time between two steps, in
+    which the Trainer also logs, counts as waiting for data. Nothing is measured if ``data.dstrial.telemetry`` is false or if
+    dsat measures (``is_off``).
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class TrainerTelemetry:
         self._reports.write([sample], step, sample.num_batches * train_batch_size, skipped)
 
     def close(self, *, is_complete: bool) -> None:
-        """Keep the totals, and restore the engine; idempotent.
+        """Save the totals, and restore the engine; idempotent.
 
-        After a complete run measure the device's peak, unless a run on this machine has.
+        After a complete run the device's peak is measured, if it is unknown on this machine.
         """
         self._counting.close()
         instruments, self._instruments = self._instruments, None

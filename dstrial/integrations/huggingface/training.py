@@ -1,4 +1,4 @@
-"""``Trainer.train`` from the trial's or another trial's checkpoint, of any layout."""
+"""Train a ``Trainer`` from a checkpoint of any layout, of this or another trial."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import optimizers
 from dstrial.engine.parameter_names import named_buffers, plain_name
 from dstrial.errors import CheckpointLayoutError
-from dstrial.integrations.huggingface.callback import DetCallback
-from dstrial.integrations.huggingface.preemption import LeaveTrainingError
+from dstrial.integrations.huggingface.callback import DetCallback, LeaveTrainingError
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 
 if TYPE_CHECKING:
@@ -27,18 +26,18 @@ _WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput:
-    """Train, from the trial's checkpoint where there is one.
+    """Train, from the trial's checkpoint if it has one.
 
-    On another number of ranks, ZeRO stage or offload the checkpoint is brought into the layout that runs. A checkpoint of
-    another trial gives its weights only, and counting starts at 0.
+    On another number of ranks, ZeRO stage or offload the checkpoint is resharded. From a checkpoint of another trial only the
+    weights are loaded, and counting starts at 0.
 
     Args:
-        trainer: with ``callback`` among its callbacks, or without: then it is added.
-        callback: made with the Trainer's arguments.
+        trainer: ``callback`` is added to its callbacks if it is missing.
+        callback: created with the Trainer's arguments.
         kwargs: further arguments of ``Trainer.train``.
 
     Returns:
-        What ``Trainer.train`` returns. Where nothing was left to train there is no mean loss: 0.
+        The result of ``Trainer.train``; its loss is 0 if nothing was left to train.
 
     Raises:
         ValueError: ``resume_from_checkpoint`` is given as well.
@@ -73,7 +72,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
 
 @contextlib.contextmanager
 def _without_model_init(trainer: Trainer) -> Iterator[None]:
-    """Keep the Trainer from making its model anew, without the loaded weights."""
+    """Prevent the Trainer from creating a new model without the loaded weights."""
     model_init = trainer.model_init
     trainer.model_init = None
     try:
@@ -84,9 +83,9 @@ def _without_model_init(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """Have the Trainer's new engine load its checkpoint through the callback.
+    """Make the Trainer's new engine load its checkpoint through the callback.
 
-    Source: transformers 4.56 and 5.23 make the engine with ``accelerator.prepare`` and load it with
+    Source: transformers 4.56 and 5.23 create the engine with ``accelerator.prepare`` and load it with
         ``integrations.deepspeed.deepspeed_load_checkpoint``, which calls the engine's ``load_checkpoint``.
     """
     accelerator = trainer.accelerator
@@ -107,7 +106,7 @@ def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 
 def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
-    """Let the next ``load_checkpoint`` load the trial's; later ones are DeepSpeed's."""
+    """Replace the engine's ``load_checkpoint`` for one call."""
 
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         del args, kwargs, engine.load_checkpoint
@@ -120,7 +119,7 @@ def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
 def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
     """Load another trial's weights into an unwrapped model. Ranks: all, collectively.
 
-    Under ZeRO 3 the parameters may be cut over the ranks already; they are gathered one at a time.
+    Parameters that ZeRO 3 has already partitioned are gathered one at a time.
     """
     source = _saved_weights(opened_checkpoint)
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
@@ -184,7 +183,7 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Gather a cut parameter in the block; all ranks get what rank 0 writes."""
+    """Gather a partitioned parameter in the block; rank 0's values go to all ranks."""
     if not _is_cut(parameter):
         yield
         return

@@ -1,4 +1,4 @@
-"""Where a Trainer script runs: its core context, its trial's facts and checkpoint."""
+"""Set up a Trainer script: its core context, trial and checkpoint."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def init(
 ) -> Iterator[core.Context]:
     """Give a Trainer script its core context, on a cluster, a master or neither.
 
-    As :func:`dstrial.core_context`; and accelerate, which the Trainer trains through, sees all ranks where they are CPUs.
-    ``det.core.init(distributed=...)`` serves ``DetCallback`` as well.
+    Like :func:`dstrial.core_context`; it also makes accelerate, on which the Trainer is based, see all ranks on CPUs.
+    ``DetCallback`` also accepts the core context of ``det.core.init(distributed=...)``.
 
     Args:
-        exp_conf: experiment config, for outside of any cluster: ``searcher`` and ``hyperparameters`` are looked at; that of
-            ``python -m dstrial.launch --config`` if left out.
-        run_dir: where such a run keeps its files; a new directory under ``./runs`` if left out.
+        exp_conf: experiment config off a cluster, of which ``searcher`` and ``hyperparameters`` are used; by default that of
+            ``python -m dstrial.launch --config``.
+        run_dir: run directory off a cluster; by default a new directory under ``./runs``.
 
     Raises:
         RankIdentityError: the environment contradicts itself about who this process is.
@@ -77,26 +77,35 @@ def init(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialFacts:
-    """The facts of the trial that a core context belongs to."""
+    """The trial of a core context.
+
+    Attributes:
+        searcher: empty if there is none, and for a trial that only measures.
+        exp_conf: empty if there is none.
+        latest_checkpoint: to resume from; None for a new trial.
+        signals: None if stop signals are not collected.
+        is_rewrite: whether to load and save once (``dstrial checkpoint reshape``).
+        is_measuring: whether dsat measures the steps, so that nothing is saved.
+        resumed: the run that this trial resumes; None for a new run, and if only weights are loaded.
+    """
 
     trial_id: int
-    searcher: Mapping[str, Any]  # empty if there is none, and for a trial that only measures
-    exp_conf: Mapping[str, Any]  # empty if there is none
+    searcher: Mapping[str, Any]
+    exp_conf: Mapping[str, Any]
     hparams: Mapping[str, Any]
-    latest_checkpoint: str | None  # to resume from; None for a new trial
-    signals: StopSignals | None  # None where no signals are collected
-    is_rewrite: bool  # whether to load and save once (`dstrial checkpoint reshape`)
-    is_measuring: bool  # whether dsat measures its steps and keeps nothing
-    resumed: (
-        SavedRun | None
-    )  # the run that this trial resumes; None for a new one, and for another trial's weights
+    latest_checkpoint: str | None
+    signals: StopSignals | None
+    is_rewrite: bool
+    is_measuring: bool
+    resumed: SavedRun | None
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
-        """Read the facts of any core context. Ranks: all, collectively.
+        """Read the trial of any core context. Ranks: all, collectively.
 
-        CheckpointNotFoundError if the newest checkpoint of a run was asked for and there is none; ConfigError if ``dstrial
-        run`` was given a checkpoint that the core context does not know.
+        Raises:
+            CheckpointNotFoundError: the newest checkpoint of a run is to be resumed, and the run has none.
+            ConfigError: the core context does not know the checkpoint of ``dstrial run --resume``.
         """
         found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info
@@ -141,7 +150,7 @@ def _newest_checkpoint(context: core.Context) -> str:
 
 
 def _require_no_named_checkpoint() -> None:
-    """Refuse a foreign core context under ``dstrial run --resume``: it begins afresh."""
+    """Refuse ``dstrial run --resume`` with a core context that ignores the checkpoint."""
     named = os.environ.get(RESUME_VARIABLE)
     if not named or not os.environ.get(RUN_DIR_VARIABLE):
         return
@@ -149,8 +158,8 @@ def _require_no_named_checkpoint() -> None:
         [
             ConfigProblem(
                 RESUME_VARIABLE,
-                f"{named} with a core context of det.core.init(), which knows of no checkpoint",
-                "the core context of dstrial, which goes on from it",
+                f"{named} with a core context of det.core.init(), which ignores it",
+                "the core context of dstrial, which resumes from it",
                 "Write `with dstrial.integrations.huggingface.init() as core_context:`.",
             )
         ]
@@ -165,21 +174,21 @@ def hyperparameters(
     """Return hyperparameters with which a resumed run keeps its batch on any slots.
 
     Pass them to ``dstrial.dsat.get_hf_args_with_overwrites`` before the arguments are parsed: a Trainer's batch is fixed once
-    its ``TrainingArguments`` are made. Where the run goes on and its arguments come to another batch on the slots that there
-    are now, ``overwrite_deepspeed_args`` get the three batch sizes that keep it. Arguments that were changed on purpose since
-    are left alone, and refused by ``DetCallback``.
+    its ``TrainingArguments`` are created. If a run resumes and its arguments give another batch on the current slots,
+    ``overwrite_deepspeed_args`` gets the three batch sizes that keep it. Arguments that the user has changed since are not
+    replaced, and ``DetCallback`` refuses them.
 
     Args:
         core_context: of the trial.
-        arguments: the script's command line; ``sys.argv[1:]`` if left out.
-        hparams: hyperparameters; those of the trial if left out. Not changed.
+        arguments: the script's command line, by default ``sys.argv[1:]``.
+        hparams: hyperparameters, by default the trial's; not changed.
 
     Raises:
-        ConfigError: the ranks there are cannot share the batch evenly, or the core context does not know of the checkpoint that
-            ``dstrial run`` was given.
-        CheckpointNotFoundError: the newest checkpoint of a run was asked for, and it has none.
+        ConfigError: the ranks cannot share the batch evenly, or the core context does not know the checkpoint of
+            ``dstrial run --resume``.
+        CheckpointNotFoundError: the newest checkpoint of a run is to be resumed, and the run has none.
 
-    Ranks: all, collectively (one broadcast, where there is a checkpoint to go on from).
+    Ranks: all, collectively (one broadcast, if there is a checkpoint to resume from).
     """
     facts = TrialFacts.of(core_context)
     result: dict[str, Any] = copy.deepcopy(dict(facts.hparams if hparams is None else hparams))
@@ -192,7 +201,7 @@ def hyperparameters(
 class Startup:
     """Checks a Trainer's arguments and opens the checkpoint, if there is one.
 
-    ConfigError has all contradictions at once. Ranks: all, collectively.
+    The ConfigError names all contradictions at once. Ranks: all, collectively.
     """
 
     def __init__(self, context: core.Context, args: TrainingArguments) -> None:
@@ -222,7 +231,7 @@ class Startup:
 
     @property
     def checkpoint_path(self) -> str | None:
-        """The directory from which the Trainer goes on; None for a trial that starts anew."""
+        """The directory from which the Trainer resumes; None for a new trial."""
         if self.opened is None or not self.opened.continues:
             return None
         return str(self._resumed_from)
@@ -243,7 +252,7 @@ class Startup:
         settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
-        """Refuse training that begins elsewhere than the checkpoint."""
+        """Refuse training that does not start from the checkpoint."""
         found = self.opened
         if found is None or (is_attached and not found.continues):
             return
@@ -263,14 +272,14 @@ class Startup:
             logger.warning(_NOT_OVERRIDDEN)
 
     def settle_best_model(self, state: TrainerState) -> None:
-        """Forget a best model whose directory, an earlier attempt's, is gone.
+        """Clear a best model whose directory, of an earlier attempt, is missing on a rank.
 
-        The Trainer expects it. Ranks: all, collectively (one exchange, only where there is a checkpoint to go on from).
+        The Trainer would load it at the end. Ranks: all, collectively (one exchange, only if the run resumes).
         """
         best = state.best_model_checkpoint
         if self.checkpoint_path is None:
             return
-        # transformers 5 has forgotten it already on the ranks that do not see it.
+        # transformers 5 has already cleared it on ranks on which the directory is missing.
         found = self._distributed.allgather(None if best is None else pathlib.Path(best).is_dir())
         if all(found) or all(one is None for one in found):
             return

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config import SavedRun, resume_problems
+from dstrial.checkpoint.manifest import read_saved_run
+from dstrial.config import SavedRun, resumable_slots, resume_problems
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.errors import CheckpointError
@@ -20,7 +21,6 @@ from dstrial.master.store import jobs
 from dstrial.master.store.checkpoints import Checkpoint
 from dstrial.master.store.database import Connection
 from dstrial.master.store.trials import Trial
-from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import RESUME_VARIABLE
 
 # Launchers that start one rank per slot; another command may start any number.
@@ -89,13 +89,9 @@ def choices(
     saved = _resizable_run(connection, trial, config)
     if saved is None:
         return ()
-    section = dstrial_section(config)
     unusable = jobs.unusable_counts(connection, trial.id)
-    return tuple(
-        count
-        for count in range(at_most, max(at_least, 1) - 1, -1)
-        if count not in unusable and not resume_problems(saved, num_slots=count, extents=section)
-    )
+    counts = resumable_slots(saved, at_most=at_most, at_least=at_least, extents=dstrial_section(config))
+    return tuple(count for count in counts if count not in unusable)
 
 
 def why_it_waits(

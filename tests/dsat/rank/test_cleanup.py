@@ -20,7 +20,8 @@ def in_order() -> dict[str, Any]:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     calls: list[str] = []
-    from dstrial.ranks import identify, init_process_group
+    from dstrial.ranks.identity import identify
+    from dstrial.ranks.process_group import init_process_group
 
     init_process_group(identify(os.environ), timeout_s=60)
 

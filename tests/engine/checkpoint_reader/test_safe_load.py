@@ -224,14 +224,20 @@ def test_files_that_nobody_unpickles_are_passed_over(tmp_path: Path) -> None:
     assert found == {"a.pt": ("posix.mkdir",), "b.bin": ("posix.mkdir",)}
 
 
-def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path) -> None:
+def test_pickle_of_unknown_suffix_is_scanned(tmp_path: Path) -> None:
     payload = Calls(os.mkdir, str(tmp_path / "made"))
     saved(tmp_path / "state", payload)
     saved(tmp_path / "old-state", payload, _use_new_zipfile_serialization=False)
-    (tmp_path / "plain.state").write_bytes(pickle.dumps(payload))
-    names = ["state", "old-state", "plain.state"]
+    names = ["state", "old-state"]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        names.append(f"protocol{protocol}.state")
+        (tmp_path / names[-1]).write_bytes(pickle.dumps(payload, protocol=protocol))
+    (tmp_path / "cut.state").write_bytes(pickle.dumps(payload, protocol=0).rstrip(b"."))
+    (tmp_path / "notes.txt").write_text("config of the run\nsecond line\nthird line\n")
 
-    assert unlisted_in(tmp_path, names) == dict.fromkeys(names, ("posix.mkdir",))
+    found = unlisted_in(tmp_path, [*names, "cut.state", "notes.txt"])
+
+    assert found == dict.fromkeys([*names, "cut.state"], ("posix.mkdir",))
 
 
 def test_an_archive_behind_a_pickle_does_not_hide_it(tmp_path: Path) -> None:

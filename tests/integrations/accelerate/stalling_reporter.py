@@ -1,10 +1,8 @@
-"""An Accelerate loop that goes on no more on rank 1 after four batches: ``stalling_reporter.py stopped|skipped|silent|slow``.
+"""An Accelerate loop of two ranks: ``stalling_reporter.py silent|slow``.
 
-``slow`` goes on: only what the script does between its batches takes long, each after another batch.
+With ``silent`` rank 1 gets no record after four batches; with ``slow`` the script takes long between batches.
 """
 
-import os
-import signal
 import sys
 import time
 
@@ -49,16 +47,11 @@ def main(attack: str) -> None:
         silent_after = MICRO * (STALL_AFTER + 1) if attack == "silent" and rank == 1 else -1
         loader = torch.utils.data.DataLoader(Records(80, silent_after), batch_size=MICRO)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        group = torch.distributed.new_group([0, 1], backend="gloo")
         reporter.resume()
         for inputs in reporter.batches(loader):
             done = reporter.batches_trained
-            if done == STALL_AFTER and attack == "stopped" and rank == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
             with accelerator.accumulate(model):
                 loss = model(inputs).pow(2).mean()
-                if done == STALL_AFTER and attack == "skipped" and rank == 0:
-                    torch.distributed.barrier(group=group)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,12 +1,11 @@
-"""A small Trainer that goes on no more on rank 1 after four steps: ``stalling_trainer.py stopped|skipped|silent|slow``.
+"""A small Trainer on two ranks: ``stalling_trainer.py silent|slow``.
 
-``slow`` goes on: only what is done between its steps takes long, each in another step.
+With ``silent`` rank 1 gets no record after four steps; with ``slow`` callbacks and metrics take long between steps.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -43,21 +42,6 @@ class Records(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def read_from_storage(self) -> None:
         time.sleep(FOREVER_S)
-
-
-class StallingTrainer(Trainer):  # type: ignore[misc]  # mypy does not follow transformers
-    """Stops rank 1 in a step, or leaves a barrier of a group of its own out there."""
-
-    attack = ""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == STALL_AFTER:
-            rank = self.args.process_index
-            if self.attack == "stopped" and rank == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if self.attack == "skipped" and rank == 0:
-                torch.distributed.barrier(group=self.group)
-        return super().training_step(*args, **kwargs)
 
 
 class Slow(TrainerCallback):  # type: ignore[misc]
@@ -109,7 +93,7 @@ def main(attack: str) -> None:
         )
         callback = huggingface.DetCallback(core_context, args)
         sizes = {"vocab_size": 64, "n_positions": 16, "n_layer": 1, "n_head": 2, "n_embd": 32}
-        trainer = StallingTrainer(
+        trainer = Trainer(
             GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
             args,
             train_dataset=Records(80, silent_after if rank == 1 else -1),
@@ -117,8 +101,6 @@ def main(attack: str) -> None:
             compute_metrics=slow_metrics if is_slow else None,
             callbacks=[callback, Slow()] if is_slow else [callback],
         )
-        trainer.attack = attack
-        trainer.group = torch.distributed.new_group([0, 1], backend="gloo")
         if attack == "silent":
             huggingface.train(trainer, callback)
         else:

@@ -147,69 +147,98 @@ def test_a_config_without_a_solution_says_so_with_everything_else_that_is_wrong(
     assert "train_batch_size is 9" in contradiction
 
 
-def test_a_number_of_the_config_wins_over_the_argument_and_an_overwrite_over_both() -> None:
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "gradient_clipping": 0.5}
-    overwrite = {"optimizer": {"params": {"lr": 0.01}}}
-
-    found = reconciled("--learning-rate=1e-05 --max_grad_norm 0.5", config, overwrite)
-
-    assert found.arguments.words[:3] == ("--learning-rate=0.01", "--max_grad_norm", "0.5")
-    assert [decision.argument for decision in found.contradictions] == ["--learning_rate"]
+def adamw(**parameters: Any) -> dict[str, Any]:
+    return {"type": "AdamW", "params": parameters}
 
 
-def test_an_overwrite_with_auto_lets_the_argument_win() -> None:
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-
-    found = reconciled("--learning_rate 1e-05", config, {"optimizer": {"params": {"lr": "auto"}}})
-
-    assert found.arguments.value("learning_rate") == "1e-05"
-    assert found.config["optimizer"]["params"]["lr"] == "auto"
-    assert not found.contradictions
+def scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": parameters}}
 
 
-def test_an_overwritten_learning_rate_reaches_the_scheduler() -> None:
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
-    }
-
-    found = reconciled("", config, {"optimizer": {"params": {"lr": 0.01}}})
-
-    assert found.arguments.value("learning_rate") == "0.01"
-    assert found.config["scheduler"]["params"]["warmup_max_lr"] == 0.01
+ON, OFF = {"enabled": True}, {"enabled": False}
 
 
-def test_a_parameter_that_the_optimizer_does_not_take_is_not_added() -> None:
-    found = reconciled("--adam_beta1 0.5 --weight_decay 0.1", {"optimizer": {"type": "SGD", "params": {}}})
+@pytest.mark.parametrize(
+    ("arguments", "config", "overwrite", "words", "effective", "contradictions"),
+    [
+        pytest.param(
+            "--learning-rate=1e-05 --max_grad_norm 0.5",
+            {"optimizer": adamw(lr=0.1), "gradient_clipping": 0.5},
+            {"optimizer": {"params": {"lr": 0.01}}},
+            "--learning-rate=0.01 --max_grad_norm 0.5",
+            {"optimizer": adamw(lr=0.01)},
+            ["--learning_rate"],
+            id="overwrite, then config, then argument",
+        ),
+        pytest.param(
+            "--learning_rate 1e-05",
+            {"optimizer": adamw(lr=0.1)},
+            {"optimizer": {"params": {"lr": "auto"}}},
+            "--learning_rate 1e-05",
+            {"optimizer": adamw(lr="auto")},
+            [],
+            id="auto lets the argument win",
+        ),
+        pytest.param(
+            "",
+            {"optimizer": adamw(lr=0.1), **scheduler("WarmupLR", warmup_max_lr=0.1)},
+            {"optimizer": {"params": {"lr": 0.01}}},
+            "--learning_rate 0.01",
+            scheduler("WarmupLR", warmup_max_lr=0.01),
+            ["--learning_rate"],
+            id="overwritten learning rate reaches the scheduler",
+        ),
+        pytest.param(
+            "--adam_beta1 0.5 --weight_decay 0.1",
+            {"optimizer": {"type": "SGD", "params": {}}},
+            {},
+            "--adam_beta1 0.5 --weight_decay 0.1",
+            {"optimizer": {"type": "SGD", "params": {"weight_decay": "auto"}}},
+            [],
+            id="parameter that the optimizer does not take",
+        ),
+        pytest.param(
+            "--bf16",
+            {"bf16": ON},
+            {"fp16": ON},
+            "--bf16 False --fp16 True",
+            {"bf16": OFF, "fp16": ON},
+            ["--bf16", "--bf16"],
+            id="overwritten precision switches the other off",
+        ),
+        pytest.param(
+            "--warmup_ratio 0.1 --seed 2",
+            scheduler("WarmupLR", warmup_num_steps=10),
+            {},
+            "--seed 2 --warmup_steps 10",
+            scheduler("WarmupLR", warmup_num_steps=10),
+            ["--warmup_ratio"],
+            id="warmup ratio yields to a number of steps",
+        ),
+        pytest.param(
+            "--num_train_epochs 3",
+            scheduler("WarmupDecayLR", total_num_steps=100, warmup_num_steps=5),
+            {},
+            "--num_train_epochs 3 --warmup_steps 5",
+            scheduler("WarmupDecayLR", total_num_steps="auto", warmup_num_steps=5),
+            ["--max_steps"],
+            id="length of training wins over the schedule",
+        ),
+    ],
+)
+def test_reconcile_precedence(
+    arguments: str,
+    config: dict[str, Any],
+    overwrite: dict[str, Any],
+    words: str,
+    effective: dict[str, Any],
+    contradictions: list[str],
+) -> None:
+    found = reconciled(arguments, config, overwrite)
 
-    assert found.config["optimizer"]["params"] == {"weight_decay": "auto"}
-
-
-def test_an_overwrite_of_one_precision_switches_the_other_off() -> None:
-    found = reconciled("--bf16", {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
-
-    assert (found.config["bf16"]["enabled"], found.config["fp16"]["enabled"]) == (False, True)
-    assert (found.arguments.truth("bf16"), found.arguments.truth("fp16")) == (False, True)
-
-
-def test_a_warmup_ratio_goes_where_the_config_has_a_number_of_steps() -> None:
-    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
-
-    found = reconciled("--warmup_ratio 0.1 --seed 2", config)
-
-    assert found.arguments.value("warmup_ratio") is None
-    assert found.arguments.value("warmup_steps") == "10"
-    assert [decision.argument for decision in found.contradictions] == ["--warmup_ratio"]
-
-
-def test_the_length_of_training_wins_over_the_length_of_the_schedule() -> None:
-    config = {
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 5}}
-    }
-
-    found = reconciled("--num_train_epochs 3", config)
-
-    assert found.config["scheduler"]["params"]["total_num_steps"] == "auto"
+    assert " ".join(found.arguments.words) == words
+    assert {key: found.config[key] for key in effective} == effective
+    assert [decision.argument for decision in found.contradictions] == contradictions
 
 
 def test_abbreviations_and_files_of_arguments_are_refused() -> None:

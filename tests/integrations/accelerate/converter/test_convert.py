@@ -159,10 +159,10 @@ def test_a_deepspeed_file_is_taken_over_whole_and_decides() -> None:
 
 
 def test_fp16_without_deepspeed_becomes_stage_1() -> None:
-    for config in ({"mixed_precision": "fp16"}, {"fp16": True}):
-        conversion = converted({"distributed_type": "MULTI_GPU", "num_processes": 2, **config})
-        assert conversion.deepspeed["zero_optimization"] == {"stage": 1}
-        assert explained(conversion, "distributed_type")[1].startswith("zero_optimization.stage 1")
+    config = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp16"}
+    conversion = converted(config)
+    assert conversion.deepspeed["zero_optimization"] == {"stage": 1}
+    assert explained(conversion, "distributed_type")[1].startswith("zero_optimization.stage 1")
 
 
 def test_deepspeed_section_without_deepspeed_is_ignored(

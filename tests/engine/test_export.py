@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.checkpoint.model_files import (
-    ITEM_BYTES,
+from dstrial.engine.export import (
+    DTYPES,
     TensorSpec,
     find_model_files,
     header_bytes,
@@ -38,7 +38,7 @@ specs = st.lists(
     st.builds(
         TensorSpec,
         st.text("abc.", min_size=1, max_size=6),
-        st.sampled_from(sorted(ITEM_BYTES)),
+        st.sampled_from(sorted(DTYPES)),
         st.lists(st.integers(0, 5), max_size=3).map(tuple),
     ),
     unique_by=lambda spec: spec.name,
@@ -74,7 +74,7 @@ def test_tensors_lie_one_after_the_other_and_aligned(given_specs: list[TensorSpe
         (spec,) = (spec for spec in ordered if spec.name == name)
         begin, after = entry["data_offsets"]  # type: ignore[misc]
         assert (begin, after) == (end, end + spec.num_bytes)
-        assert begin % ITEM_BYTES[spec.dtype] == 0
+        assert begin % DTYPES[spec.dtype].itemsize == 0
         end = after
 
 

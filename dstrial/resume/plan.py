@@ -1,0 +1,456 @@
+"""Decide whether a checkpoint can resume, and whether it must be resharded. Pure.
+
+``resume_problems`` decides before a process starts, from a manifest, a config and a number of slots. ``plan_load`` decides in the
+ranks, from the layouts of engines, which also show parameters, groups and what user code creates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dstrial.config.batch import BATCH_KEYS
+from dstrial.config.deepspeed_rules.check import CheckResult
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.experiment_config.dstrial_section import count_in
+from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
+from dstrial.errors import CheckpointLayoutError, ConfigError, ConfigProblem
+from dstrial.resume.batch import describe_batch, engine_of, keep_batch
+from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
+
+if TYPE_CHECKING:
+    from dstrial.checkpoint.layout import Layout, ParameterPlace
+
+# Wrappers of DeepSpeed 0.19.8 whose state reshaping can read; MiCS, ZenFlow and others cut it in ways of their own.
+KNOWN_WRAPPERS = frozenset(
+    {
+        "",
+        "BF16_Optimizer",
+        "FP16_Optimizer",
+        "FP16_UnfusedOptimizer",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+    }
+)
+_ADAM = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+STATE_KEYS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NPUAdam", "NAdam", "RAdam"), _ADAM),
+    **dict.fromkeys(("FusedLamb", "FusedLion", "DeepSpeedCPULion", "Lion"), _ADAM),
+    "MuonWithAuxAdam": _ADAM | {"momentum_buffer"},
+    "Adagrad": frozenset({"sum"}),
+    "DeepSpeedCPUAdagrad": frozenset({"exp_avg_sq"}),
+    "SGD": frozenset({"momentum_buffer"}),
+    "RMSprop": frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
+    "Adadelta": frozenset({"square_avg", "acc_delta"}),
+    "Adamax": frozenset({"exp_avg", "exp_inf"}),
+    "ASGD": frozenset({"ax"}),
+    "Rprop": frozenset({"prev", "step_size"}),
+}
+"""Class of an optimizer -> keys of its state with one value per element of a parameter, laid out as the weights are.
+
+The exception is Muon's momentum, see ``checkpoint.layout.keeps_whole_matrices``. The state of any other optimizer may hold
+factors of matrices, quantised blocks or errors of one rank (1-bit Adam), which no other layout can take over.
+"""
+# Implementations of one algorithm with equal state; DeepSpeed chooses by offload and device.
+_SAME_OPTIMIZERS = (
+    frozenset({"Adam", "FusedAdam", "DeepSpeedCPUAdam"}),
+    frozenset({"AdamW", "FusedAdam", "DeepSpeedCPUAdam"}),
+    frozenset({"FusedLion", "DeepSpeedCPULion"}),
+)
+_FAMILIES = {
+    **dict.fromkeys(
+        ("adam", "adamw"),
+        frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "NPUAdam"}),
+    ),
+    "adagrad": frozenset({"Adagrad", "DeepSpeedCPUAdagrad"}),
+    "lamb": frozenset({"FusedLamb", "Lamb"}),
+    "lion": frozenset({"FusedLion", "DeepSpeedCPULion", "Lion"}),
+    "onebitadam": frozenset({"OnebitAdam"}),
+    "onebitlamb": frozenset({"OnebitLamb"}),
+    "zerooneadam": frozenset({"ZeroOneAdam"}),
+}
+"""Type of an optimizer in a DeepSpeed config, in lower case -> classes that DeepSpeed makes of it."""
+
+
+_COMPARED = (
+    ("engine_kind", "kind of engine"),
+    ("world_size", "number of ranks"),
+    ("data_parallel_size", "number of data-parallel replicas"),
+    ("pipeline_stages", "number of pipeline stages"),
+    ("model_parallel_size", "model-parallel size"),
+    ("expert_parallel_size", "expert-parallel size"),
+    ("zero_stage", "ZeRO stage"),
+    ("offload_optimizer", "optimizer offload"),
+    ("offload_parameters", "parameter offload"),
+    ("precision", "precision"),
+    ("optimizer", "optimizer"),
+    ("wrapper", "DeepSpeed's optimizer wrapper"),
+    ("lr_scheduler", "learning-rate scheduler"),
+)
+
+
+# ---- before a process starts ---------------------------------------------------------------------------
+
+
+def resume_problems(
+    saved: SavedRun,
+    *,
+    num_slots: int,
+    extents: Mapping[str, Any] | None = None,
+    configs: Sequence[Mapping[str, Any]] = (),
+    slots_key: str = "resources.slots_per_trial",
+    where: Sequence[Mapping[str, str]] = (),
+) -> list[ConfigProblem]:
+    """Return what keeps a checkpoint from resuming, each with what would work.
+
+    Args:
+        saved: the checkpoint.
+        num_slots: ranks now, at least 1.
+        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; a missing one is the checkpoint's.
+        configs: the experiment's merged DeepSpeed configs, the main one first; empty if it names none.
+        slots_key: the key of the number of slots in messages.
+        where: per config, ``file:line: key`` of its batch sizes by their names.
+    """
+    problems: list[ConfigProblem] = []
+    engines = [engine_of(config, saved, is_main=idx == 0) for idx, config in enumerate(configs)]
+    for engine in saved.engines:
+        replica = engine.replica.with_section(extents)
+        # Another trial's model may be split otherwise in code, which only its engine shows.
+        unit = replica.ranks_per_replica if saved.keeps_batch else 1
+        if num_slots % unit:
+            below = num_slots // unit * unit
+            choices = " or ".join(str(n) for n in (below, below + unit) if n)
+            is_pipeline = engine.engine_kind == "pipeline"
+            ways = ", or set data.dstrial.pipeline_stages to what the model now has" if is_pipeline else ""
+            problems.append(
+                ConfigProblem(
+                    slots_key,
+                    str(num_slots),
+                    f"a multiple of {unit}, the ranks of one replica in checkpoint {saved.checkpoint}",
+                    f"Use {choices} slots{ways}.",
+                )
+            )
+            continue
+        config_idx = engines.index(engine) if engine in engines else None
+        config = None if config_idx is None else configs[config_idx]
+        if saved.keeps_batch:
+            try:
+                keep_batch(
+                    {"train_batch_size": engine.train_batch_size} if config is None else config,
+                    engine,
+                    engine.batch_replicas(num_slots, replica),
+                    checkpoint=saved.checkpoint,
+                    where=where[config_idx] if config_idx is not None and config_idx < len(where) else None,
+                    ranks_per_replica=unit,
+                )
+            except ConfigError as error:
+                problems += error.problems
+        if _changes_layout(engine, num_slots, replica, config):
+            problems += _reshard_problems(saved, engine, replica, config, num_slots, slots_key)
+    return list(dict.fromkeys(problems))
+
+
+def resumable_slots(
+    saved: SavedRun, *, at_most: int, at_least: int = 1, extents: Mapping[str, Any] | None = None
+) -> Iterator[int]:
+    """Yield the numbers of slots in a range on which a run can resume, descending."""
+    for num_slots in range(at_most, max(at_least, 1) - 1, -1):
+        if not resume_problems(saved, num_slots=num_slots, extents=extents):
+            yield num_slots
+
+
+def with_kept_batch(
+    found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelDims, notes: list[str], *, is_main: bool
+) -> dict[str, Any]:
+    """Return a merged DeepSpeed config with the batch of the run's checkpoint.
+
+    ``notes`` receives how the batch is shared, if that has changed. ``is_main``: whether it is the experiment's main config.
+    """
+    engine = engine_of(found.merged, resumed, is_main=is_main)
+    if engine is None:
+        return found.merged
+    replicas = engine.batch_replicas(sizes.world_size, sizes.on(sizes.ranks_per_replica))
+    try:
+        solution = keep_batch(found.merged, engine, replicas, checkpoint=resumed.checkpoint)
+    except ConfigError:
+        # check_resumption reports the problem; valid sizes let the rest of the config be checked.
+        return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: replicas}
+    before = (engine.batch_replicas(engine.world_size), engine.micro_batch_size)
+    if before != (replicas, solution.train_micro_batch_size_per_gpu):
+        notes.append(f"{found.label}: checkpoint {resumed.checkpoint}: {describe_batch(engine, solution)}")
+    return {**found.merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}
+
+
+def check_resumption(
+    raw: Mapping[str, Any],
+    resumed: SavedRun,
+    slots: int,
+    slots_key: str,
+    checks: Sequence[tuple[DeepSpeedSource, CheckResult]],
+    findings: Diagnostics,
+) -> None:
+    """Record in ``findings`` what keeps a checkpoint from resuming with a config.
+
+    ``slots`` 0 means one rank on the CPU; ``checks`` are the experiment's DeepSpeed configs, the main one first.
+    """
+    section = dstrial_section(raw)
+    places = [Diagnostics(source.lines, source.label) for source, _ in checks]
+    found = resume_problems(
+        resumed,
+        num_slots=max(slots, 1),
+        extents={key: count_in(section, key) for key in DIM_KEYS},
+        configs=[source.merged for source, _ in checks],
+        slots_key=slots_key if slots_key == "--slots" else findings.place(slots_key),
+        where=[{key: own.place(key) for key in BATCH_KEYS} for own in places],
+    )
+    findings.problems.extend(problem for problem in found if problem not in findings.problems)
+
+
+def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Return a config's ZeRO stage, and where it offloads optimizer and parameters."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return int(zero is True), "none", "none"
+    stage = zero.get("stage")
+    devices = []
+    for key, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        section = zero.get(key)
+        device = section.get("device") if isinstance(section, Mapping) else None
+        devices.append(str(device or ("cpu" if zero.get(old) is True else "none")))
+    return stage if isinstance(stage, int) else 0, devices[0], devices[1]
+
+
+def _changes_layout(
+    engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
+) -> bool:
+    """Return whether an engine will have another layout than saved, if known."""
+    if num_slots != engine.world_size or replica != engine.replica:
+        return True
+    if config is None:
+        return False
+    if any(_changed_type(engine, config, section) is not None for section in ("optimizer", "scheduler")):
+        return True
+    return _zero(config) != (engine.zero_stage, engine.offload_optimizer, engine.offload_parameters)
+
+
+def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
+    """Return a config's optimizer or scheduler type if the run began with another."""
+    kind = given_settings(config).get(section)
+    if not engine.given or kind is None or kind == engine.given.get(section):
+        return None
+    used = engine.optimizer if section == "optimizer" else engine.lr_scheduler
+    family = _FAMILIES.get(kind.lower(), frozenset({kind})) if section == "optimizer" else frozenset({kind})
+    return None if used in family else str(kind)
+
+
+def _reshard_problems(
+    saved: SavedRun,
+    engine: EngineRecord,
+    replica: ParallelDims,
+    config: Mapping[str, Any] | None,
+    num_slots: int,
+    slots_key: str,
+) -> Iterator[ConfigProblem]:
+    name = f"checkpoint {saved.checkpoint}"
+    if replica.tp != engine.model_parallel_size:
+        yield ConfigProblem(
+            "data.dstrial.model_parallel_size",
+            str(replica.tp),
+            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so",
+            f"Set it to {engine.model_parallel_size}.",
+        )
+    devices: tuple[str, ...] = ()
+    if config is not None:
+        devices = _zero(config)[1:]
+        for section, used in (("optimizer", engine.optimizer), ("scheduler", engine.lr_scheduler)):
+            kind = _changed_type(engine, config, section)
+            if kind is not None:
+                was = engine.given.get(section) or used or "none"
+                yield ConfigProblem(
+                    f"deepspeed config: {section}.type",
+                    repr(kind),
+                    f"{was!r}, whose state is in {name}",
+                    f"Set it to {was!r}, or begin a new run from these weights (searcher.source_checkpoint_uuid).",
+                )
+    same = f"{engine.world_size} slots, ZeRO stage {engine.zero_stage}"
+    is_on_nvme = "nvme" in (engine.offload_optimizer, engine.offload_parameters)
+    if not is_on_nvme and "nvme" in devices:
+        yield ConfigProblem(
+            "deepspeed config: zero_optimization",
+            f"an offload to NVMe, which {name} was written without",
+            "cpu or none",
+            "Set the offload device to cpu or none.",
+        )
+    more = "; a checkpoint written with the offload device cpu or none can be rearranged"
+    for why, advice in (
+        ("whose state is offloaded to NVMe" if is_on_nvme else None, more),
+        (_fixed_layout_reason(engine), ""),
+    ):
+        if why is not None:
+            yield ConfigProblem(
+                slots_key,
+                f"{num_slots}, another arrangement than that of {name}, {why}",
+                f"the same arrangement: {same}",
+                f"Go on with {same} and the same offload{advice}.",
+            )
+
+
+def _fixed_layout_reason(engine: EngineRecord) -> str | None:
+    """Return why only the saved layout can load an engine's state; None if others can."""
+    if engine.model_parallel_size > 1:
+        return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
+    if engine.expert_parallel_size:
+        return "whose experts are spread over its ranks"
+    if engine.optimizer and engine.optimizer not in STATE_KEYS:
+        return f"whose optimizer {engine.optimizer} keeps state of unknown layout"
+    if engine.wrapper not in KNOWN_WRAPPERS:
+        return f"whose {engine.wrapper} arranges its state in its own way"
+    return None
+
+
+# ---- in the ranks --------------------------------------------------------------------------------------
+
+
+def plan_load(
+    checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout], problems: Sequence[str] = ()
+) -> list[str]:
+    """Return how the engines' layouts differ; empty if DeepSpeed loads them as is.
+
+    Otherwise the engines are resharded. ``problems`` are further reasons against that.
+
+    Raises:
+        CheckpointLayoutError: there are other engines, or the checkpoint cannot be resharded.
+    """
+    if len(saved) != len(now):
+        raise CheckpointLayoutError(
+            f"checkpoint {checkpoint} holds {len(saved)} engines, the trial wraps {len(now)}; expected the same engines. Resume "
+            "it with the trial that wrote it."
+        )
+    differences: list[str] = []
+    found: list[str] = []
+    for idx, (before, after) in enumerate(zip(saved, now, strict=True)):
+        prefix = f"engine {idx}: "
+        if changed := compatible(before, after):
+            differences += [prefix + difference for difference in changed]
+        found += [prefix + problem for problem in reshape_problems(before, after)]
+    if not differences:
+        return []
+    differences[3:] = [f"and {len(differences) - 3} more"] if differences[3:] else []
+    if found or problems:
+        raise CheckpointLayoutError(
+            f"checkpoint {checkpoint} was written for another layout ({'; '.join(differences)}), and it cannot be brought into "
+            f"this one: {'; '.join([*found, *problems])}."
+        )
+    return differences
+
+
+def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
+    """Refuse a checkpoint with another ``train_batch_size``."""
+    for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
+        if before.train_batch_size != after.train_batch_size:
+            raise CheckpointLayoutError(
+                f"engine {idx}: train_batch_size is {after.train_batch_size}; expected {before.train_batch_size}, the batch of "
+                f"checkpoint {checkpoint}, in which its progress, schedule and order of records are counted. Set it back, or "
+                "name the checkpoint in dstrial.init(latest_checkpoint=...), which keeps the batch on any number of ranks."
+            )
+
+
+def compatible(saved: Layout, now: Layout) -> list[str]:
+    """Return why a layout cannot load a checkpoint unchanged; empty if it can.
+
+    Batch sizes and versions are not compared: DeepSpeed loads across them.
+    """
+    differences = [
+        f"{words} was {getattr(saved, field)!r}, is {getattr(now, field)!r}"
+        for field, words in _COMPARED
+        if getattr(saved, field) != getattr(now, field)
+    ]
+    if differences:
+        return differences
+    before = {(place.model_part, place.name): place for place in saved.parameters}
+    after = {(place.model_part, place.name): place for place in now.parameters}
+    for key in dict.fromkeys([*before, *after]):
+        was, is_ = before.get(key), after.get(key)
+        if was is None or is_ is None:
+            differences.append(f"parameter {key[1]} is {'new' if was is None else 'gone'}")
+        else:
+            differences += [
+                f"parameter {key[1]}: {item.name} was {getattr(was, item.name)!r}, is {getattr(is_, item.name)!r}"
+                for item in dataclasses.fields(was)
+                if getattr(was, item.name) != getattr(is_, item.name)
+            ]
+    if not differences and saved.buffers != now.buffers:
+        return ["the flat buffers are cut differently; the ZeRO settings for sub groups or alignment changed"]
+    return differences
+
+
+def reshape_problems(saved: Layout, now: Layout) -> list[str]:
+    """Return why a checkpoint cannot be resharded to another layout; empty if it can."""
+    problems = []
+    if saved.model_parallel_size != now.model_parallel_size:
+        problems.append(
+            f"model-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
+        )
+    elif saved.model_parallel_size > 1:
+        problems.append(
+            f"layers are cut over {saved.model_parallel_size} model-parallel ranks: resume with the layout that wrote them"
+        )
+    if saved.expert_parallel_size or now.expert_parallel_size:
+        problems.append("experts are spread over the ranks that wrote them: set the layout back")
+    if saved.optimizer and saved.optimizer not in STATE_KEYS:
+        problems.append(
+            f"the layout of the state of optimizer {saved.optimizer} is not known: resume with the layout that wrote it"
+        )
+    for wrapper in sorted({saved.wrapper, now.wrapper} - KNOWN_WRAPPERS):
+        problems.append(
+            f"{wrapper} partitions its state in its own way: resume with the layout that wrote it"
+        )
+    for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
+        was, is_ = getattr(saved, field), getattr(now, field)
+        if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):
+            problems.append(f"{what} was {was or 'none'}, is {is_ or 'none'}: set it back")
+    if "nvme" in (
+        saved.offload_optimizer,
+        saved.offload_parameters,
+        now.offload_optimizer,
+        now.offload_parameters,
+    ):
+        problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
+    changed: dict[str, list[str]] = {"trained": [], "frozen": []}
+    before, after = _by_name(saved), _by_name(now)
+    for name in sorted(before.keys() | after.keys()):
+        was_place, is_place = before.get(name), after.get(name)
+        if was_place is None or is_place is None:
+            problems.append(
+                f"parameter {name} is {'new' if was_place is None else 'gone'}: use the same model"
+            )
+        elif was_place.shape != is_place.shape:
+            problems.append(
+                f"parameter {name} had shape {was_place.shape}, has {is_place.shape}: use the same model"
+            )
+        elif _is_trained(was_place) != _is_trained(is_place):
+            changed["trained" if _is_trained(is_place) else "frozen"].append(name)
+    problems += [
+        f"{len(names)} parameters are {state} now and were not ({', '.join(names[:3])}{', …' if names[3:] else ''}): set their "
+        "requires_grad as it was, or begin a new trial with the weights that `dstrial checkpoint export` writes"
+        for state, names in changed.items()
+        if names
+    ]
+    return problems
+
+
+def _is_trained(place: ParameterPlace) -> bool:
+    """Return whether the optimizer updates a parameter."""
+    # Without a wrapper the optimizer may own frozen parameters, which it does not update.
+    return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
+
+
+def _by_name(layout: Layout) -> dict[str, ParameterPlace]:
+    places: dict[str, ParameterPlace] = {}
+    for place in layout.parameters:
+        places.setdefault(place.name, place)
+    return places
