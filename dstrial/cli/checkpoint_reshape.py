@@ -27,8 +27,8 @@ from dstrial.cli.checkpoint_source import (
     find_checkpoint,
     is_vouched_for,
 )
-from dstrial.cli.run_entrypoint import parse_entrypoint
-from dstrial.cli.run_outcome import failure_text
+from dstrial.cli.display import failure_text
+from dstrial.cli.experiment_arguments import parse_entrypoint
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import nested

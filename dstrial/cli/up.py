@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.run_submission import await_hosts
 from dstrial.cli.streams import det_reaches
+from dstrial.cli.submit import await_hosts
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
 from dstrial.hosts.arguments import add_host_arguments, placement_lines, require_hostfile
 from dstrial.launch.slots import slots_argument
