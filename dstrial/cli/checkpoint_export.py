@@ -24,8 +24,9 @@ from dstrial.cli.checkpoint_source import (
     add_trust_argument,
     find_checkpoint,
 )
-from dstrial.cli.streams import BytesBar, size_text
+from dstrial.cli.streams import BytesBar
 from dstrial.errors import CheckpointError, CheckpointLayoutError
+from dstrial.visible_text import size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -27,8 +27,9 @@ from dstrial.cli.checkpoint_source import (
     add_trust_argument,
     find_checkpoint,
 )
-from dstrial.cli.streams import field_lines, size_text, text_table
+from dstrial.cli.streams import field_lines, text_table
 from dstrial.errors import CheckpointError
+from dstrial.visible_text import size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

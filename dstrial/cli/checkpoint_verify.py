@@ -25,9 +25,10 @@ from dstrial.cli.checkpoint_source import (
     add_place_arguments,
     find_checkpoint,
 )
-from dstrial.cli.streams import BytesBar, size_text
+from dstrial.cli.streams import BytesBar
 from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.state_directory import StateDirectory
+from dstrial.visible_text import size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

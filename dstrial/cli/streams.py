@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from dstrial.visible_text import visible_line
+from dstrial.visible_text import size_text, visible_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -131,16 +131,6 @@ def _progress() -> Progress:
         refresh_per_second=5,
         transient=True,
     )
-
-
-def size_text(num_bytes: int) -> str:
-    """Format a size with three significant digits, for example ``1.25 GiB``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
 
 
 def context_text(context: Context) -> str:

@@ -59,13 +59,3 @@ def printable(text: str) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes, such as ``1.5 GiB``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB" if value < 1000 else f"{value:,.0f} TiB"

@@ -24,8 +24,16 @@ from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
-from dstrial.launch.slots import cluster_info, is_on_cluster, num_accelerators, num_slots, slots_argument
-from dstrial.launch.slurm_step import SlurmStep, slurm_task, step_of
+from dstrial.launch.slots import (
+    SlurmStep,
+    cluster_info,
+    is_on_cluster,
+    num_accelerators,
+    num_slots,
+    slots_argument,
+    slurm_task,
+    step_of,
+)
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
