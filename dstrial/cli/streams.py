@@ -1,7 +1,9 @@
-"""Output helpers: fault-tolerant streams, tables, progress bars, formatting."""
+"""Helpers of commands: streams, tables, progress bars, formats, argument types."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import shutil
 import sys
@@ -63,6 +65,24 @@ def to_null_device(stream: TextIO) -> None:
         os.dup2(descriptor, stream.fileno())
     finally:
         os.close(descriptor)
+
+
+def count_argument(text: str) -> int:
+    """Parse an integer of at least 0; for ``type=`` of an ``argparse`` argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected an integer of at least 0")
+    return int(text)
+
+
+def seconds_argument(text: str) -> float:
+    """Parse a duration; for ``type=`` of an ``argparse`` argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration; expected a number of at least 0")
+    return value
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:

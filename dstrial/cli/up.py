@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dstrial.cli.streams import det_reaches
 from dstrial.cli.submit import await_hosts
-from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
+from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, MasterError, RequestError
 from dstrial.hosts.arguments import add_host_arguments, placement_lines, require_hostfile
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
@@ -77,6 +77,15 @@ def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the master keeps everything (default: $DSTRIAL_STATE_DIR or the user's data directory)",
     )
+
+
+def require_running(state: StateDirectory) -> MasterRecord:
+    record = state.running()
+    if record is None:
+        raise MasterError(
+            f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
+        )
+    return record
 
 
 def port_argument(text: str) -> int:
@@ -246,24 +255,17 @@ def _import_login() -> None:
 
 def _ignored_options(args: argparse.Namespace, record: MasterRecord) -> list[str]:
     """Return the given options that have no effect on a running master."""
-    ignored = []
-    if args.port not in (None, 0, record.port):
-        ignored.append(f"--port {args.port}")
-    if args.slots not in (None, len(record.slots)):
-        ignored.append(f"--slots {args.slots}")
-    if args.config_file is not None:
-        ignored.append("--config-file")
-    if args.no_password:
-        ignored.append("--no-password")
-    if args.foreground:
-        ignored.append("--foreground")
-    if args.hostfile is not None:
-        ignored.append("--hostfile")
-    if args.slurm:
-        ignored.append("--slurm")
-    if args.backend is not None:
-        ignored.append("--backend")
-    return ignored
+    given = {
+        f"--port {args.port}": args.port not in (None, 0, record.port),
+        f"--slots {args.slots}": args.slots not in (None, len(record.slots)),
+        "--config-file": args.config_file is not None,
+        "--no-password": args.no_password,
+        "--foreground": args.foreground,
+        "--hostfile": args.hostfile is not None,
+        "--slurm": args.slurm,
+        "--backend": args.backend is not None,
+    }
+    return [option for option, is_given in given.items() if is_given]
 
 
 def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.doctor import devices
-from dstrial.doctor.background import NoAnswerError, within
+from dstrial.doctor.finding import NoAnswerError, within
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
 from dstrial.local.run_directory import RunDirectory

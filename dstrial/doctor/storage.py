@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrial.doctor.background import NoAnswerError, within
-from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.doctor.finding import Finding, NoAnswerError, note, ok, problem, within
 from dstrial.launch.stale_locks import file_system_of
 from dstrial.visible_text import size_text
 
