@@ -27,7 +27,6 @@ from dstrial.cli.checkpoint import (
     open_checkpoint,
 )
 from dstrial.cli.checkpoint_export import require_new
-from dstrial.cli.display import failure_text
 from dstrial.cli.experiment_arguments import parse_entrypoint
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.documents import yaml_text
@@ -312,7 +311,7 @@ def _rewrite(
     if outcome.exit_code != 0 or newest is None:
         stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"
         raise LaunchError(
-            f"the ranks that were to reshape {opened.path} {stopped}; nothing is written.\n{failure_text(outcome).strip()}"
+            f"the ranks that were to reshape {opened.path} {stopped}; nothing is written.\n{outcome.describe().strip()}"
         )
     return newest.path
 

@@ -257,17 +257,6 @@ def _what_remains(
     return f"batches after {batches_saved} are lost" if is_ahead else None
 
 
-def failure_text(outcome: LaunchOutcome) -> str:
-    """Return the first failing rank and its traceback; empty for none."""
-    text = ""
-    if outcome.killed_ranks and not outcome.ended_at_once:
-        names = ", ".join(map(str, outcome.killed_ranks))
-        text += f"rank(s) {names} did not end in time and were killed\n"
-    if outcome.first_failure is not None:
-        text += f"{outcome.first_failure.describe()}\n"
-    return text
-
-
 def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
     """Return the trials by their best validation, those without one last."""
 

@@ -586,7 +586,7 @@ class _Attempt:
             verdict = job.judged(verdict, outcome.stopped_by, run_directory)
         failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
         run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
-        text = display.failure_text(outcome)
+        text = outcome.describe()
         if request.args.test:
             verdict, line = _judge_test(run_directory, verdict, outcome)
             return verdict, [line], text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -169,15 +170,8 @@ def _counts(by_state: dict[str, int]) -> str:
 
 def _disk_bytes(path: Path) -> int:
     total = 0
-    pending = [str(path)]
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:
-            continue
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # deleted in the meantime
+                total += Path(directory, name).lstat().st_blocks * 512
     return total

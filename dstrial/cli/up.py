@@ -155,74 +155,56 @@ def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemo
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     settings = with_options(settings, options)
-    if settings.backend == "slurm":
-        _check_slurm(state, options, settings)
-        return True
     if settings.backend == "ray":
-        _check_ray(options, settings)
+        _refuse_hosts(options, settings, "Ray")
+        from dstrial.master.backends.queued.ray import check_ray
+
+        for name, count in check_ray(settings.ray_address).items():
+            sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
         return True
-    hosts = hosts_of(options, settings)
-    if not hosts:
-        require_hostfile(args)
-        return False
-    if options.num_slots is not None:
-        problem = ConfigProblem(
-            "--slots",
-            str(options.num_slots),
-            "no --slots beside hosts, whose file says them",
-            "Leave it out.",
-        )
-        raise ConfigError([problem])
-    _show_hosts(state, options, settings, hosts)
+    hosts: Sequence[Host] = ()
+    if settings.backend == "slurm":
+        _refuse_hosts(options, settings, "Slurm")
+    else:
+        hosts = hosts_of(options, settings)
+        if not hosts:
+            require_hostfile(args)
+            return False
+        if options.num_slots is not None:
+            expected = "no --slots beside hosts, whose file says them"
+            raise ConfigError([ConfigProblem("--slots", str(options.num_slots), expected, "Leave it out.")])
+    try:
+        if settings.backend == "slurm":
+            from dstrial.master.backends.queued.slurm import check_slurm
+
+            state.make()
+            check_slurm(settings.slurm, state.path / "slurm")
+        else:
+            _show_hosts(state, options, settings, hosts)
+    except (HostError, LaunchError) as error:
+        if not num_live_allocations(state):
+            raise
+        # The master must still recover the trials on the other hosts, or in its jobs.
+        sys.stderr.write(f"warning: {error}\n")
     return True
 
 
 def _show_hosts(
     state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
 ) -> None:
+    """Check whether the hosts are ready, and print them."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import own_allocation, transport_of
 
     storage = settings.defaults(state.path).checkpoint_storage
-    try:
-        preflight = check_hosts(
-            hosts,
-            python=options.python or settings.hosts_python or sys.executable,
-            shared_directory=Path(storage.get("host_path") or storage["container_path"]),
-            transport=transport_of(own_allocation()) if options.is_under_slurm else None,
-        )
-    except HostError as error:
-        if not num_live_allocations(state):
-            raise
-        # The master must still recover the trials on the other hosts.
-        sys.stderr.write(f"warning: {error}\n")
-        return
+    preflight = check_hosts(
+        hosts,
+        python=options.python or settings.hosts_python or sys.executable,
+        shared_directory=Path(storage.get("host_path") or storage["container_path"]),
+        transport=transport_of(own_allocation()) if options.is_under_slurm else None,
+    )
     for line in placement_lines(preflight):
         sys.stdout.write(f"{'host:':<10}{line}\n")
-
-
-def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Check whether Slurm accepts jobs of this master."""
-    _refuse_hosts(options, settings, "Slurm")
-    from dstrial.master.backends.queued.slurm import check_slurm
-
-    state.make()
-    try:
-        check_slurm(settings.slurm, state.path / "slurm")
-    except LaunchError as error:
-        if not num_live_allocations(state):
-            raise
-        # The master must still recover the trials in its jobs.
-        sys.stderr.write(f"warning: {error}\n")
-
-
-def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Check that the Ray cluster responds, and print its nodes."""
-    _refuse_hosts(options, settings, "Ray")
-    from dstrial.master.backends.queued.ray import check_ray
-
-    for name, count in check_ray(settings.ray_address).items():
-        sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
