@@ -39,3 +39,13 @@ def cut_text(text: str, limit: int) -> str:
     half = limit // 2 - 25
     num_bytes = len(text[half:-half].encode(errors="replace"))
     return f"{text[:half]} [… {num_bytes:,} bytes are cut …] {text[-half:]}"
+
+
+def size_text(num_bytes: float) -> str:
+    """Format a size with three significant digits, for example ``1.25 GiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"

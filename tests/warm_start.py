@@ -35,7 +35,7 @@ IMPORTED_AHEAD = (
     # of commands that tests give their masters
     "dstrial.cli.app",
     "dstrial.cli.up",
-    "dstrial.cli.down",
+    "dstrial.cli.master",
     "dstrial.cli.status",
     "dstrial.master.server",
     # what it imports when it serves

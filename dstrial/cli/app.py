@@ -39,17 +39,25 @@ COMMANDS = {
 }
 """Subcommand (and module in this package) -> its line in the help."""
 
+_OF_MASTER = ("backup", "down", "login", "logs", "restore")  # together in module ``master``
+
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"dstrial {dstrial.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text in COMMANDS.items():
-        if name == command:
-            importlib.import_module(f"dstrial.cli.{name}").add_parser(subparsers)
-        else:
+        if name != command:
             subparsers.add_parser(name, help=help_text)
+        elif name in _OF_MASTER:
+            _module(name).add_parser(subparsers, name, help_text)
+        else:
+            _module(name).add_parser(subparsers)
     return parser
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"dstrial.cli.{'master' if command in _OF_MASTER else command}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if word in COMMANDS), None)
     args = build_parser(command).parse_args(_completed(command, argv))
-    module = importlib.import_module(f"dstrial.cli.{args.command}")
+    module = _module(args.command)
     try:
         exit_code = _run(module, args)
         sys.stdout.flush()
@@ -76,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _completed(command: str | None, argv: list[str]) -> list[str]:
     if command is None:
         return argv
-    complete = getattr(importlib.import_module(f"dstrial.cli.{command}"), "completed", None)
+    complete = getattr(_module(command), "completed", None)
     first = argv.index(command) + 1
     return argv if complete is None else [*argv[:first], *complete(argv[first:])]
 

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.run_resume import add_experiment_arguments, chosen_point
+from dstrial.cli.experiment_arguments import add_experiment_arguments, chosen_point
 from dstrial.cli.streams import context_text
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN

@@ -1,11 +1,36 @@
-"""``dstrial checkpoint``: inspect, verify, compare and convert checkpoints."""
+"""``dstrial checkpoint``, and its argument: a directory, a run or a UUID."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_uuid
+from dstrial.checkpoint.file_roles import layouts_of
+from dstrial.checkpoint.integrity import verify_files
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    Manifest,
+    hash_file,
+    is_own_manifest,
+    read_manifest,
+)
+from dstrial.cli.streams import det_for
+from dstrial.cli.up import add_state_dir_argument
+from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
+from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.run_directory import RunDirectory, default_runs_dir
+from dstrial.master.client import Client
+from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
+from dstrial.master.state_directory import StateDirectory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -24,6 +49,7 @@ examples:
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
 """
+_TRACES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,3 +69,183 @@ def main(args: argparse.Namespace) -> int:
     # Unpickling DeepSpeed objects imports DeepSpeed, which must not probe for accelerators.
     os.environ["DS_ACCELERATOR"] = "cpu"
     return int(importlib.import_module(f"dstrial.cli.checkpoint_{args.action}").main(args))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """A resolved checkpoint, with its run or master."""
+
+    path: Path  # absolute
+    run_directory: RunDirectory | None = None
+    record: Mapping[str, Any] | None = (
+        None  # the master's ``v1Checkpoint``; None, like ``client``, if no master was queried
+    )
+    client: Client | None = None
+
+    @property
+    def needs_mark(self) -> bool:
+        """Whether a completion marker is required; storages of a cluster have none."""
+        return self.run_directory is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A resolved checkpoint with its manifest, and the layout of each engine."""
+
+    source: CheckpointSource
+    manifest: Manifest
+    layouts: tuple[Layout, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+
+def open_checkpoint(asked: str, args: argparse.Namespace) -> OpenCheckpoint:
+    """Resolve a CHECKPOINT argument and read its manifest; no file is verified."""
+    source = find_checkpoint(asked, runs_dir=args.runs_dir, state_dir=args.state_dir)
+    manifest = read_manifest(source.path)
+    return OpenCheckpoint(source, manifest, layouts_of(manifest, source.path))
+
+
+def add_action(
+    actions: _SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    *,
+    help: str,  # noqa: A002 - argparse's name
+    description: str,
+    epilog: str,
+    checkpoints: Mapping[str, str] = MappingProxyType({"checkpoint": "CHECKPOINT"}),
+) -> argparse.ArgumentParser:
+    """Add an action; ``checkpoints`` maps its checkpoint arguments to metavars."""
+    parser = actions.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for dest, metavar in checkpoints.items():
+        parser.add_argument(dest, metavar=metavar, help="directory of a checkpoint or of a run, or a UUID")
+    return parser
+
+
+def add_shared_options(
+    parser: argparse.ArgumentParser, *, json: bool = False, progress: bool = False, trust: bool = True
+) -> None:
+    """Add options that several actions have, and where UUIDs are searched."""
+    if json:
+        parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+    if progress:
+        parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
+    if trust:
+        parser.add_argument(
+            "--trust-code",
+            action="store_true",
+            help="load files of the named checkpoint also where they hold classes that are not on dstrial's list, which can run "
+            "any code: for checkpoints of people whom you trust",
+        )
+    parser.add_argument(
+        "--runs-dir",
+        metavar="DIR",
+        help="directory of all runs, where a UUID is looked for first (default: $DSTRIAL_RUNS_DIR or ./runs)",
+    )
+    add_state_dir_argument(parser)
+
+
+def find_checkpoint(
+    asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
+) -> CheckpointSource:
+    """Resolve a directory, a run (its newest checkpoint) or a UUID to a checkpoint.
+
+    The checkpoint is not verified.
+
+    Raises:
+        MasterError: the master has the checkpoint, but its files are not on this machine.
+    """
+    path = Path(asked)
+    if path.is_dir():
+        return _in_directory(path.resolve(), asked)
+    if not is_uuid(asked):
+        got = "no directory" if not path.exists() else "a file"
+        raise CheckpointNotFoundError(
+            f"checkpoint is {asked!r}, {got}; expected the directory of a checkpoint or of a run, or a checkpoint's UUID. "
+            "Name one that a run has printed."
+        )
+    runs = default_runs_dir(runs_dir)
+    for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
+        return _in_directory(found.resolve(), asked)
+    return _of_master(asked, StateDirectory.choose(state_dir), runs)
+
+
+def is_vouched_for(source: CheckpointSource) -> bool:
+    """Return whether a checkpoint's configuration and code can be trusted.
+
+    They must match the manifest, and the manifest must be signed by this account or have the SHA-256 registered with the master.
+    Other files are not checked.
+    """
+    manifest = read_manifest(source.path)
+    reported = ((source.record or {}).get("metadata") or {}).get(MANIFEST_DIGEST)
+    is_known = reported is not None and reported == hash_file(source.path / MANIFEST_NAME).sha256
+    if not is_known and not is_own_manifest(source.path):
+        return False
+    names = [name for name in manifest.files if name == "load_data.json" or name.startswith("code/")]
+    present = [
+        path.relative_to(source.path).as_posix()
+        for path in (source.path / "code").rglob("*")
+        if not path.is_dir() or path.is_symlink()
+    ]
+    return set(present) <= set(names) and not verify_files(source.path, manifest, names)
+
+
+def _in_directory(path: Path, asked: str) -> CheckpointSource:
+    if RunDirectory(path).record_path.is_file():
+        newest = newest_checkpoint(RunDirectory(path).checkpoints_path)
+        if newest is None:
+            raise CheckpointNotFoundError(
+                f"the run {path} has no complete checkpoint; expected one. Name another run, or the directory of a checkpoint."
+            )
+        return CheckpointSource(newest.path, RunDirectory(path))
+    if not any((path / name).exists() for name in _TRACES):
+        raise CheckpointNotFoundError(
+            f"checkpoint is {asked!r}, a directory without {MANIFEST_NAME}; expected the directory of a checkpoint that dstrial "
+            "wrote, or of a run. Name one that a run has printed."
+        )
+    owner = RunDirectory(path.parent.parent)
+    is_of_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
+    return CheckpointSource(path, owner if is_of_run else None)
+
+
+def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSource:
+    from dstrial.master.login import session
+
+    record = state.running()
+    if record is None:
+        raise CheckpointNotFoundError(
+            f"checkpoint {asked} is in no run of {runs}, and no master runs with state directory {state.path}; expected one of "
+            "them to know it. Start the master with `dstrial up`, or name the checkpoint's directory."
+        )
+    client = session(record)
+    try:
+        answer = client.get(f"/api/v1/checkpoints/{asked}")["checkpoint"]
+    except RequestError as error:
+        raise CheckpointNotFoundError(
+            f"checkpoint {asked} is in no run of {runs}, and the master at {record.address} does not know it ({error}); expected "
+            f"a checkpoint's UUID. Look for it with `{det_for(record.address)} experiment list-checkpoints EXPERIMENT`."
+        ) from error
+    storage = answer["training"]["experimentConfig"].get("checkpoint_storage") or {}
+    try:
+        path = checkpoint_directory(storage, asked)
+    except MasterError as error:
+        raise CheckpointError(
+            f"checkpoint {asked} is stored in {storage.get('type')!r}; expected a directory of this machine. Fetch it with "
+            f"`{det_for(record.address)} checkpoint download {asked}`, and name the directory."
+        ) from error
+    if not path.is_dir():
+        state_of = str(answer.get("state", "")).removeprefix("STATE_").lower()
+        raise CheckpointNotFoundError(
+            f"checkpoint {asked} of the master at {record.address} is {state_of}, and {path} is no directory; expected its "
+            "files. Name a checkpoint that is not deleted."
+        )
+    found = _in_directory(path.resolve(), asked)
+    return dataclasses.replace(found, record=answer, client=client)

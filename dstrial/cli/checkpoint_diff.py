@@ -10,9 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.checkpoint.file_roles import layouts_of
-from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import Manifest, read_manifest
 from dstrial.checkpoint.summary import (
     Difference,
     compare,
@@ -21,14 +18,8 @@ from dstrial.checkpoint.summary import (
     configuration_of,
     own_places,
 )
-from dstrial.cli.checkpoint_source import (
-    CheckpointSource,
-    add_checkpoint_argument,
-    add_place_arguments,
-    add_trust_argument,
-    find_checkpoint,
-)
-from dstrial.cli.streams import BytesBar, text_table
+from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
+from dstrial.cli.streams import BytesBar, count_argument, text_table
 from dstrial.errors import CheckpointError, DstrialError
 
 if TYPE_CHECKING:
@@ -54,44 +45,27 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    parser = add_action(
+        actions,
         "diff",
         help="compare two checkpoints of any two layouts",
         description="Compare two checkpoints, of any two layouts: what was configured, how far they are, and how far the "
         "weights are apart. Norms are Euclidean; relative ones are over the larger norm of the two.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        checkpoints={"a": "A", "b": "B"},
     )
-    add_checkpoint_argument(parser, "a", "A")
-    add_checkpoint_argument(parser, "b", "B")
     parser.add_argument(
         "--only", choices=_SECTIONS, action="append", help="compare this section only; repeatable"
     )
     parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments too")
     parser.add_argument(
         "--top",
-        type=_count_argument,
+        type=count_argument,
         default=10,
         metavar="N",
         help="list the N largest (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
-    parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
-    add_trust_argument(parser)
-    add_place_arguments(parser)
-
-
-def _count_argument(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected a number from 0")
-    return int(text)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Side:
-    source: CheckpointSource
-    manifest: Manifest
-    layouts: tuple[Layout, ...]
+    add_shared_options(parser, json=True, progress=True)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -110,12 +84,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> dict[str, Any]:
     sections = args.only or _SECTIONS
-    a, b = (_side(asked, args) for asked in (args.a, args.b))
+    a, b = (open_checkpoint(asked, args) for asked in (args.a, args.b))
     differences: dict[str, list[Difference]] = {}
     if len(a.layouts) != len(b.layouts):
         differences["engines"] = [Difference("number of engines", len(a.layouts), len(b.layouts))]
     if "config" in sections:
-        ours, theirs = (configuration_of(side.source.path) for side in (a, b))
+        ours, theirs = (configuration_of(side.path) for side in (a, b))
         differences |= {
             "hyperparameters": compare(ours.get("hparams") or {}, theirs.get("hparams") or {}),
             "experiment": compare(_experiment(ours), _experiment(theirs)),
@@ -134,8 +108,8 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
             weights.append(_compare_state(args, sections, engine_idx, a, b, differences))
     differing = {name: found for name, found in differences.items() if found}
     return {
-        "a": str(a.source.path),
-        "b": str(b.source.path),
+        "a": str(a.path),
+        "b": str(b.path),
         "is_same": not differing and not any(part.get("num_differing") for part in weights),
         "differences": {
             name: [dataclasses.asdict(difference) for difference in found]
@@ -143,12 +117,6 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
         },
         "weights": [part for part in weights if part],
     }
-
-
-def _side(asked: str, args: argparse.Namespace) -> _Side:
-    source = find_checkpoint(asked, runs_dir=args.runs_dir, state_dir=args.state_dir)
-    manifest = read_manifest(source.path)
-    return _Side(source, manifest, layouts_of(manifest, source.path))
 
 
 def _experiment(configuration: dict[str, Any]) -> dict[str, Any]:
@@ -160,15 +128,15 @@ def _compare_state(
     args: argparse.Namespace,
     sections: Sequence[str],
     engine_idx: int,
-    a: _Side,
-    b: _Side,
+    a: OpenCheckpoint,
+    b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
     """Append differences of the engines' state; return a summary of the weights."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
-        open_saved_engine(side.source.path, engine_idx, side.layouts[engine_idx], trusts_code=args.trust_code)
+        open_saved_engine(side.path, engine_idx, side.layouts[engine_idx], trusts_code=args.trust_code)
         for side in (a, b)
     )
     name = f"engine {engine_idx}"
@@ -201,32 +169,23 @@ def _compare_weights(
     with BytesBar("comparing", total, is_plain=args.no_progress or args.as_json) as bar:
         found = list(weight_differences(a, b, with_optimizer=args.optimizer, on_bytes=bar.advance))
     differing = sorted((one for one in found if one.num_differing), key=_rank)
-    norms = [
-        math.sqrt(sum(getattr(one, field) ** 2 for one in found if one.key == "master"))
+    norms = {
+        field: math.sqrt(sum(getattr(one, field) ** 2 for one in found if one.key == "master"))
         for field in ("norm_a", "norm_b", "norm_difference")
-    ]
-    larger = max(norms[:2])
+    }
+    larger = max(norms["norm_a"], norms["norm_b"])
+    norms["relative"] = norms["norm_difference"] / larger if larger else 0.0
     return {
         "engine": engine_idx,
         "num_compared": len(found),
         "num_differing": len(differing),
         "num_elements": sum(one.numel for one in found),
         "num_elements_differing": sum(one.num_differing for one in found),
-        "norm_a": _number(norms[0]),
-        "norm_b": _number(norms[1]),
-        "norm_difference": _number(norms[2]),
-        "relative": _number(norms[2] / larger if larger else 0.0),
+        **{field: _number(value) for field, value in norms.items()},
         "largest": [
             {
-                "name": one.name,
-                "key": one.key,
-                "numel": one.numel,
-                "num_differing": one.num_differing,
-                "norm_a": _number(one.norm_a),
-                "norm_b": _number(one.norm_b),
-                "norm_difference": _number(one.norm_difference),
-                "relative": _number(one.relative),
-                "max_difference": _number(one.max_difference),
+                name: _number(value) if isinstance(value, float) else value
+                for name, value in {**dataclasses.asdict(one), "relative": one.relative}.items()
             }
             for one in differing[: args.top]
         ],
@@ -239,7 +198,7 @@ def _rank(difference: WeightDifference) -> float:
 
 
 def _number(value: float) -> float | None:
-    """Return a number for JSON, with non-finite ones as strings."""
+    """Return a number for JSON, which has no non-finite ones."""
     return value if math.isfinite(value) else None
 
 

@@ -12,19 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.checkpoint.file_roles import layouts_of, role_of
+from dstrial.checkpoint.file_roles import role_of
 from dstrial.checkpoint.integrity import damaged_error, verify_files
-from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import Manifest, read_manifest
-from dstrial.cli.checkpoint_source import (
+from dstrial.cli.checkpoint import (
     CheckpointSource,
-    add_checkpoint_argument,
-    add_place_arguments,
-    add_trust_argument,
-    find_checkpoint,
+    OpenCheckpoint,
+    add_action,
+    add_shared_options,
+    open_checkpoint,
 )
-from dstrial.cli.streams import BytesBar, size_text
+from dstrial.cli.streams import BytesBar, count_argument
 from dstrial.errors import CheckpointError, CheckpointLayoutError
+from dstrial.visible_text import size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -54,15 +53,14 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    parser = add_action(
+        actions,
         "export",
         help="write the consolidated weights as safetensors, for torch.load, or as a Hugging Face model",
         description="Write the weights of a checkpoint as one model, whatever ZeRO stage or pipeline wrote it. What is read "
         "is verified first. OUTPUT must not exist; it appears when it is complete.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_checkpoint_argument(parser)
     parser.add_argument("output", metavar="OUTPUT", help="file to write; for hf a directory")
     parser.add_argument("--format", choices=("safetensors", "torch", "hf"), default="safetensors")
     parser.add_argument(
@@ -71,9 +69,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default="float32",
         help="type of floating-point weights, module for that in which the model was trained (default: %(default)s)",
     )
-    parser.add_argument(
-        "--engine", type=_engine_argument, metavar="N", help="which of several engines, from 0"
-    )
+    parser.add_argument("--engine", type=count_argument, metavar="N", help="which of several engines, from 0")
     parser.add_argument(
         "--max-shard-size",
         type=size_argument,
@@ -86,9 +82,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the files with their checksums first"
     )
-    parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
-    add_trust_argument(parser)
-    add_place_arguments(parser)
+    add_shared_options(parser, progress=True)
 
 
 def size_argument(text: str) -> int:
@@ -99,12 +93,6 @@ def size_argument(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _engine_argument(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no engine; expected a number from 0")
-    return int(text)
-
-
 def main(args: argparse.Namespace) -> int:
     """Return 0, or 2 for incompatible options."""
     for option, value in (("--max-shard-size", args.max_shard_size), ("--files-from", args.files_from)):
@@ -112,25 +100,20 @@ def main(args: argparse.Namespace) -> int:
             sys.stderr.write(f"{option} is given with --format {args.format}; expected --format hf.\n")
             return 2
     output = Path(args.output).absolute()
-    source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
+    opened = open_checkpoint(args.checkpoint, args)
     require_new(output)
-    manifest = read_manifest(source.path)
-    layouts = layouts_of(manifest, source.path)
-    engine_idx = _engine_idx(source, layouts, args.engine)
-    _require_engine_files(source, manifest, layouts, engine_idx)
-    if not args.no_verify:
-        _verify(source, manifest, layouts, engine_idx, is_plain=args.no_progress)
-    weights = _weights(source, engine_idx, layouts[engine_idx], args.dtype, trusts_code=args.trust_code)
+    engine_idx = _engine_idx(opened, args.engine)
+    _check_files(opened, engine_idx, verifies=not args.no_verify, is_plain=args.no_progress)
+    weights = _weights(opened, engine_idx, args.dtype, trusts_code=args.trust_code)
     if weights.unequal:
         sys.stderr.write(
             f"warning: the copies of {', '.join(weights.unequal)} on the pipeline's stages differ, because its layers tie only "
             "what tied_weight_attr names; those of the first stage are exported\n"
         )
-    _write(args, source, weights, output, layouts[engine_idx].folder)
+    _write(args, opened.source, weights, output, opened.layouts[engine_idx].folder)
     note = f"; tied: {', '.join(weights.aliases)}" if weights.aliases else ""
-    sys.stdout.write(
-        f"{output}: {len(weights.specs)} tensors, {size_text(weights.num_bytes)}, of batch {manifest.steps_completed}{note}\n"
-    )
+    content = f"{len(weights.specs)} tensors, {size_text(weights.num_bytes)}"
+    sys.stdout.write(f"{output}: {content}, of batch {opened.manifest.steps_completed}{note}\n")
     return 0
 
 
@@ -146,11 +129,11 @@ def require_new(output: Path) -> None:
         )
 
 
-def _engine_idx(source: CheckpointSource, layouts: tuple[Layout, ...], asked: int | None) -> int:
-    count = len(layouts)
+def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
+    count = len(opened.layouts)
     if not count:
         raise CheckpointLayoutError(
-            f"checkpoint {source.path} holds no DeepSpeed engine; expected one. Read the model that its Trainer has saved as it "
+            f"checkpoint {opened.path} holds no DeepSpeed engine; expected one. Read the model that its Trainer has saved as it "
             "is: from_pretrained(CHECKPOINT/checkpoint-<step>)."
         )
     if asked is None and count == 1:
@@ -158,55 +141,40 @@ def _engine_idx(source: CheckpointSource, layouts: tuple[Layout, ...], asked: in
     if asked is None or asked >= count:
         given = "not given" if asked is None else str(asked)
         raise CheckpointError(
-            f"--engine is {given}, and checkpoint {source.path} holds {count} {'engine' if count == 1 else 'engines'}; expected "
+            f"--engine is {given}, and checkpoint {opened.path} holds {count} {'engine' if count == 1 else 'engines'}; expected "
             f"one of 0 to {count - 1}. Name one."
         )
     return asked
 
 
-def _require_engine_files(
-    source: CheckpointSource, manifest: Manifest, layouts: tuple[Layout, ...], engine_idx: int
-) -> None:
-    """Raise ``CheckpointLayoutError`` if an engine's files are not DeepSpeed's."""
-    roles = [role_of(path, layouts) for path in manifest.files]
-    if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles):
+def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
+    """Raise if an engine's files are not DeepSpeed's, or damaged."""
+    roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
+    if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
         raise CheckpointLayoutError(
-            f"checkpoint {source.path} holds no weights of engine {engine_idx} in DeepSpeed's form, because its trial writes its "
+            f"checkpoint {opened.path} holds no weights of engine {engine_idx} in DeepSpeed's form, because its trial writes its "
             "checkpoints itself; expected what DeepSpeedTrial.save writes. Export them with the trial's own code."
         )
-
-
-def _verify(
-    source: CheckpointSource,
-    manifest: Manifest,
-    layouts: tuple[Layout, ...],
-    engine_idx: int,
-    *,
-    is_plain: bool,
-) -> None:
-    """Verify the checksums of the files to export."""
+    if not verifies:
+        return
     names = [
-        path
-        for path in manifest.files
-        if role_of(path, layouts).engine_idx == engine_idx or role_of(path, layouts).kind == "rank state"
+        path for path, role in roles.items() if role.engine_idx == engine_idx or role.kind == "rank state"
     ]
-    total = sum(manifest.files[name].num_bytes for name in names)
+    total = sum(opened.manifest.files[name].num_bytes for name in names)
     with BytesBar("verifying", total, is_plain=is_plain) as bar:
-        damages = verify_files(source.path, manifest, names, bar.advance)
+        damages = verify_files(opened.path, opened.manifest, names, bar.advance)
     if damages:
-        raise damaged_error(source.path, damages)
+        raise damaged_error(opened.path, damages)
 
 
-def _weights(
-    source: CheckpointSource, engine_idx: int, layout: Layout, dtype: str, *, trusts_code: bool
-) -> ModelWeights:
+def _weights(opened: OpenCheckpoint, engine_idx: int, dtype: str, *, trusts_code: bool) -> ModelWeights:
     import torch
 
     from dstrial.engine.checkpoint_reader.open import open_saved_engine
     from dstrial.engine.export import ModelWeights
 
     name = _DTYPES[dtype]
-    saved = open_saved_engine(source.path, engine_idx, layout, trusts_code=trusts_code)
+    saved = open_saved_engine(opened.path, engine_idx, opened.layouts[engine_idx], trusts_code=trusts_code)
     return ModelWeights(saved, None if name is None else getattr(torch, name))
 
 

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.completion_marker import is_complete
-from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import read_manifest
 from dstrial.checkpoint.summary import (
     configuration_of,
     count_parameters,
@@ -20,15 +18,10 @@ from dstrial.checkpoint.summary import (
     size_by_kind,
     size_by_rank,
 )
-from dstrial.cli.checkpoint_source import (
-    CheckpointSource,
-    add_checkpoint_argument,
-    add_place_arguments,
-    add_trust_argument,
-    find_checkpoint,
-)
-from dstrial.cli.streams import field_lines, size_text, text_table
+from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
+from dstrial.cli.streams import field_lines, text_table
 from dstrial.errors import CheckpointError
+from dstrial.visible_text import size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -44,33 +37,29 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    parser = add_action(
+        actions,
         "inspect",
         help="show layout, steps, sizes, versions and parameters",
         description="Show what a checkpoint holds: when and by which trial it was saved, how the state lay over ranks, sizes, "
         "versions, parameters, and the optimizer's settings and step.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_checkpoint_argument(parser)
     parser.add_argument(
         "--parameters", action="store_true", help="list every parameter with shape, dtype, group and stage"
     )
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
-    add_trust_argument(parser)
-    add_place_arguments(parser)
+    add_shared_options(parser, json=True)
 
 
 def main(args: argparse.Namespace) -> int:
-    source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
-    contents = _contents(source, with_parameters=args.parameters, trusts_code=args.trust_code)
+    checkpoint = open_checkpoint(args.checkpoint, args)
+    contents = _contents(checkpoint, with_parameters=args.parameters, trusts_code=args.trust_code)
     sys.stdout.write(json.dumps(contents, indent=2) + "\n" if args.as_json else _text(contents))
     return 0
 
 
-def _contents(source: CheckpointSource, *, with_parameters: bool, trusts_code: bool) -> dict[str, Any]:
-    manifest = read_manifest(source.path)
-    layouts = layouts_of(manifest, source.path)
+def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: bool) -> dict[str, Any]:
+    source, manifest, layouts = opened.source, opened.manifest, opened.layouts
     configuration = configuration_of(source.path)
     training: Mapping[str, Any] = (source.record or {}).get("training") or {}
     engines = []
@@ -78,7 +67,7 @@ def _contents(source: CheckpointSource, *, with_parameters: bool, trusts_code: b
         engine = {
             **layout_fields(layout),
             "parameters": _counts(layout),
-            "optimizer_state": _optimizer(source, engine_idx, layout, trusts_code=trusts_code),
+            "optimizer_state": _optimizer(opened, engine_idx, layout, trusts_code=trusts_code),
         }
         if with_parameters:
             engine["parameter_table"] = _parameter_table(layout)
@@ -115,13 +104,13 @@ def _counts(layout: Layout) -> dict[str, Any]:
 
 
 def _optimizer(
-    source: CheckpointSource, engine_idx: int, layout: Layout, *, trusts_code: bool
+    opened: OpenCheckpoint, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
     """Return the optimizer's settings and counters, or the error of reading them."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:
-        return optimizer_summary(open_saved_engine(source.path, engine_idx, layout, trusts_code=trusts_code))
+        return optimizer_summary(open_saved_engine(opened.path, engine_idx, layout, trusts_code=trusts_code))
     except CheckpointError as error:
         return {"problem": str(error)}
 

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +18,16 @@ from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest, read_saved_run
 from dstrial.checkpoint.summary import configuration_of
-from dstrial.cli.checkpoint_export import require_new
-from dstrial.cli.checkpoint_source import (
+from dstrial.cli.checkpoint import (
     CheckpointSource,
-    add_checkpoint_argument,
-    add_place_arguments,
-    add_trust_argument,
-    find_checkpoint,
+    OpenCheckpoint,
+    add_action,
+    add_shared_options,
     is_vouched_for,
+    open_checkpoint,
 )
-from dstrial.cli.run_entrypoint import parse_entrypoint
-from dstrial.cli.run_outcome import failure_text
+from dstrial.cli.checkpoint_export import require_new
+from dstrial.cli.experiment_arguments import parse_entrypoint
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import nested
@@ -48,7 +47,6 @@ from dstrial.resume.metadata import RESUME_VARIABLE
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from dstrial.launch.failures import LaunchOutcome
 
 _OWN_VARIABLES = ("DSTRIAL_", "DET_")
 
@@ -65,15 +63,14 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    parser = add_action(
+        actions,
         "reshape",
         help="write a checkpoint again for another number of slots or another ZeRO stage",
         description="Write a checkpoint again, in the layout of another number of slots or another ZeRO stage. A run that "
         "resumes does this by itself; here it is done ahead of time. OUTPUT must not exist.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_checkpoint_argument(parser)
     parser.add_argument("output", metavar="OUTPUT", help="directory to write")
     parser.add_argument("--slots", type=slots_argument, metavar="N", required=True, help="number of ranks")
     parser.add_argument(
@@ -84,47 +81,30 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="ZeRO stage, 0 to 3 (default: that of the checkpoint)",
     )
     parser.add_argument("--context", metavar="DIR", help="directory of the model definition")
-    add_trust_argument(parser)
-    add_place_arguments(parser)
+    add_shared_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     output = Path(args.output).absolute()
-    source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
+    opened = open_checkpoint(args.checkpoint, args)
     require_new(output)
-    layouts = layouts_of(read_manifest(source.path), source.path)
-    _require_possible(source, layouts)
-    is_vouched = args.trust_code or is_vouched_for(source)
-    with _workspace(output) as workspace:
-        context_dir = _context_dir(args.context, source, workspace, is_vouched=is_vouched)
-        experiment = _experiment(
-            source,
-            context_dir,
-            workspace,
-            args.slots,
-            args.zero_stage,
-            is_vouched=is_vouched,
-            trusts=args.trust_code,
-        )
-        written = _rewrite(source, experiment, workspace, args.slots, is_vouched=is_vouched)
-        _require_layout(written, layouts, args.slots, args.zero_stage)
-        require_new(output)
-        written.rename(output)
-    stage = layouts_of(read_manifest(output), output)[0].zero_stage
-    sys.stdout.write(
-        f"{output}: {source.path.name} for {args.slots} {'slot' if args.slots == 1 else 'slots'}, ZeRO stage {stage}\n"
-    )
-    return 0
-
-
-def _require_possible(source: CheckpointSource, layouts: tuple[Layout, ...]) -> None:
-    """Raise if CPU ranks cannot restore the checkpoint (fp16)."""
-    for engine_idx, layout in enumerate(layouts):
+    for engine_idx, layout in enumerate(opened.layouts):
         if layout.precision == "fp16":
             raise CheckpointLayoutError(
-                f"engine {engine_idx} of checkpoint {source.path} computes in fp16; expected fp32 or bf16, for DeepSpeed has no "
+                f"engine {engine_idx} of checkpoint {opened.path} computes in fp16; expected fp32 or bf16, for DeepSpeed has no "
                 "fp16 on CPUs. Resume the run on the new number of slots: it is reshaped then."
             )
+    is_vouched = args.trust_code or is_vouched_for(opened.source)
+    with _workspace(output) as workspace:
+        context_dir = _context_dir(args.context, opened.source, workspace, is_vouched=is_vouched)
+        experiment = _experiment(args, opened, context_dir, workspace, is_vouched=is_vouched)
+        written = _rewrite(opened, experiment, workspace, args.slots, is_vouched=is_vouched)
+        stage = _require_layout(written, opened.layouts, args.slots, args.zero_stage)
+        require_new(output)
+        written.rename(output)
+    slots = f"{args.slots} {'slot' if args.slots == 1 else 'slots'}"
+    sys.stdout.write(f"{output}: {opened.path.name} for {slots}, ZeRO stage {stage}\n")
+    return 0
 
 
 @contextlib.contextmanager
@@ -180,36 +160,37 @@ def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *
 
 
 def _experiment(
-    source: CheckpointSource,
+    args: argparse.Namespace,
+    opened: OpenCheckpoint,
     context_dir: Path,
     workspace: Path,
-    num_slots: int,
-    zero_stage: int | None,
     *,
     is_vouched: bool,
-    trusts: bool,
 ) -> ExperimentConfig:
     """Write and validate the checkpoint's experiment config for the new layout."""
-    saved = configuration_of(source.path)
+    saved = configuration_of(opened.path)
     config, hparams = saved.get("experiment_config"), saved.get("hparams")
     if not isinstance(config, Mapping) or not isinstance(hparams, Mapping):
         raise CheckpointError(
-            f"{source.path / 'load_data.json'} has no experiment_config and hparams; expected the trial's configuration, as "
+            f"{opened.path / 'load_data.json'} has no experiment_config and hparams; expected the trial's configuration, as "
             "`dstrial run` keeps it. Resume the run on the new number of slots: it is reshaped then."
         )
     path = workspace / "experiment.yaml"
-    steps = read_manifest(source.path).steps_completed
-    values = _config_for(config, hparams, num_slots, zero_stage, steps)
+    values = _config_for(config, hparams, args.slots, args.zero_stage, opened.manifest.steps_completed)
     if not is_vouched:
-        _remove_executable_keys(values)
-    _set_trust(values, source, trusts=trusts)
+        # These execute code: LD_PRELOAD and PYTHONPATH, and the name of a function to call.
+        from dstrial.local.measuring_variables import AROUND_FIT_KEY
+
+        values.pop("environment", None)
+        values["hyperparameters"].pop(AROUND_FIT_KEY, None)
+    _set_trust(values, opened.path, trusts=args.trust_code)
     path.write_text(yaml_text(values), encoding="utf-8")
     return load_experiment(
         path,
         context_dir,
         require_entrypoint=True,
-        slots=num_slots,
-        resumed=read_saved_run(source.path),
+        slots=args.slots,
+        resumed=read_saved_run(opened.path),
     )
 
 
@@ -250,56 +231,47 @@ def _config_for(
     }
 
 
-def _remove_executable_keys(values: dict[str, Any]) -> None:
-    """Remove keys that execute code from an untrusted config, in place."""
-    from dstrial.local.measuring_variables import AROUND_FIT_KEY
-
-    values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH
-    values["hyperparameters"].pop(AROUND_FIT_KEY, None)  # names a function to call
-
-
-def _set_trust(values: dict[str, Any], source: CheckpointSource, *, trusts: bool) -> None:
+def _set_trust(values: dict[str, Any], checkpoint: Path, *, trusts: bool) -> None:
     """Set whether ranks may unpickle these files, in place."""
     data = values.get("data")
-    data = dict(data) if isinstance(data, Mapping) else {}
-    section = data.get("dstrial")
-    section = dict(section) if isinstance(section, Mapping) else {}
-    section.pop("trust_checkpoint_code", None)
+    section = data.get("dstrial") if isinstance(data, Mapping) else None
+    kept = {**section} if isinstance(section, Mapping) else {}
+    kept.pop("trust_checkpoint_code", None)
     if trusts:
-        section["trust_checkpoint_code"] = hash_file(source.path / MANIFEST_NAME).sha256
-    values["data"] = (
-        {**data, "dstrial": section} if section else {k: v for k, v in data.items() if k != "dstrial"}
-    )
+        kept["trust_checkpoint_code"] = hash_file(checkpoint / MANIFEST_NAME).sha256
+    values["data"] = {**(data if isinstance(data, Mapping) else {}), "dstrial": kept}
 
 
 def _rewrite(
-    source: CheckpointSource,
+    opened: OpenCheckpoint,
     experiment: ExperimentConfig,
     workspace: Path,
     num_slots: int,
     *,
     is_vouched: bool,
 ) -> Path:
-    """Restore the checkpoint on CPU ranks and save it; return the run directory.
+    """Restore the checkpoint on CPU ranks, save it, and return the new directory.
 
     Raises:
         CheckpointError: the trial is a script that cannot stop before the first batch.
         UntrustedCheckpointError: the trial is a script of an untrusted checkpoint.
     """
     from dstrial.launch.local_ranks import run_ranks
-    from dstrial.launch.rank_main import trial_command
+    from dstrial.launch.rank_main import script_command, trial_command
 
-    entrypoint = parse_entrypoint(experiment.entrypoint, str(source.path / "load_data.json"))
-    if entrypoint.trial is None and not _is_of_trainer(source):
+    entrypoint = parse_entrypoint(experiment.entrypoint, str(opened.path / "load_data.json"))
+    words = " ".join(entrypoint.words)
+    is_of_trainer = any(layout.folder.startswith("checkpoint-") for layout in opened.layouts)
+    if entrypoint.trial is None and not is_of_trainer:
         raise CheckpointError(
-            f"the trial's entrypoint is the command {' '.join(entrypoint.words)!r}; expected a trial class (module:Class) or "
+            f"the trial's entrypoint is the command {words!r}; expected a trial class (module:Class) or "
             "a script with Hugging Face's Trainer, which can be told to end before the first batch. Resume the run on the new "
             "number of slots: it is reshaped then."
         )
     if entrypoint.trial is None and not is_vouched:
         raise UntrustedCheckpointError(
-            f"the entrypoint of checkpoint {source.path}, which is not known to be written by this account, is the command "
-            f"{' '.join(entrypoint.words)!r}; expected a trial class (module:Class), for reshaping runs it. Add --trust-code if "
+            f"the entrypoint of checkpoint {opened.path}, which is not known to be written by this account, is the command "
+            f"{words!r}; expected a trial class (module:Class), for reshaping runs it. Add --trust-code if "
             "you trust who wrote it."
         )
     run_directory = RunDirectory.create(
@@ -309,31 +281,38 @@ def _rewrite(
         command=sys.argv,
         config=experiment.raw,
     )
-    if entrypoint.trial is None:
-        with _in_working_copy(experiment.context_dir, workspace):
-            written = _run_script(source, experiment, entrypoint.words, run_directory, num_slots)
-            return _newest(source, run_directory, written)
-    command = trial_command(
-        entrypoint.trial,
-        context_dir=experiment.context_dir,
-        config=experiment.path,
-        run_dir=run_directory.path,
-        resume=str(source.path),
-    )
-    outcome = run_ranks(
-        command,
-        num_ranks=num_slots,
-        env=_variables(source, experiment),
-        log_dir=run_directory.attempt_logs_path(1),
-        serves_store=False,
-    )
-    return _newest(source, run_directory, outcome)
-
-
-def _is_of_trainer(source: CheckpointSource) -> bool:
-    """Return whether Hugging Face's Trainer with ``DetCallback`` wrote the checkpoint."""
-    layouts = layouts_of(read_manifest(source.path), source.path)
-    return any(layout.folder.startswith("checkpoint-") for layout in layouts)
+    variables = _variables(opened.path, experiment)
+    with contextlib.ExitStack() as stack:
+        if entrypoint.trial is None:
+            stack.enter_context(_in_working_copy(experiment.context_dir, workspace))
+            known = run_directory.path / "known_experiment.json"
+            write_experiment(known, experiment.raw, experiment.hyperparameters)
+            variables[EXPERIMENT_VARIABLE] = str(known)
+            variables[RUN_DIR_VARIABLE] = str(run_directory.path)
+            variables[RESUME_VARIABLE] = str(opened.path)
+            command = script_command(entrypoint.words, directory=Path())
+        else:
+            command = trial_command(
+                entrypoint.trial,
+                context_dir=experiment.context_dir,
+                config=experiment.path,
+                run_dir=run_directory.path,
+                resume=str(opened.path),
+            )
+        outcome = run_ranks(
+            command,
+            num_ranks=num_slots,
+            env=variables,
+            log_dir=run_directory.attempt_logs_path(1),
+            serves_store=entrypoint.trial is None,
+        )
+    newest = newest_checkpoint(run_directory.checkpoints_path)
+    if outcome.exit_code != 0 or newest is None:
+        stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"
+        raise LaunchError(
+            f"the ranks that were to reshape {opened.path} {stopped}; nothing is written.\n{outcome.describe().strip()}"
+        )
+    return newest.path
 
 
 @contextlib.contextmanager
@@ -353,37 +332,12 @@ def _in_working_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _run_script(
-    source: CheckpointSource,
-    experiment: ExperimentConfig,
-    words: Sequence[str],
-    run_directory: RunDirectory,
-    num_slots: int,
-) -> LaunchOutcome:
-    from dstrial.launch.local_ranks import run_ranks
-    from dstrial.launch.rank_main import script_command
-
-    known = run_directory.path / "known_experiment.json"
-    write_experiment(known, experiment.raw, experiment.hyperparameters)
-    return run_ranks(
-        script_command(words, directory=Path()),
-        num_ranks=num_slots,
-        env={
-            **_variables(source, experiment),
-            EXPERIMENT_VARIABLE: str(known),
-            RUN_DIR_VARIABLE: str(run_directory.path),
-            RESUME_VARIABLE: str(source.path),
-        },
-        log_dir=run_directory.attempt_logs_path(1),
-    )
-
-
-def _variables(source: CheckpointSource, experiment: ExperimentConfig) -> dict[str, str]:
-    trial_id = read_saved_run(source.path).trial_id
+def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]:
+    trial_id = read_saved_run(checkpoint).trial_id
     if trial_id is None:
         from dstrial.engine.checkpoint_reader.open import read_rank_state
 
-        trial_id = int(read_rank_state(source.path, 0)["trial_id"])
+        trial_id = int(read_rank_state(checkpoint, 0)["trial_id"])
     variables = {
         name: value
         for name, value in experiment.environment_variables.items()
@@ -397,23 +351,14 @@ def _variables(source: CheckpointSource, experiment: ExperimentConfig) -> dict[s
     }
 
 
-def _newest(source: CheckpointSource, run_directory: RunDirectory, outcome: LaunchOutcome) -> Path:
-    newest = newest_checkpoint(run_directory.checkpoints_path)
-    if outcome.exit_code != 0 or newest is None:
-        stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"
-        raise LaunchError(
-            f"the ranks that were to reshape {source.path} {stopped}; nothing is written.\n{failure_text(outcome).strip()}"
-        )
-    return newest.path
+def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None) -> int:
+    """Return the new ZeRO stage.
 
-
-def _require_layout(
-    written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None
-) -> None:
-    """Raise ``CheckpointLayoutError`` if the model definition ignored the new layout."""
-    for engine_idx, (was, is_) in enumerate(
-        zip(before, layouts_of(read_manifest(written), written), strict=True)
-    ):
+    Raises:
+        CheckpointLayoutError: the model definition ignored the new layout.
+    """
+    layouts = layouts_of(read_manifest(written), written)
+    for engine_idx, (was, is_) in enumerate(zip(before, layouts, strict=True)):
         wanted = was.zero_stage if zero_stage is None else zero_stage
         if (is_.world_size, is_.zero_stage) != (num_slots, wanted):
             raise CheckpointLayoutError(
@@ -421,3 +366,4 @@ def _require_layout(
                 f"and {wanted}. Let the trial read its DeepSpeed config with context.get_deepspeed_config(), or merge "
                 "hyperparameters.overwrite_deepspeed_args into it."
             )
+    return layouts[0].zero_stage

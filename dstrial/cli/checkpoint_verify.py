@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from dstrial.checkpoint.completion_marker import read_marker
-from dstrial.checkpoint.integrity import IntegrityReport, bytes_to_read, check_integrity
+from dstrial.checkpoint.integrity import Fault, IntegrityReport, bytes_to_read, check_integrity
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
     MANIFEST_NAME,
@@ -19,15 +19,11 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     read_manifest,
 )
-from dstrial.cli.checkpoint_source import (
-    CheckpointSource,
-    add_checkpoint_argument,
-    add_place_arguments,
-    find_checkpoint,
-)
-from dstrial.cli.streams import BytesBar, size_text
+from dstrial.cli.checkpoint import CheckpointSource, add_action, add_shared_options, find_checkpoint
+from dstrial.cli.streams import BytesBar
 from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.state_directory import StateDirectory
+from dstrial.visible_text import size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -46,18 +42,15 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    parser = add_action(
+        actions,
         "verify",
         help="read every file and say which is missing, truncated, changed or unexpected",
         description="Read every file of a checkpoint and compare it with the size and checksum that were written down "
         "when it was saved.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_checkpoint_argument(parser)
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
-    parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
-    add_place_arguments(parser)
+    add_shared_options(parser, json=True, progress=True, trust=False)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -79,25 +72,19 @@ def main(args: argparse.Namespace) -> int:
                 "num_files": report.num_files,
                 "num_bytes": report.num_bytes,
                 "registration": dataclasses.asdict(registration),
-                "faults": [
-                    {
-                        "path": fault.path,
-                        "kind": fault.kind,
-                        "got": fault.got,
-                        "expected": fault.expected,
-                        "holds": fault.role.kind,
-                        "engine": fault.role.engine_idx,
-                        "writer_rank": fault.role.writer_rank,
-                        "reader_ranks": list(fault.reader_ranks),
-                    }
-                    for fault in report.faults
-                ],
+                "faults": [_fault_fields(fault) for fault in report.faults],
             }
         )
     else:
         _print_text(source, report)
         sys.stdout.write(f"{registration}\n")
     return 0 if report.is_intact and registration.state != "changed" else 1
+
+
+def _fault_fields(fault: Fault) -> dict[str, object]:
+    fields = dataclasses.asdict(fault)
+    role = fields.pop("role")
+    return {**fields, "holds": role["kind"], "engine": role["engine_idx"], "writer_rank": role["writer_rank"]}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial import __version__
+from dstrial.cli.streams import count_argument, seconds_argument
 from dstrial.doctor.checkup import CheckupOptions, run
 from dstrial.doctor.finding import Group, Status, count, plural
 from dstrial.errors import DstrialError
@@ -50,7 +50,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--require-gpus",
-        type=_count_argument,
+        type=count_argument,
         nargs="?",
         const=1,
         default=0,
@@ -70,7 +70,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--deadline",
-        type=_seconds_argument,
+        type=seconds_argument,
         default=CheckupOptions().import_deadline_s,
         metavar="SECONDS",
         help="when an import counts as hanging (default: %(default)g)",
@@ -82,26 +82,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--minutes",
-        type=_seconds_argument,
+        type=seconds_argument,
         metavar="M",
         help=f"what --train may take (default: {_DEFAULT_MINUTES:g})",
     )
-
-
-def _count_argument(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of accelerators; expected 0 or more")
-    return int(text)
-
-
-def _seconds_argument(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; expected a number above 0")
-    return value
 
 
 def main(args: argparse.Namespace) -> int:

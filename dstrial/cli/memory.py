@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
+from dstrial.cli.experiment_arguments import Entrypoint, parse_entrypoint
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically

@@ -1,50 +1,62 @@
-"""``dstrial run``: train one experiment on this machine and follow it."""
+"""``dstrial run``: make sure of a master, submit an experiment, and follow it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
-from dstrial.cli import run_slurm
-from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
-from dstrial.cli.run_outcome import (
-    Verdict,
-    at_failure,
-    failure_text,
-    judge,
-    judge_experiment,
-    outcome_of,
-    summary,
-)
-from dstrial.cli.run_resume import (
+from dstrial.cli import display, slurm_job
+from dstrial.cli.experiment_arguments import (
+    Entrypoint,
     ResumePoint,
     add_experiment_arguments,
     chosen_point,
     newest_resumable,
+    parse_entrypoint,
     run_directory_of,
 )
+from dstrial.cli.follow import (
+    FollowResult,
+    LogTail,
+    Verdict,
+    follow,
+    judge,
+    judge_experiment,
+    judge_search,
+    kill_command,
+    outcome_of,
+)
 from dstrial.cli.streams import LossTolerantStream, context_text, det_for, page_of, typed
+from dstrial.cli.submit import (
+    Master,
+    RunRequest,
+    command_line,
+    find_or_start_master,
+    own_master,
+    require_hosts,
+    submit,
+)
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.check import unused_by_run
-from dstrial.config.experiment_config.dstrial_section import HOOK_NAME, requirements_of
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
-from dstrial.context_directory import Context, list_context
-from dstrial.errors import ConfigError, ConfigProblem, LaunchError
-from dstrial.hosts.hostfile import Host, add_host_arguments, given_slots, hosts_of, python_of
+from dstrial.context_directory import list_context
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.hosts.hostfile import Host, add_host_arguments, given_slots, hosts_of, placement_lines, python_of
 from dstrial.hosts.srun import hosts_of_allocation
 from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -60,16 +72,14 @@ from dstrial.local.run_directory import (
 )
 from dstrial.local.run_monitor import RunMonitor, RunView
 from dstrial.master import daemon
+from dstrial.master.store.views import observe
+from dstrial.ranks.stop_signals import noted_signals
 from dstrial.slurm.allocation import Allocation, allocation_of
-from dstrial.storage_guard import STORAGE_MARKER
 from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from dstrial.cli.run_display import Display
-    from dstrial.cli.run_follow import FollowResult
-    from dstrial.cli.run_submission import Master
     from dstrial.master.store.views.observe import ExperimentView
 
 _EPILOG = (
@@ -140,136 +150,41 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="train on one rank in this process, without a master: breakpoint() has the terminal",
     )
     add_host_arguments(parser)
-    run_slurm.add_slurm_arguments(parser)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Request:
-    """The command line, read and checked."""
-
-    args: argparse.Namespace
-    experiment: ExperimentConfig
-    entrypoint: Entrypoint
-    point: ResumePoint | None
-    is_search: bool
-    max_restarts: int
-    overrides: tuple[str, ...]
-    num_slots: int  # of the trial, over all hosts
-    hosts: tuple[Host, ...] = ()
-    allocation: Allocation | None = None
-    known_run: RunDirectory | None = None
+    slurm_job.add_slurm_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    request = _read_request(args)
-    if args.slurm and request.allocation is None:
-        from dstrial.cli.run_slurm_submission import prepare, submit_and_follow
-
-        known = request.known_run or run_directory_of(args)
-        inner = _own_arguments(args, slots=request.num_slots)
-        submission = prepare(args, request.experiment, inner, None if known is None else known.path)
-        return submit_and_follow(args, submission)
-    if request.hosts:
-        _check_hosts(request)
-    return _run(request)
-
-
-def _check_hosts(request: _Request) -> None:
-    """Check whether the hosts can train together, and show them."""
-    from dstrial.cli.run_submission import require_hosts
-    from dstrial.hosts.hostfile import placement_lines
-    from dstrial.hosts.preflight import check_hosts
-    from dstrial.hosts.srun import transport_of
-
-    args, allocation = request.args, request.allocation
-    if allocation is None:
-        require_hosts(request.hosts)
+    slurm_job.require_slurm_flags(args)
+    allocation = allocation_of(os.environ) if args.slurm and not args.print_sbatch else None
+    hosts, slots = _hosts_and_slots(args, allocation)
+    request = _read_request(args, slots)
     own = request.known_run or run_directory_of(args)
-    preflight = check_hosts(
-        request.hosts,
-        python=python_of(args),
-        shared_directory=default_runs_dir(args.runs_dir) if own is None else own.path.parent,
-        environ={**os.environ, **request.experiment.environment_variables},
-        transport=None if allocation is None else transport_of(allocation),
-    )
-    out = LossTolerantStream(sys.stdout)
-    out.write("".join(f"{'host:':<15}{line}\n" for line in placement_lines(preflight)))
-
-
-def _run(request: _Request) -> int:
-    """Create or open the run's directory, and train in it."""
-    args = request.args
-    command = ["dstrial", *_own_arguments(args)]
-    run_directory = request.known_run
-    experiment = request.experiment
-    if run_directory is None:
-        own = run_directory_of(args)
-        run_directory = RunDirectory.create(
-            default_runs_dir(args.runs_dir),
-            name=f"{experiment.name}-test" if args.test else experiment.name,
-            context_dir=experiment.context_dir,
-            command=command,
-            config=experiment.raw,
-            path=None if own is None else own.path,
+    own_path = None if own is None else own.path
+    if args.slurm and allocation is None:
+        inner = command_line(args, slots=request.num_slots)
+        return slurm_job.run_as_job(args, request.experiment, inner, own_path)
+    if hosts:
+        _check_hosts(
+            request, hosts, allocation, own_path.parent if own_path else default_runs_dir(args.runs_dir)
         )
+    run_directory = request.known_run or RunDirectory.create(
+        default_runs_dir(args.runs_dir),
+        name=f"{request.experiment.name}-test" if args.test else request.experiment.name,
+        context_dir=request.experiment.context_dir,
+        command=request.command,
+        config=request.experiment.raw,
+        path=own_path,
+    )
     with run_directory.lock(), _ended_on_record(run_directory):
         if args.predict_memory:
             from dstrial.cli.memory import predict_run
 
-            problem = predict_run(run_directory, experiment, request.num_slots)
+            problem = predict_run(run_directory, request.experiment, request.num_slots)
             if problem is not None:
                 sys.stdout.write(f"where memory goes is not predicted: {problem}\n")
-        return _debug(request, run_directory) if args.debug else _attempt(request, run_directory)
-
-
-def _read_request(args: argparse.Namespace) -> _Request:
-    """Read and check everything that can be checked before anything is created."""
-    point = chosen_point(args)
-    resumed = None if point is None else point.saved_run()
-    overrides = [*args.config, *_trust_override(args, point), *_logger_override(args)]
-    if args.override_optimizer:
-        overrides.append("data.dstrial.override_optimizer=true")
-    run_slurm.require_slurm_flags(args)
-    allocation = allocation_of(os.environ) if args.slurm and not args.print_sbatch else None
-    hosts, slots = _hosts_and_slots(args, allocation)
-    given = load_experiment(
-        args.experiment,
-        args.context_dir,
-        overrides,
-        require_concrete=False,
-        require_entrypoint=True,
-        slots=slots,
-        resumed=resumed,
-    )
-    is_search = given.raw["searcher"]["name"] != "single"
-    if not is_search:
-        given = load_experiment(
-            args.experiment,
-            args.context_dir,
-            overrides,
-            require_entrypoint=True,
-            slots=slots,
-            resumed=resumed,
-        )
-    entrypoint = parse_entrypoint(given.entrypoint, str(given.path))
-    _require_trainable(args, given, entrypoint, is_search=is_search)
-    context = list_context(given.context_dir)
-    context.require_packable()
-    given = dataclasses.replace(given, warnings=(*given.warnings, *context.warnings()))
-    _show_warnings(args, given, point)
-    return _Request(
-        args,
-        given,
-        entrypoint,
-        point,
-        is_search,
-        _max_restarts(args, given),
-        tuple(overrides),
-        slots if slots is not None else given.slots_per_trial,
-        hosts,
-        allocation,
-        _known_run(args, point),
-    )
+        if args.debug:
+            return _debug(request, run_directory)
+        return _train(request, run_directory, allocation)
 
 
 def _hosts_and_slots(
@@ -277,7 +192,7 @@ def _hosts_and_slots(
 ) -> tuple[tuple[Host, ...], int | None]:
     """Return the hosts, none for this machine, and the trial's slots, None by default.
 
-    Over hosts that is ``--slots``, or a ``slots_per_trial`` that the user has written, else all slots.
+    Over hosts the default is a ``slots_per_trial`` that the config has, else all slots.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -296,25 +211,147 @@ def _hosts_and_slots(
     return hosts, wanted or present
 
 
-def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: ResumePoint | None) -> None:
-    """Write warnings of a request, and what a resumed run keeps, to stderr."""
-    err = LossTolerantStream(sys.stderr)
-    if not args.slurm and (hint := run_slurm.unused_nodes_hint()) is not None:
-        err.write(f"warning: {hint}\n")
-    for warning in given.warnings:
-        err.write(f"warning: {warning}\n")
-    if unused := unused_by_run(given.raw, has_slurm=args.slurm or _has_engine()):
-        err.write(
-            f"warning: {given.path}: `dstrial run` does not use {', '.join(unused)}: ranks are processes "
-            "without containers, checkpoints lie in the run directory\n"
+def _check_hosts(
+    request: RunRequest, hosts: tuple[Host, ...], allocation: Allocation | None, shared_directory: Path
+) -> None:
+    """Check whether the hosts can train together, and show them."""
+    from dstrial.hosts.preflight import check_hosts
+    from dstrial.hosts.srun import transport_of
+
+    if allocation is None:
+        require_hosts(hosts)
+    preflight = check_hosts(
+        hosts,
+        python=python_of(request.args),
+        shared_directory=shared_directory,
+        environ={**os.environ, **request.experiment.environment_variables},
+        transport=None if allocation is None else transport_of(allocation),
+    )
+    out = LossTolerantStream(sys.stdout)
+    out.write("".join(f"{'host:':<15}{line}\n" for line in placement_lines(preflight)))
+
+
+def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
+    """Read and check everything that can be checked before anything is created."""
+    point = chosen_point(args)
+    load = functools.partial(
+        load_experiment,
+        args.experiment,
+        args.context_dir,
+        _overrides(args, point),
+        require_entrypoint=True,
+        slots=slots,
+        resumed=None if point is None else point.saved_run(),
+    )
+    experiment = load(require_concrete=False)
+    is_search = experiment.raw["searcher"]["name"] != "single"
+    if not is_search:
+        experiment = load()
+    entrypoint = parse_entrypoint(experiment.entrypoint, str(experiment.path))
+    _require_trainable(args, experiment, entrypoint, is_search=is_search)
+    context = list_context(experiment.context_dir)
+    context.require_packable()
+    experiment = dataclasses.replace(experiment, warnings=(*experiment.warnings, *context.warnings()))
+    _show_warnings(args, experiment, point)
+    known_run = None if point is None else point.run_directory
+    own = run_directory_of(args)
+    if known_run is None and own is not None and own.record_path.is_file():
+        known_run = RunDirectory.open(own.path)
+    return RunRequest(
+        args,
+        experiment,
+        entrypoint,
+        num_slots=slots if slots is not None else experiment.slots_per_trial,
+        max_restarts=_max_restarts(args, experiment),
+        is_search=is_search,
+        point=point,
+        known_run=known_run,
+    )
+
+
+def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
+    """Return ``--config`` and the flags that stand for settings of the config."""
+    overrides = list(args.config)
+    if args.trust_code:
+        manifest = None if point is None else point.checkpoint / MANIFEST_NAME
+        if manifest is None or not manifest.is_file():
+            problem = ConfigProblem(
+                "--trust-code",
+                "given without --resume"
+                if point is None
+                else f"given for {point.checkpoint}, which has no {MANIFEST_NAME}",
+                "a checkpoint that dstrial wrote",
+                "Name it with --resume, or leave --trust-code out.",
+            )
+            raise ConfigError([problem])
+        # Only these files are trusted: checkpoints that the run writes later are not.
+        overrides.append(f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'")
+    if args.logger:
+        document = apply_overrides(read_yaml(Path(args.experiment), args.experiment), args.config)
+        loggers = with_loggers(dstrial_section(document.value).get("loggers"), args.logger)
+        if loggers is not None:
+            overrides.append(f"{LOGGERS_KEY}={json.dumps(loggers)}")
+    if args.override_optimizer:
+        overrides.append("data.dstrial.override_optimizer=true")
+    return overrides
+
+
+def _require_trainable(
+    args: argparse.Namespace, experiment: ExperimentConfig, entrypoint: Entrypoint, *, is_search: bool
+) -> None:
+    searcher = (f"{experiment.path}: searcher.name", repr(experiment.raw["searcher"]["name"]))
+    script = (f"{experiment.path}: entrypoint", repr(experiment.entrypoint))
+    one_trial = "Add --config searcher.name=single and concrete hyperparameters"
+    is_spread = args.slurm or args.hostfile is not None or (args.slots or 1) > 1
+    is_script = entrypoint.trial is None
+    go_on = "Go on with a search by the command that it printed as `resume with`."
+    master = f"{one_trial}, or start a master: dstrial up --backend slurm, or --slurm in an allocation."
+    class_fix = "Run the script without --test, or write entrypoint: model_def:MyTrial."
+    debugger = "Start the script itself under the debugger: python -m pdb SCRIPT."
+    rules = (
+        (is_search and args.slurm, searcher, "--slurm", "'single', one trial", master),
+        (is_search and args.test, searcher, "--test", "'single', one trial", f"{one_trial}."),
+        (is_search and args.debug, searcher, "--debug", "'single', one trial", f"{one_trial}."),
+        (is_search and args.resume, searcher, "--resume", "'single', one trial", go_on),
+        (
+            is_script and args.test,
+            script,
+            "--test",
+            "a trial class, which can be stopped after two batches",
+            class_fix,
+        ),
+        (is_script and args.debug, script, "--debug", "a trial class", debugger),
+        (
+            args.debug and is_spread,
+            ("--debug", "given"),
+            "--slurm, --hostfile or --slots",
+            "one rank in this process",
+            "Leave the others out.",
+        ),
+    )
+    for is_wrong, (where, got), flag, expected, fix in rules:
+        if is_wrong:
+            raise ConfigError([ConfigProblem(where, f"{got} with {flag}", expected, fix)])
+    if not is_script and not args.test:
+        experiment.require_max_length()
+
+
+def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
+    """Write warnings, and the settings that a resumed run keeps, to stderr."""
+    warnings = list(experiment.warnings)
+    if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
+        warnings.insert(0, hint)
+    if unused := unused_by_run(experiment.raw, has_slurm=args.slurm or _has_engine()):
+        warnings.append(
+            f"{experiment.path}: `dstrial run` does not use {', '.join(unused)}: ranks are processes "
+            "without containers, checkpoints lie in the run directory"
         )
-    if point is None:
-        return
-    if point.note is not None:
-        err.write(f"warning: {point.note}\n")
-    for note in given.notes:
-        if f"checkpoint {point.checkpoint.name}: " in note:
-            err.write(f"{note}\n")
+    kept = []
+    if point is not None:
+        warnings += [] if point.note is None else [point.note]
+        kept = [note for note in experiment.notes if f"checkpoint {point.checkpoint.name}: " in note]
+    lines = [f"warning: {warning}" for warning in warnings] + kept
+    LossTolerantStream(sys.stderr).write("".join(f"{line}\n" for line in lines))
 
 
 def _has_engine() -> bool:
@@ -324,44 +361,8 @@ def _has_engine() -> bool:
     return shown_engine(StateDirectory.choose().path) is not None
 
 
-def _known_run(args: argparse.Namespace, point: ResumePoint | None) -> RunDirectory | None:
-    """Return the run to resume; None for a new one."""
-    if point is not None and point.run_directory is not None:
-        return point.run_directory
-    own = run_directory_of(args)
-    return None if own is None or not own.record_path.is_file() else RunDirectory.open(own.path)
-
-
-def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return ``--trust-code`` as a setting that names the files by their manifest."""
-    if not args.trust_code:
-        return []
-    manifest = None if point is None else point.checkpoint / MANIFEST_NAME
-    if manifest is None or not manifest.is_file():
-        problem = ConfigProblem(
-            "--trust-code",
-            "given without --resume"
-            if point is None
-            else f"given for {point.checkpoint}, which has no {MANIFEST_NAME}",
-            "a checkpoint that dstrial wrote",
-            "Name it with --resume, or leave --trust-code out.",
-        )
-        raise ConfigError([problem])
-    # Only these files: what the run writes later has to be vouched for by itself.
-    return [f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'"]
-
-
-def _logger_override(args: argparse.Namespace) -> list[str]:
-    """Return the loggers of the config and of ``--logger`` as one setting."""
-    if not args.logger:
-        return []
-    document = apply_overrides(read_yaml(Path(args.experiment), args.experiment), args.config)
-    loggers = with_loggers(dstrial_section(document.value).get("loggers"), args.logger)
-    return [] if loggers is None else [f"{LOGGERS_KEY}={json.dumps(loggers)}"]
-
-
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return ``max_restarts`` if set, else 0: failures are told at once."""
+    """Return ``max_restarts`` if it is set, else 0, to show failures at once."""
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -384,166 +385,15 @@ def _ended_on_record(run_directory: RunDirectory) -> Iterator[None]:
         raise
 
 
-def _require_trainable(
-    args: argparse.Namespace, experiment: ExperimentConfig, entrypoint: Entrypoint, *, is_search: bool
-) -> None:
-    problem: ConfigProblem | None = None
-    if is_search and args.slurm:
-        problem = ConfigProblem(
-            f"{experiment.path}: searcher.name",
-            f"{experiment.raw['searcher']['name']!r} with --slurm",
-            "'single', one trial",
-            "Add --config searcher.name=single and concrete hyperparameters, or start a master: dstrial up --backend slurm, or "
-            "--slurm in an allocation.",
-        )
-    elif is_search and (args.test or args.resume or args.debug):
-        problem = ConfigProblem(
-            f"{experiment.path}: searcher.name",
-            f"{experiment.raw['searcher']['name']!r} with "
-            f"{'--test' if args.test else '--debug' if args.debug else '--resume'}",
-            "'single', one trial",
-            "Add --config searcher.name=single and concrete hyperparameters."
-            if args.test or args.debug
-            else "Go on with a search by the command that it printed as `resume with`.",
-        )
-    elif entrypoint.trial is None and args.test:
-        problem = ConfigProblem(
-            f"{experiment.path}: entrypoint",
-            f"{experiment.entrypoint!r} with --test",
-            "a trial class, which can be stopped after two batches",
-            "Run the script without --test, or write entrypoint: model_def:MyTrial.",
-        )
-    elif args.debug and entrypoint.trial is None:
-        problem = ConfigProblem(
-            f"{experiment.path}: entrypoint",
-            f"{experiment.entrypoint!r} with --debug",
-            "a trial class",
-            "Start the script itself under the debugger: python -m pdb SCRIPT.",
-        )
-    elif args.debug and (args.slurm or args.hostfile is not None or (args.slots or 1) > 1):
-        problem = ConfigProblem(
-            "--debug",
-            "given with --slurm, --hostfile or --slots",
-            "one rank in this process",
-            "Leave the others out.",
-        )
-    if problem is not None:
-        raise ConfigError([problem])
-    if entrypoint.trial is not None and not args.test:
-        experiment.require_max_length()
-
-
-def _own_arguments(
-    args: argparse.Namespace, resume: str | None = None, *, slots: int | None = None
-) -> list[str]:
-    """Return this command line with another ``--resume`` or number of slots."""
-    words = ["run", args.experiment]
-    if args.context_dir != ".":
-        words.append(args.context_dir)
-    for override in args.config:
-        words += ["--config", override]
-    if (slots or args.slots) is not None:
-        words += ["--slots", str(slots or args.slots)]
-    if args.runs_dir is not None:
-        words += ["--runs-dir", args.runs_dir]
-    for flag in ("hostfile", "include", "exclude", "python"):
-        value = getattr(args, flag)
-        if value:
-            words += [f"--{flag}", str(value)]
-    if args.slurm:
-        words.append("--slurm")
-    for argument in args.sbatch_arg:
-        words.append(f"--sbatch-arg={argument}")
-    for logger in args.logger:
-        words += ["--logger", logger]
-    if args.predict_memory:
-        words.append("--predict-memory")
-    if args.no_progress:
-        words.append("--no-progress")
-    if args.trust_code:
-        words.append("--trust-code")
-    if args.override_optimizer:
-        words.append("--override-optimizer")
-    if args.test:
-        words.append("--test")
-    if args.debug:
-        words.append("--debug")
-    if (resume or args.resume) is not None:
-        words += ["--resume", resume or args.resume]
-    return words
-
-
-def _attempt(request: _Request, run_directory: RunDirectory) -> int:
-    """Train in a run directory that this process owns; record and print the outcome."""
-    from dstrial.ranks.stop_signals import noted_signals
-
-    _require_startable(request)
-    out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
-    job = None if request.allocation is None else run_slurm.BatchJob(request.allocation, run_directory)
-    noted = noted_signals(*([] if job is None else [signal.SIGUSR1]))
-    with noted as signals, _master_of(request, run_directory, out) as master:
-        if request.is_search:
-            from dstrial.cli.run_search import search
-
-            return search(
-                request.experiment,
-                request.entrypoint,
-                master,
-                run_directory,
-                signals,
-                out,
-                num_slots=request.num_slots,
-                max_restarts=request.max_restarts,
-                python=python_of(request.args),
-            )
-        if job is not None:
-            job.watch(signals)
-        exit_code = _train(request, master, run_directory, signals, job, out, err)
-    if request.args.test and exit_code == 0:
-        shutil.rmtree(run_directory.path)
-        with contextlib.suppress(OSError):
-            run_directory.path.parent.rmdir()
-    if job is not None:
-        job.requeue(out)
-    return exit_code
-
-
-@contextlib.contextmanager
-def _master_of(request: _Request, run_directory: RunDirectory, out: LossTolerantStream) -> Iterator[Master]:
-    """Return the master that trains.
-
-    That is the user's, which is started if none runs; in a job of Slurm's it is one of the run's own.
-    """
-    from dstrial.cli.run_submission import find_or_start_master, own_master
-    from dstrial.master.daemon import MasterOptions
-
-    args = request.args
-    if request.allocation is not None:
-        options = MasterOptions(num_slots=request.num_slots, python=args.python, is_under_slurm=True)
-        with own_master(run_directory, options) as master:
-            yield master
-        return
-    options = MasterOptions(
-        hostfile=str(args.hostfile.absolute()) if request.hosts else None,
-        include=args.include,
-        exclude=args.exclude,
-        python=args.python,
-    )
-    master, is_new = find_or_start_master(request.num_slots, options if request.hosts else None)
-    if is_new:
-        out.write(f"started a master at {master.record.address}, which `{typed('dstrial')} down` ends\n")
-    yield master
-
-
-def _debug(request: _Request, run_directory: RunDirectory) -> int:
+def _debug(request: RunRequest, run_directory: RunDirectory) -> int:
     """Train on one rank in this process, which keeps its terminal; record the outcome."""
     from dstrial import determined_imports
     from dstrial.launch import rank_main
 
-    experiment, point = request.experiment, request.point
+    experiment = request.experiment
     assert request.entrypoint.trial is not None
     if request.known_run is not None:
-        run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
+        run_directory.begin_attempt(request.command)
         run_directory.write_config(experiment.raw)
     os.environ.update(experiment.environment_variables)
     os.environ[RUN_DIR_VARIABLE] = str(run_directory.path)
@@ -554,9 +404,9 @@ def _debug(request: _Request, run_directory: RunDirectory) -> int:
         request.entrypoint.trial,
         context_dir=experiment.context_dir,
         config=experiment.path,
-        overrides=request.overrides,
+        overrides=tuple(_overrides(request.args, request.point)),
         run_dir=run_directory.path,
-        resume=None if point is None else str(point.checkpoint),
+        resume=None if request.checkpoint is None else str(request.checkpoint),
         test_mode=request.args.test,
     )
     exit_code = 0
@@ -570,259 +420,222 @@ def _debug(request: _Request, run_directory: RunDirectory) -> int:
     return verdict.exit_code
 
 
-def _require_startable(request: _Request) -> None:
-    """Refuse a program or script that does not exist before the master tries it."""
-    experiment = request.experiment
-    if (
-        request.entrypoint.trial is not None
-        or requirements_of(experiment.raw)
-        or (experiment.context_dir / HOOK_NAME).is_file()
+def _train(request: RunRequest, run_directory: RunDirectory, allocation: Allocation | None) -> int:
+    """Submit the run to a master and follow it; record and print how it ends."""
+    out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
+    job = None if allocation is None else slurm_job.BatchJob(allocation, run_directory)
+    with (
+        noted_signals(*([] if job is None else [signal.SIGUSR1])) as signals,
+        _master_of(request, run_directory, out, is_in_job=job is not None) as master,
     ):
-        return  # What it installs may bring the program.
-    from dstrial.launch.rank_main import script_command
-
-    program = script_command(request.entrypoint.words, directory=request.experiment.context_dir)[0]
-    if shutil.which(program) is None and not (request.experiment.context_dir / program).is_file():
-        raise LaunchError(
-            f"the command is {program!r}; expected a program that can be run. Check its path and permissions."
-        )
-
-
-def _train(
-    request: _Request,
-    master: Master,
-    run_directory: RunDirectory,
-    signals: list[signal.Signals],
-    job: run_slurm.BatchJob | None,
-    out: LossTolerantStream,
-    err: LossTolerantStream,
-) -> int:
-    from dstrial.cli.run_display import Refresher, make_display
-    from dstrial.cli.run_follow import LogTail, follow, kill_command
-    from dstrial.master.store.views import observe
-
-    experiment, args, point = request.experiment, request.args, request.point
-    metric = experiment.metric
-    num_ranks = 1 if request.entrypoint.starts_ranks else max(request.num_slots, 1)
-    since = utc_now()
-    monitor = RunMonitor(run_directory, metric=metric, since=since)
-    display = make_display(out, err, num_ranks=num_ranks, metric=metric, is_plain=args.no_progress)
-    try:
-        display.message(f"run directory: {shown_path(run_directory.path)}")
-        if point is not None:
-            display.message(f"resuming from checkpoint {point.checkpoint}")
-        context = list_context(experiment.context_dir)
-        display.message(f"context:       {context_text(context)}")
-        experiment_id, known = _start(request, master, run_directory, context)
-        if not master.is_own:
-            address = master.record.address
-            display.message(
-                f"experiment:    {experiment_id} ({det_for(address)} experiment describe {experiment_id})"
-            )
-            display.message(f"page:          {page_of(address, experiment_id)}")
-        log = LogTail(master, _shower(display), known)
-
-        looked = {"waited_until_s": time.time()}
-
-        def on_look(view: ExperimentView) -> None:
-            for trial in view.trials:
-                log.poll(trial.id)
-            if monitor.has_begun or view.is_settled:
-                return
-            now_s = time.time()
-            for one in observe.starting(master.state, experiment_id)[:1]:
-                display.starting(one.text, now_s - one.since_s)
-                looked["waited_until_s"] = now_s
-                return
-            if not log.has_task_lines:
-                display.starting("starting the trial's processes", now_s - looked["waited_until_s"])
-
-        def on_stop(_signal: signal.Signals) -> None:
-            has_trained = (
-                RunMonitor(run_directory, metric=None, since=since).poll().batches_trained is not None
-            )
-            display.message(_stop_text(request, master, has_trained=has_trained))
-
-        with Refresher(monitor.poll, display.view):
-            followed = follow(
-                master, experiment_id, signals, on_look=on_look, on_stop=on_stop, say=display.message
-            )
-    finally:
-        display.close()
-    lines, exit_code, outcome = _end(request, master, run_directory, followed, monitor, job)
-    if followed.is_detached and master.is_own:
-        daemon.request_stop(master.record, is_kill=True)
-    elif followed.is_detached:
-        lines.append(f"{'kill with:':<15}{kill_command(master, experiment_id)}")
-    _print_end(lines, outcome, out, err)
+        if job is not None:
+            job.watch(signals)
+        exit_code = _Attempt(request, run_directory, master, out, err).follow(signals, job)
+    if request.args.test and exit_code == 0:
+        shutil.rmtree(run_directory.path)
+        with contextlib.suppress(OSError):
+            run_directory.path.parent.rmdir()
+    if job is not None:
+        job.requeue(out)
     return exit_code
 
 
-def _print_end(
-    lines: Sequence[str], outcome: LaunchOutcome, out: LossTolerantStream, err: LossTolerantStream
-) -> None:
-    out.write(visible("\n".join(lines)) + "\n")
-    if out.is_lost and err.isatty():
-        err.write(visible("\n".join(lines)) + "\n")
-    err.write(visible(failure_text(outcome)))
+@contextlib.contextmanager
+def _master_of(
+    request: RunRequest, run_directory: RunDirectory, out: LossTolerantStream, *, is_in_job: bool
+) -> Iterator[Master]:
+    """Return the user's master, started if none runs, or in a Slurm job the run's own."""
+    args = request.args
+    if is_in_job:
+        options = daemon.MasterOptions(num_slots=request.num_slots, python=args.python, is_under_slurm=True)
+        with own_master(run_directory, options) as master:
+            yield master
+        return
+    on_hosts = None
+    if args.hostfile is not None:
+        on_hosts = daemon.MasterOptions(
+            hostfile=str(args.hostfile.absolute()),
+            include=args.include,
+            exclude=args.exclude,
+            python=args.python,
+        )
+    master, is_new = find_or_start_master(request.num_slots, on_hosts)
+    if is_new:
+        out.write(f"started a master at {master.record.address}, which `{typed('dstrial')} down` ends\n")
+    yield master
 
 
-def _stop_text(request: _Request, master: Master, *, has_trained: bool) -> str:
-    what = "stopping all ranks"
-    if has_trained:
-        what = "stopping all ranks at the same batch, saving a checkpoint"
-    elif request.entrypoint.trial is not None:
-        what = "stopping all ranks, training has not begun"
-    limit_s = request.experiment.preemption_timeout_s
-    return (
-        f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed "
-        f"(Ctrl-C again {'kills them now' if master.is_own else 'to leave that to the master'})"
-    )
+class _Attempt:
+    """One attempt at a run on a master, as its user sees it."""
 
+    def __init__(
+        self,
+        request: RunRequest,
+        run_directory: RunDirectory,
+        master: Master,
+        out: LossTolerantStream,
+        err: LossTolerantStream,
+    ) -> None:
+        self._request, self._run_directory, self._master = request, run_directory, master
+        self._out, self._err = out, err
+        num_ranks = 1 if request.entrypoint.starts_ranks else max(request.num_slots, 1)
+        metric = request.experiment.metric
+        self._monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
+        has_bar = not request.args.no_progress and not request.is_search and out.isatty()
+        kind = display.BarDisplay if has_bar else display.Display
+        self._display = kind(out, err, num_ranks=num_ranks, metric=metric)
+        self._waited_until_s = time.time()
+        self._progress = ""
+        self._view = RunView()
 
-def _end(
-    request: _Request,
-    master: Master,
-    run_directory: RunDirectory,
-    followed: FollowResult,
-    monitor: RunMonitor,
-    job: run_slurm.BatchJob | None,
-) -> tuple[list[str], int, LaunchOutcome]:
-    outcome = outcome_of(run_directory, followed)
-    judged = judge(outcome, read_json(run_directory.status_path) or {})
-    verdict = judge_experiment(followed, judged, has_own_master=master.is_own)
-    if job is not None:
-        verdict = job.judged(verdict, outcome.stopped_by, run_directory)
-    lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
-    if job is not None and job.will_requeue:  # nobody has to type it
-        lines = [line for line in lines if not line.startswith("resume with:")]
-    is_over = request.args.test or master.is_own or verdict.state is RunState.COMPLETED
-    if not is_over and followed.view is not None:
-        lines += _ways_on(followed, master)
-    return lines, exit_code, outcome
+    def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
+        """Submit the run, show it until it ends, and return the exit status."""
+        request, master, say = self._request, self._master, self._display.message
+        try:
+            say(f"run directory: {shown_path(self._run_directory.path)}")
+            if request.checkpoint is not None:
+                say(f"resuming from checkpoint {request.checkpoint}")
+            context = list_context(request.experiment.context_dir)
+            say(f"context:       {context_text(context)}")
+            experiment_id, known = submit(request, master, self._run_directory, context)
+            if not master.is_own:
+                address = master.record.address
+                say(
+                    f"experiment:    {experiment_id} ({det_for(address)} experiment describe {experiment_id})"
+                )
+                say(f"page:          {page_of(address, experiment_id)}")
+            log = LogTail(master, self._display.line, known)
+            followed = follow(
+                master,
+                experiment_id,
+                signals,
+                on_poll=self._show_search if request.is_search else functools.partial(self._show, log),
+                on_stop=lambda: say(self._stop_text()),
+                say=say,
+                has_many_trials=request.is_search,
+            )
+            self._poll_run()
+        finally:
+            self._display.close()
+        verdict, lines, failure = self._end(followed, job)
+        if followed.is_detached and master.is_own:
+            daemon.request_stop(master.record, is_kill=True)
+        elif followed.is_detached:
+            lines.append(f"{'kill with:':<15}{kill_command(master, experiment_id)}")
+        text = visible("\n".join(lines)) + "\n"
+        self._out.write(text)
+        if self._out.is_lost and self._err.isatty():
+            self._err.write(text)
+        self._err.write(visible(failure))
+        return verdict.exit_code
 
+    def _poll_run(self) -> None:
+        self._view = self._monitor.poll()
+        self._display.view(self._view)
 
-def _recorded(
-    request: _Request,
-    run_directory: RunDirectory,
-    verdict: Verdict,
-    outcome: LaunchOutcome,
-    monitor: RunMonitor,
-) -> tuple[list[str], int]:
-    failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
-    run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
-    if request.args.test:
-        return _end_test(run_directory, verdict, outcome)
-    steps_before = None if request.point is None else request.point.steps_completed
-    view = at_failure(monitor.poll(), outcome)
-    return _summary_of(request, run_directory, verdict, view, steps_before), verdict.exit_code
+    def _show(self, log: LogTail, view: ExperimentView) -> None:
+        """Show what a trial has printed and reported, or what its start waits for."""
+        for trial in view.trials:
+            log.poll(trial.id)
+        self._poll_run()
+        if self._monitor.has_begun or view.is_settled:
+            return
+        now_s = time.time()
+        starts = observe.starting(self._master.state, view.id)
+        if starts:
+            self._display.starting(starts[0].text, now_s - starts[0].since_s)
+            self._waited_until_s = now_s
+        elif not log.has_task_lines:
+            self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
 
+    def _show_search(self, view: ExperimentView) -> None:
+        """Show a search's progress, or what delays its first trial."""
+        line = display.progress_line(view, self._request.experiment)
+        if line != self._progress:
+            self._progress = line
+            self._display.message(line)
+        if not any(trial.total_batches for trial in view.trials):
+            for start in observe.starting(self._master.state, view.id)[:1]:
+                self._display.starting(f"trial {start.trial_id}: {start.text}", time.time() - start.since_s)
 
-def _start(
-    request: _Request, master: Master, run_directory: RunDirectory, context: Context
-) -> tuple[int, dict[int, int]]:
-    """Submit the run, activate its paused experiment, or join the active one.
-
-    Returns the experiment's number, and the last line of earlier attempts in the logs of its trials.
-    """
-    from dstrial.cli import run_submission as submission
-    from dstrial.master.store.views import observe
-
-    experiment, point = request.experiment, request.point
-    files = context.v1_files()
-    config = submission.submitted_config(
-        experiment, request.entrypoint, num_slots=request.num_slots, max_restarts=request.max_restarts
-    )
-    mark = submission.fingerprint(config, files)
-    if request.known_run is not None:
-        newest = newest_checkpoint(run_directory.checkpoints_path)
-        is_newest = (None if newest is None else newest.path) == (None if point is None else point.checkpoint)
-        living = submission.running_experiment(master, run_directory, mark, is_newest=is_newest)
-        if living is None or living.state == "PAUSED":
-            run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
-            run_directory.write_config(experiment.raw)
-        if living is not None:
-            known = {trial.id: observe.last_log_id(master.state, trial.id) for trial in living.trials}
-            if living.state == "PAUSED":
-                master.client.post(f"/api/v1/experiments/{living.id}/activate")
-            return living.id, known
-    storage: dict[str, Any] = dict(config.get("checkpoint_storage") or {})
-    whole = submission.config_of_run(
-        config,
-        experiment,
-        run_directory,
-        checkpoint=None if point is None else point.checkpoint,
-        is_test=request.args.test,
-        is_search=False,
-        python=python_of(request.args),
-        shows_progress=not request.args.no_progress,
-    )
-    # Before the trial can start, which reads it.
-    remembered = submission.Submission(0, master.record.cluster_id, mark, storage)
-    remembered.write(run_directory)
-    # Else the trial would wait for the storage of a run directory that was removed and is made anew.
-    if request.known_run is None:
-        run_directory.checkpoints_path.mkdir(parents=True, exist_ok=True)
-        (run_directory.checkpoints_path / STORAGE_MARKER).touch()
-    experiment_id = submission.submit(master, whole, files)
-    dataclasses.replace(remembered, experiment_id=experiment_id).write(run_directory)
-    return experiment_id, {}
-
-
-def _shower(display: Display) -> Any:
-    def show(rank: int | None, stream: str, line: str) -> None:
-        if rank is None:
-            display.message(line)
+    def _stop_text(self) -> str:
+        request = self._request
+        subject = "ranks that have not ended"
+        if request.is_search:
+            what, subject = "pausing all trials with a checkpoint", "what has not ended"
+        elif self._view.batches_trained is not None:
+            what = "stopping all ranks at the same batch, saving a checkpoint"
+        elif request.entrypoint.trial is not None:
+            what = "stopping all ranks, training has not begun"
         else:
-            display.rank_line(rank, stream, line)
+            what = "stopping all ranks"
+        are = "is" if request.is_search else "are"
+        limit_s = request.experiment.preemption_timeout_s
+        again = "kills them now" if self._master.is_own else "to leave that to the master"
+        return f"{what}; {subject} after {limit_s} s (preemption_timeout) {are} killed (Ctrl-C again {again})"
 
-    return show
+    def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
+        """Record the end; return the verdict, the last lines and the failure's text."""
+        request, run_directory, master = self._request, self._run_directory, self._master
+        outcome = outcome_of(run_directory, followed)
+        status = read_json(run_directory.status_path) or {}
+        judged = judge_search(followed) if request.is_search else judge(outcome, status)
+        verdict = judge_experiment(followed, judged, has_own_master=master.is_own)
+        if job is not None:
+            verdict = job.judged(verdict, outcome.stopped_by, run_directory)
+        failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
+        run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
+        text = outcome.describe()
+        if request.args.test:
+            verdict, line = _judge_test(run_directory, verdict, outcome)
+            return verdict, [line], text
+        view = followed.view
+        resume: list[str] = []
+        if job is None or not job.will_requeue:  # Slurm resumes a job that is requeued
+            resume = [typed("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
+        if request.is_search:
+            lines = [] if view is None else display.search_summary(view, request.experiment, verdict)
+            lines += display.row_lines([("run directory", shown_path(run_directory.path))])
+        else:
+            lines = display.summary(
+                run_directory,
+                verdict,
+                display.at_failure(self._view, outcome),
+                metric=request.experiment.metric,
+                smaller_is_better=request.experiment.smaller_is_better,
+                steps_before=None if request.point is None else request.point.steps_completed,
+                resume_command=resume,
+            )
+        if view is None or master.is_own or verdict.state is RunState.COMPLETED:
+            return verdict, lines, text
+        if followed.is_master_gone:
+            ended = f"has ended; experiment {view.id} goes on at the next `{typed('dstrial')} up`"
+            lines += display.row_lines([("master", ended)])
+        elif view.state == "PAUSED":
+            command = f"{det_for(master.record.address)} experiment activate {view.id}"
+            lines += display.row_lines([("resume with" if request.is_search else "or with", command)])
+        return verdict, lines, text
+
+    def _resume_value(self, verdict: Verdict) -> str:
+        """Return ``latest`` if that names this run, else the run's directory."""
+        experiment = self._request.experiment
+        runs = find_runs(
+            default_runs_dir(self._request.args.runs_dir), experiment.name, experiment.context_dir
+        )
+        latest = None if verdict.state is RunState.COMPLETED else newest_resumable(runs)
+        is_latest = latest is not None and latest[0] == self._run_directory
+        return "latest" if is_latest else str(self._run_directory.path)
 
 
-def _ways_on(followed: FollowResult, master: Master) -> list[str]:
-    view = followed.view
-    assert view is not None
-    if followed.is_master_gone:
-        return [f"{'master:':<15}has ended; experiment {view.id} goes on at the next `{typed('dstrial')} up`"]
-    if view.state == "PAUSED":
-        return [f"{'or with:':<15}{det_for(master.record.address)} experiment activate {view.id}"]
-    return []
-
-
-def _summary_of(
-    request: _Request,
-    run_directory: RunDirectory,
-    verdict: Verdict,
-    view: RunView,
-    steps_before: int | None,
-) -> list[str]:
-    experiment, args = request.experiment, request.args
-    is_latest = False
-    if verdict.state is not RunState.COMPLETED:
-        runs = find_runs(default_runs_dir(args.runs_dir), experiment.name, experiment.context_dir)
-        latest = newest_resumable(runs)
-        is_latest = latest is not None and latest[0] == run_directory
-    return summary(
-        run_directory,
-        verdict,
-        view,
-        metric=experiment.metric,
-        smaller_is_better=experiment.smaller_is_better,
-        steps_before=steps_before,
-        resume_command=[
-            typed("dstrial"),
-            *_own_arguments(args, "latest" if is_latest else str(run_directory.path)),
-        ],
-    )
-
-
-def _end_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> tuple[list[str], int]:
+def _judge_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> tuple[Verdict, str]:
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     if verdict.state is RunState.COMPLETED and checkpoint is not None:
         batches = checkpoint.steps_completed
-        return [f"test passed: {batches} batches, one validation, one checkpoint written and loaded again"], 0
+        passed = f"test passed: {batches} batches, one validation, one checkpoint written and loaded again"
+        return verdict, passed
     if verdict.state is RunState.STOPPED and outcome.stopped_by is not None:
         ending = f"test stopped by {outcome.stopped_by}"
     else:
         ending = f"test failed: {verdict.reason or 'no checkpoint was written'}"
-    return [f"{ending}; its files are in {run_directory.path}"], verdict.exit_code or 1
+    failed = dataclasses.replace(verdict, exit_code=verdict.exit_code or 1)
+    return failed, f"{ending}; its files are in {run_directory.path}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import size_text
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.backends.status import shown_engine, shown_hosts, shown_servers
@@ -20,6 +20,7 @@ from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.views import observe
 from dstrial.process_state import is_stopped
+from dstrial.visible_text import size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -167,15 +168,8 @@ def _counts(by_state: dict[str, int]) -> str:
 
 def _disk_bytes(path: Path) -> int:
     total = 0
-    pending = [str(path)]
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:
-            continue
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # deleted in the meantime
+                total += Path(directory, name).lstat().st_blocks * 512
     return total

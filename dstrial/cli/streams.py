@@ -1,7 +1,9 @@
-"""Output helpers: fault-tolerant streams, tables, progress bars, formatting."""
+"""Helpers of commands: streams, tables, progress bars, formats, argument types."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import shutil
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from dstrial.visible_text import visible_line
+from dstrial.visible_text import size_text, visible_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -63,6 +65,24 @@ def to_null_device(stream: TextIO) -> None:
         os.dup2(descriptor, stream.fileno())
     finally:
         os.close(descriptor)
+
+
+def count_argument(text: str) -> int:
+    """Parse an integer of at least 0; for ``type=`` of an ``argparse`` argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected an integer of at least 0")
+    return int(text)
+
+
+def seconds_argument(text: str) -> float:
+    """Parse a duration; for ``type=`` of an ``argparse`` argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration; expected a number of at least 0")
+    return value
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
@@ -131,16 +151,6 @@ def _progress() -> Progress:
         refresh_per_second=5,
         transient=True,
     )
-
-
-def size_text(num_bytes: int) -> str:
-    """Format a size with three significant digits, for example ``1.25 GiB``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
 
 
 def context_text(context: Context) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.run_submission import await_hosts
 from dstrial.cli.streams import det_reaches
-from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
+from dstrial.cli.submit import await_hosts
+from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, MasterError, RequestError
 from dstrial.hosts.hostfile import add_host_arguments, placement_lines, require_hostfile
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
@@ -77,6 +77,15 @@ def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the master keeps everything (default: $DSTRIAL_STATE_DIR or the user's data directory)",
     )
+
+
+def require_running(state: StateDirectory) -> MasterRecord:
+    record = state.running()
+    if record is None:
+        raise MasterError(
+            f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
+        )
+    return record
 
 
 def port_argument(text: str) -> int:
@@ -146,74 +155,56 @@ def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemo
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     settings = with_options(settings, options)
-    if settings.backend == "slurm":
-        _check_slurm(state, options, settings)
-        return True
     if settings.backend == "ray":
-        _check_ray(options, settings)
+        _refuse_hosts(options, settings, "Ray")
+        from dstrial.master.backends.queued.ray import check_ray
+
+        for name, count in check_ray(settings.ray_address).items():
+            sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
         return True
-    hosts = hosts_of(options, settings)
-    if not hosts:
-        require_hostfile(args)
-        return False
-    if options.num_slots is not None:
-        problem = ConfigProblem(
-            "--slots",
-            str(options.num_slots),
-            "no --slots beside hosts, whose file says them",
-            "Leave it out.",
-        )
-        raise ConfigError([problem])
-    _show_hosts(state, options, settings, hosts)
+    hosts: Sequence[Host] = ()
+    if settings.backend == "slurm":
+        _refuse_hosts(options, settings, "Slurm")
+    else:
+        hosts = hosts_of(options, settings)
+        if not hosts:
+            require_hostfile(args)
+            return False
+        if options.num_slots is not None:
+            expected = "no --slots beside hosts, whose file says them"
+            raise ConfigError([ConfigProblem("--slots", str(options.num_slots), expected, "Leave it out.")])
+    try:
+        if settings.backend == "slurm":
+            from dstrial.master.backends.queued.slurm import check_slurm
+
+            state.make()
+            check_slurm(settings.slurm, state.path / "slurm")
+        else:
+            _show_hosts(state, options, settings, hosts)
+    except (HostError, LaunchError) as error:
+        if not num_live_allocations(state):
+            raise
+        # The master must still recover the trials on the other hosts, or in its jobs.
+        sys.stderr.write(f"warning: {error}\n")
     return True
 
 
 def _show_hosts(
     state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
 ) -> None:
+    """Check whether the hosts are ready, and print them."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import own_allocation, transport_of
 
     storage = settings.defaults(state.path).checkpoint_storage
-    try:
-        preflight = check_hosts(
-            hosts,
-            python=options.python or settings.hosts_python or sys.executable,
-            shared_directory=Path(storage.get("host_path") or storage["container_path"]),
-            transport=transport_of(own_allocation()) if options.is_under_slurm else None,
-        )
-    except HostError as error:
-        if not num_live_allocations(state):
-            raise
-        # The master must still recover the trials on the other hosts.
-        sys.stderr.write(f"warning: {error}\n")
-        return
+    preflight = check_hosts(
+        hosts,
+        python=options.python or settings.hosts_python or sys.executable,
+        shared_directory=Path(storage.get("host_path") or storage["container_path"]),
+        transport=transport_of(own_allocation()) if options.is_under_slurm else None,
+    )
     for line in placement_lines(preflight):
         sys.stdout.write(f"{'host:':<10}{line}\n")
-
-
-def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Check whether Slurm accepts jobs of this master."""
-    _refuse_hosts(options, settings, "Slurm")
-    from dstrial.master.backends.queued.slurm import check_slurm
-
-    state.make()
-    try:
-        check_slurm(settings.slurm, state.path / "slurm")
-    except LaunchError as error:
-        if not num_live_allocations(state):
-            raise
-        # The master must still recover the trials in its jobs.
-        sys.stderr.write(f"warning: {error}\n")
-
-
-def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Check that the Ray cluster responds, and print its nodes."""
-    _refuse_hosts(options, settings, "Ray")
-    from dstrial.master.backends.queued.ray import check_ray
-
-    for name, count in check_ray(settings.ray_address).items():
-        sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
@@ -246,24 +237,17 @@ def _import_login() -> None:
 
 def _ignored_options(args: argparse.Namespace, record: MasterRecord) -> list[str]:
     """Return the given options that have no effect on a running master."""
-    ignored = []
-    if args.port not in (None, 0, record.port):
-        ignored.append(f"--port {args.port}")
-    if args.slots not in (None, len(record.slots)):
-        ignored.append(f"--slots {args.slots}")
-    if args.config_file is not None:
-        ignored.append("--config-file")
-    if args.no_password:
-        ignored.append("--no-password")
-    if args.foreground:
-        ignored.append("--foreground")
-    if args.hostfile is not None:
-        ignored.append("--hostfile")
-    if args.slurm:
-        ignored.append("--slurm")
-    if args.backend is not None:
-        ignored.append("--backend")
-    return ignored
+    given = {
+        f"--port {args.port}": args.port not in (None, 0, record.port),
+        f"--slots {args.slots}": args.slots not in (None, len(record.slots)),
+        "--config-file": args.config_file is not None,
+        "--no-password": args.no_password,
+        "--foreground": args.foreground,
+        "--hostfile": args.hostfile is not None,
+        "--slurm": args.slurm,
+        "--backend": args.backend is not None,
+    }
+    return [option for option, is_given in given.items() if is_given]
 
 
 def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:

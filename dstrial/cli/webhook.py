@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.streams import det_for, text_table
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.up import add_state_dir_argument, require_running
 from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
@@ -93,12 +93,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    state = StateDirectory.choose(args.state_dir)
-    record = state.running()
-    if record is None:
-        raise MasterError(
-            f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
-        )
+    record = require_running(StateDirectory.choose(args.state_dir))
     if args.action == "key":
         key = Client(record.address, socket=record.socket).get("/owner/webhook-key")["key"]
         sys.stdout.write(f"{key}\n")

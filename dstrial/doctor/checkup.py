@@ -20,8 +20,7 @@ from dstrial.doctor import (
     torch_build,
     variables,
 )
-from dstrial.doctor.background import Background, NoAnswerError
-from dstrial.doctor.finding import Finding, Group, problem
+from dstrial.doctor.finding import Background, Finding, Group, NoAnswerError, problem
 from dstrial.local.run_directory import default_runs_dir
 from dstrial.master.state_directory import StateDirectory
 

@@ -16,20 +16,9 @@ from pathlib import Path
 from dstrial.doctor.finding import Finding, note, ok
 from dstrial.doctor.libraries import Libraries
 from dstrial.launch.stale_locks import find_stale_locks
+from dstrial.launch.start_watch import WITHOUT_OPERATOR
 
 _TOOL_TIMEOUT_S = 5.0
-
-# Operator used in training -> the setting that enables it, and how to train without it. All others are for inference or
-# special layers. Source: DeepSpeed 0.19.8 ``runtime/engine.py`` ``get_optimizer_configuration``, ``ops/op_builder``.
-WITHOUT = {
-    "fused_adam": 'optimizers "Adam" and "AdamW": set `"torch_adam": true` in optimizer.params',
-    "cpu_adam": '"Adam" with offload_optimizer: set `"torch_adam": true` in optimizer.params',
-    "fused_lamb": 'optimizer "Lamb": take "AdamW" with `"torch_adam": true`',
-    "fused_lion": 'optimizer "Lion": take "AdamW" with `"torch_adam": true`',
-    "cpu_lion": '"Lion" with offload_optimizer: take "AdamW" with `"torch_adam": true`',
-    "cpu_adagrad": '"Adagrad" with offload_optimizer: take "AdamW" with `"torch_adam": true`',
-    "async_io": 'offload to NVMe: set the offload\'s device to "cpu" (to compile it, install libaio-dev)',
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +122,7 @@ def _judge_nvcc(compilers: Compilers, libraries: Libraries) -> list[Finding]:
     torch, deepspeed = libraries.torch, libraries.deepspeed
     if torch is None or torch.cuda is None:
         return []
-    install = f"Install CUDA's toolkit {torch.cuda} and set CUDA_HOME to it, or train without: {_concerned(WITHOUT)}."
+    install = f"Install CUDA's toolkit {torch.cuda} and set CUDA_HOME to it, or train without: {_concerned(WITHOUT_OPERATOR)}."
     if compilers.nvcc_release is None:
         where = "" if compilers.nvcc is None else f" ({compilers.nvcc} cannot be run)"
         what = f"missing{where}: operators of DeepSpeed that are not built cannot be compiled"
@@ -152,7 +141,7 @@ def judge_operators(libraries: Libraries) -> list[Finding]:
         by_fate.setdefault(fate, []).append(operator)
     lost = by_fate.pop("not possible", [])
     findings = [ok(f"operators {fate}", ", ".join(names)) for fate, names in sorted(by_fate.items())]
-    wanted = [name for name in lost if name in WITHOUT]
+    wanted = [name for name in lost if name in WITHOUT_OPERATOR]
     if wanted and wanted != ["async_io"]:
         todo = f"`ds_report` says why; to train without: {_concerned(wanted)}."
         findings.append(note("operators not possible", ", ".join(lost), todo))
@@ -163,4 +152,4 @@ def judge_operators(libraries: Libraries) -> list[Finding]:
 
 
 def _concerned(names: Iterable[str]) -> str:
-    return "; ".join(f"{name} ({WITHOUT[name]})" for name in names)
+    return "; ".join(f"{name} ({WITHOUT_OPERATOR[name]})" for name in names)

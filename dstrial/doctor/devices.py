@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dstrial.doctor.finding import Finding, note, ok, plural, problem, size
+from dstrial.doctor.finding import Finding, note, ok, plural, problem
+from dstrial.visible_text import size_text
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class DeviceUser:
 
     def __str__(self) -> str:
         who = f"{self.name} of {self.account}" if self.name else "not visible from here"
-        memory = "" if self.num_bytes is None else f", {size(self.num_bytes)}"
+        memory = "" if self.num_bytes is None else f", {size_text(self.num_bytes)}"
         return f"process {self.pid} ({who}{memory})"
 
 
@@ -224,7 +225,7 @@ def _judge_driver(hardware: Hardware) -> Finding:
 def judge_device(device: Device) -> list[Finding]:
     name = f"device {device.idx}"
     free = device.total_bytes - device.used_bytes
-    facts = [device.name, size(device.total_bytes), f"{size(max(0, free))} free"]
+    facts = [device.name, size_text(device.total_bytes), f"{size_text(max(0, free))} free"]
     if device.capability is not None:
         facts.append(f"compute capability {dotted(device.capability)}")
     if device.is_mig:
@@ -235,14 +236,14 @@ def judge_device(device: Device) -> list[Finding]:
         found.append(problem(f"{name} MIG", "divided into no MIG instance", todo))
     used = f"in use by {', '.join(map(str, device.users))}" if device.users else ""
     if not used and device.used_bytes > max(_UNSEEN_BYTES, device.total_bytes // 10):
-        used = f"{size(device.used_bytes)} are taken by processes that cannot be seen from here"
+        used = f"{size_text(device.used_bytes)} are taken by processes that cannot be seen from here"
     if used:
         is_full = device.total_bytes > 0 and free < _FULL_SHARE * device.total_bytes
         todo = (
             "Wait for them, or choose other devices: `CUDA_VISIBLE_DEVICES=… dstrial up` (or `dstrial run`); the master does "
             "not see what other programs use."
         )
-        found.append((problem if is_full else note)(f"{name} use", f"{used}; {size(free)} free", todo))
+        found.append((problem if is_full else note)(f"{name} use", f"{used}; {size_text(free)} free", todo))
     return found
 
 

@@ -1,10 +1,15 @@
-"""The result of a check: a status, one line of text, and what to do."""
+"""What every check uses: findings, and deadlines for calls that may hang."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Literal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Literal, TypeVar
+
+T = TypeVar("T")
 
 # ok: works. note: works, with a remark. problem: some trainings fail.
 Status = Literal["ok", "note", "problem"]
@@ -61,11 +66,53 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def size(num_bytes: float) -> str:
-    """Format a number of bytes, such as ``1.5 GiB``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB" if value < 1000 else f"{value:,.0f} TiB"
+class NoAnswerError(Exception):
+    """A call did not return before its deadline."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer within {seconds:.0f} s")
+
+
+class Background(Generic[T]):
+    """A call in a daemon thread, which does not block the exit of the command."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._began_at_s = time.monotonic()
+        self._took_s: float | None = None
+        try:
+            threading.Thread(target=self._run, args=(call,), name="doctor", daemon=True).start()
+        except RuntimeError:
+            # At the process limit no thread can start, but the check of that limit must still run.
+            self._run(call)
+
+    def result(self, timeout_s: float) -> T:
+        """Return the call's result or raise its exception; ``timeout_s`` from the start.
+
+        Raises:
+            NoAnswerError: the call has not ended in time.
+        """
+        try:
+            return self._future.result(max(0.0, self._began_at_s + timeout_s - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            if self._future.done():  # the call itself raised a TimeoutError
+                raise
+            raise NoAnswerError(timeout_s) from None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began_at_s if self._took_s is None else self._took_s
+
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            value = call()
+            self._took_s = time.monotonic() - self._began_at_s
+            self._future.set_result(value)
+        except BaseException as error:  # noqa: BLE001 - raised by ``result``
+            self._took_s = time.monotonic() - self._began_at_s
+            self._future.set_exception(error)
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """Return the call's result, or raise ``NoAnswerError`` after ``timeout_s``."""
+    return Background(call).result(timeout_s)

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dstrial.doctor.devices import account_name
-from dstrial.doctor.finding import Finding, note, ok, problem, size
+from dstrial.doctor.finding import Finding, note, ok, problem
 from dstrial.engine.host_memory import available_bytes
+from dstrial.visible_text import size_text
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -125,8 +126,8 @@ def _judge_cores(limits: Limits, environ: Mapping[str, str]) -> Finding:
 def _judge_memory(limits: Limits) -> Finding:
     free = limits.available_bytes
     if free is None:
-        return ok("memory", size(limits.memory_bytes))
-    what = f"{size(free)} available of {size(limits.memory_bytes)}"
+        return ok("memory", size_text(limits.memory_bytes))
+    what = f"{size_text(free)} available of {size_text(limits.memory_bytes)}"
     if free < _GIB:
         todo = "End what uses it, or raise the limit of the container: torch alone takes half a GiB a rank."
         return problem("memory", what, todo)
@@ -145,7 +146,7 @@ def _judge_shared_memory(limits: Limits, num_devices: int) -> Finding:
             "Mount a tmpfs there that everybody can write to (`mount -t tmpfs -o mode=1777 tmpfs /dev/shm`)."
         )
         return problem(name, what, todo)
-    what = f"{size(limits.shm_free_bytes)} free of {size(limits.shm_bytes)}"
+    what = f"{size_text(limits.shm_free_bytes)} free of {size_text(limits.shm_bytes)}"
     sigbus = "loader workers and NCCL end with SIGBUS (Bus error) where it is full"
     if limits.shm_bytes < _SMALL_SHM:
         return problem(
@@ -157,7 +158,7 @@ def _judge_shared_memory(limits: Limits, num_devices: int) -> Finding:
     needed = _SMALL_SHM + num_devices * 64 * _MIB
     if limits.shm_free_bytes < needed:
         todo = "Remove what programs that were killed have left (`ls -l /dev/shm`), or make it larger."
-        return problem(name, f"{what}; expected {size(needed)} free: {sigbus}", todo)
+        return problem(name, f"{what}; expected {size_text(needed)} free: {sigbus}", todo)
     return ok(name, what)
 
 
@@ -187,8 +188,6 @@ def _judge_processes(limits: Limits) -> Finding:
 def _judge_locked(limits: Limits) -> list[Finding]:
     if limits.locked_bytes is None or not limits.has_infiniband:
         return []
-    what = (
-        f"{size(limits.locked_bytes)}: InfiniBand registers its buffers as locked memory, and fails beyond it"
-    )
+    what = f"{size_text(limits.locked_bytes)}: InfiniBand registers its buffers as locked memory, and fails beyond it"
     todo = "Set `memlock unlimited` in /etc/security/limits.conf (container: `--ulimit memlock=-1`)."
     return [problem("locked memory", what, todo)]

@@ -10,8 +10,7 @@ import socket
 import stat
 from pathlib import Path
 
-from dstrial.doctor.background import NoAnswerError, within
-from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.doctor.finding import Finding, NoAnswerError, note, ok, problem, within
 from dstrial.errors import MasterError
 from dstrial.master import daemon
 from dstrial.master.client import Client

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil  # type: ignore[import-untyped]  # no stubs are installed
 
-from dstrial.doctor.background import NoAnswerError, within
-from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.doctor.finding import Finding, NoAnswerError, note, ok, problem, within
 
 _RESOLVE_TIMEOUT_S = 3.0
 _SLOW_S = 1.0

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import dstrial
 from dstrial.doctor.finding import Finding, note, ok, problem
@@ -45,13 +44,13 @@ class PythonEnvironment:
     dstrial: str
     python_versions: str
     python_is_supported: bool
-    requirements: tuple[Requirement, ...] | None  # None if there is neither metadata nor ``pyproject.toml``
+    requirements: tuple[Requirement, ...] | None  # None if dstrial is not installed
 
 
 def measure() -> PythonEnvironment:
     found = list(importlib.metadata.distributions(name="dstrial"))
     own = [one for one in found if any(script.value == _SCRIPT for script in one.entry_points)]
-    asked, python_versions = _declared(own)
+    python_versions = (own[0].metadata["Requires-Python"] if own else None) or ">=3.10"
     return PythonEnvironment(
         version=platform.python_version(),
         executable=sys.executable,
@@ -63,28 +62,8 @@ def measure() -> PythonEnvironment:
         dstrial=dstrial.__version__,
         python_versions=python_versions,
         python_is_supported=_contains(python_versions, platform.python_version()),
-        requirements=None if asked is None else tuple(requirements(asked, installed_versions())),
+        requirements=tuple(requirements(own[0].requires or [], installed_versions())) if own else None,
     )
-
-
-def _declared(own: Sequence[importlib.metadata.Distribution]) -> tuple[list[str] | None, str]:
-    """Return dstrial's requirements and Python versions, as declared."""
-    if own:
-        return (own[0].requires or []), own[0].metadata["Requires-Python"] or ""
-    try:
-        import tomllib
-    except ImportError:  # before Python 3.11
-        return None, ">=3.10"
-    try:
-        project: dict[str, Any] = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))[
-            "project"
-        ]
-    except (OSError, KeyError, ValueError):
-        return None, ">=3.10"
-    asked = list(project["dependencies"])
-    for extra, needs in project.get("optional-dependencies", {}).items():
-        asked += [f'{need}; extra == "{extra}"' for need in needs]
-    return asked, str(project["requires-python"])
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:

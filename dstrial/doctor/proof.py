@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.doctor import devices
-from dstrial.doctor.background import NoAnswerError, within
+from dstrial.doctor.finding import NoAnswerError, within
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
 from dstrial.local.run_directory import RunDirectory
@@ -63,19 +63,15 @@ class Step:
 
 
 class StepFailedError(Exception):
-    """A step of the proof failed, or did not confirm what it checks."""
+    """A step of the proof failed, did not confirm what it checks, or was not reached."""
 
-    def __init__(self, reason: str, output: str = "") -> None:
+    def __init__(self, reason: str, output: str = "", status: StepStatus = "failed") -> None:
         super().__init__(reason)
-        self.output = output
+        self.output, self.status = output, status
 
 
-class OutOfTimeError(Exception):
-    """The time limit of the proof is exceeded."""
-
-    def __init__(self, output: str = "") -> None:
-        super().__init__()
-        self.output = output
+def _out_of_time(output: str = "") -> StepFailedError:
+    return StepFailedError("the time limit was reached; raise --minutes", output, "not reached")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,11 +135,8 @@ class Proof:
         try:
             what, found = call()
             status = "ok"
-        except OutOfTimeError as error:
-            status, what = "not reached", "the time limit was reached; raise --minutes"
-            output = error.output
         except StepFailedError as error:
-            what, output = str(error), error.output
+            status, what, output = error.status, str(error), error.output
         except (LookupError, OSError, ValueError) as error:  # an output file or line of the step is missing
             what = f"{type(error).__name__}: {error}"
         step = Step(name, status, what, round(time.monotonic() - began_s, 1), output)
@@ -219,7 +212,7 @@ class Proof:
         """Run a module of dstrial and return its output."""
         left_s = self._ends_at_s - time.monotonic()
         if left_s < _MIN_STEP_S:
-            raise OutOfTimeError
+            raise _out_of_time()
         log = (self._output or self._scratch) / f"{name}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
@@ -238,7 +231,7 @@ class Proof:
             try:
                 exit_code = process.wait(left_s)
             except subprocess.TimeoutExpired:
-                raise OutOfTimeError(_end_of(log)) from None
+                raise _out_of_time(_end_of(log)) from None
             finally:
                 _end(process)
         if exit_code != 0:

@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrial.doctor.background import NoAnswerError, within
-from dstrial.doctor.finding import Finding, note, ok, problem, size
+from dstrial.doctor.finding import Finding, NoAnswerError, note, ok, problem, within
 from dstrial.launch.stale_locks import file_system_of
+from dstrial.visible_text import size_text
 
 _GIB = 1 << 30
 _DIRECTORY_TIMEOUT_S = 8.0
@@ -92,7 +92,7 @@ def judge(directories: Sequence[Directory | Finding]) -> list[Finding]:
 
 
 def judge_directory(directory: Directory) -> list[Finding]:
-    name, free = directory.name, size(directory.free_bytes)
+    name, free = directory.name, size_text(directory.free_bytes)
     if directory.error:
         return [problem(name, f"{directory.path} cannot be written to: {directory.error}", _ELSEWHERE)]
     facts = [directory.path, directory.file_system, f"{free} free"]

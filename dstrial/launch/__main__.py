@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
@@ -24,8 +24,17 @@ from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
-from dstrial.launch.slots import cluster_info, is_on_cluster, num_accelerators, num_slots, slots_argument
-from dstrial.launch.slurm_step import SlurmStep, slurm_task, step_of
+from dstrial.launch.slots import (
+    SlurmStep,
+    cluster_info,
+    cluster_placement,
+    is_on_cluster,
+    num_accelerators,
+    num_slots,
+    slots_argument,
+    slurm_task,
+    step_of,
+)
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
@@ -69,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DstrialError as error:
         print(f"dstrial.launch: {error}", file=sys.stderr)  # noqa: T201  # a command prints
         return 2
-    _report(outcome)
+    sys.stderr.write(outcome.describe())
+    sys.stderr.flush()
     return outcome.exit_code
 
 
@@ -130,16 +140,9 @@ def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
 def _launch_off_cluster(
     options: argparse.Namespace, experiment: ExperimentConfig | None, step: SlurmStep | None
 ) -> LaunchOutcome:
-    from dstrial.launch.local_ranks import run_ranks
-    from dstrial.launch.stalls.diagnosis import StallSettings
-
+    if options.trial and experiment is None:
+        raise LaunchError(_CONFIG_IS_MISSING)
     configured = experiment.slots_per_trial if experiment is not None else None
-    if options.trial:
-        if experiment is None:
-            raise LaunchError(_CONFIG_IS_MISSING)
-        command = trial_command(options.trial, context_dir=options.context_dir, config=options.config)
-    else:
-        command = script_command(options.script, directory=Path())
     env = _variables(experiment)
     num_ranks = num_slots(options.slots, configured) if step is None else step.num_ranks
     num_of_all = num_ranks if step is None else step.num_ranks_of_all
@@ -152,18 +155,37 @@ def _launch_off_cluster(
     with scratch_directory("dstrial-script-") as directory:
         if experiment is not None and not options.trial:
             env |= _script_variables(experiment, num_of_all, directory, env)
-        return run_ranks(
-            command,
+        return _run_ranks(
+            options,
+            None if experiment is None else experiment.raw,
+            DEFAULT_PREEMPTION_TIMEOUT_S if experiment is None else experiment.preemption_timeout_s,
             num_ranks=num_ranks,
             env=env,
-            shutdown_timeout_s=_stop_timeout_s(experiment),
-            on_stop=functools.partial(_print_stopping, _stop_timeout_s(experiment)),
             on_start=_warn if placement is None else _warn_by_host,
             placement=placement,
-            serves_store=not options.trial,
             tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
-            stalls=StallSettings.from_config(None if experiment is None else experiment.raw),
         )
+
+
+def _run_ranks(
+    options: argparse.Namespace, config: Mapping[str, Any] | None, timeout_s: float, **arguments: Any
+) -> LaunchOutcome:
+    """Run the ranks of the command line; ``arguments`` are those of ``run_ranks``."""
+    from dstrial.launch.local_ranks import run_ranks
+    from dstrial.launch.stalls.diagnosis import StallSettings
+
+    if options.trial:
+        command = trial_command(options.trial, context_dir=options.context_dir, config=options.config)
+    else:
+        command = script_command(options.script, directory=Path())
+    return run_ranks(
+        command,
+        shutdown_timeout_s=timeout_s,
+        on_stop=functools.partial(_print_stopping, timeout_s),
+        serves_store=not options.trial,
+        stalls=StallSettings.from_config(config),
+        **arguments,
+    )
 
 
 def _script_variables(
@@ -185,19 +207,13 @@ def _script_variables(
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
     """Launch ranks with the cluster's placement; log lines get Determined's prefix."""
-    from dstrial.launch.local_ranks import run_ranks
-    from dstrial.launch.slots import cluster_placement
-    from dstrial.launch.stalls.diagnosis import StallSettings
-
-    run = _run_directory()
+    directory_of_run = os.environ.get(RUN_DIR_VARIABLE)
+    run = RunDirectory.open(directory_of_run) if directory_of_run else None
+    kept_tracebacks = os.environ.get(TRACEBACKS_DIR_VARIABLE)
     for name, value in (("--slots", options.slots), ("--config", options.config)):
         if value is not None:
             _warn(f"{name} {value} is ignored on a cluster, which has its own experiment config")
-    command = (
-        trial_command(options.trial, context_dir=options.context_dir)
-        if options.trial
-        else script_command(options.script, directory=Path())
-    )
+    options.config = None
     _require_resumable(info)
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
@@ -212,19 +228,17 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
                 extents=dstrial_section(info.trial._config),
                 resumed=saved_run_of_trial(info),
             )
-        outcome = run_ranks(
-            command,
+        outcome = _run_ranks(
+            options,
+            info.trial._config,
+            float(timeout_s),
             num_ranks=max(len(info.slot_ids), 1),
             env=env,
             log_dir=None if run is None else run.begin_logs(info.allocation_id),
-            shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
-            on_stop=functools.partial(_print_stopping, float(timeout_s)),
             on_start=_warn if len(info.container_addrs) == 1 else _warn_by_host,
             placement=placement,
-            serves_store=not options.trial,
-            tracebacks_dir=None if run is not None else _tracebacks_directory(),
-            stalls=StallSettings.from_config(info.trial._config),
+            tracebacks_dir=None if run is not None or not kept_tracebacks else Path(kept_tracebacks),
         )
     allocation_dir = os.environ.get(ALLOCATION_DIR_VARIABLE)
     if allocation_dir and outcome.first_failure is not None:
@@ -241,17 +255,6 @@ def _require_resumable(info: ClusterInfo) -> None:
         raise ConfigError(problems)
 
 
-def _tracebacks_directory() -> Path | None:
-    """Return the master's directory of full tracebacks; None without a master."""
-    path = os.environ.get(TRACEBACKS_DIR_VARIABLE)
-    return Path(path) if path else None
-
-
-def _run_directory() -> RunDirectory | None:
-    path = os.environ.get(RUN_DIR_VARIABLE)
-    return RunDirectory.open(path) if path else None
-
-
 def _load(options: argparse.Namespace, num_slots: int | None = None) -> ExperimentConfig | None:
     if options.config is None:
         return None
@@ -266,22 +269,10 @@ def _load(options: argparse.Namespace, num_slots: int | None = None) -> Experime
     )
 
 
-def _report(outcome: LaunchOutcome) -> None:
-    if outcome.killed_ranks and outcome.exit_code != 130:
-        names = ", ".join(map(str, outcome.killed_ranks))
-        _warn(f"rank(s) {names} did not end in time and were killed")
-    if outcome.first_failure is not None:
-        print(outcome.first_failure.describe(), file=sys.stderr, flush=True)  # noqa: T201  # a command prints
-
-
 def _print_for_cluster(rank: int, stream: Stream, line: str) -> None:
     target = sys.stdout if stream == "stdout" else sys.stderr
     target.write(f"[rank={rank}] {line}\n")
     target.flush()
-
-
-def _stop_timeout_s(experiment: ExperimentConfig | None) -> float:
-    return DEFAULT_PREEMPTION_TIMEOUT_S if experiment is None else experiment.preemption_timeout_s
 
 
 def _print_stopping(timeout_s: float, signal_name: str) -> None:

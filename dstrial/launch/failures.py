@@ -259,12 +259,12 @@ class LaunchOutcome:
     Attributes:
         exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else that of the first failing
             rank, or of a killed rank (128 + n for signal n).
-            first_failure: the failure that caused the others; None if no rank failed by itself.
-            exit_codes: by local rank, as in a shell.
-            stopped_by: name of the stop signal; None if there was none.
-            killed_ranks: global ranks that did not exit in time and were killed.
-            ended_at_once: whether a second Ctrl-C killed the ranks.
-            is_consequence: whether the first failure only reports that a rank on another machine has exited.
+        first_failure: the failure that caused the others; None if no rank failed by itself.
+        exit_codes: by local rank, as in a shell.
+        stopped_by: name of the stop signal; None if there was none.
+        killed_ranks: global ranks that did not exit in time and were killed.
+        ended_at_once: whether a second Ctrl-C killed the ranks.
+        is_consequence: whether the first failure only reports that a rank on another machine has exited.
         failed_s: time of the first failure, seconds since the epoch.
     """
 
@@ -277,6 +277,16 @@ class LaunchOutcome:
     is_consequence: bool = False
     failed_s: float | None = None
 
+    def describe(self) -> str:
+        """Return the killed ranks and the first failure with its traceback; may be empty."""
+        lines = []
+        if self.killed_ranks and not self.ended_at_once:
+            names = ", ".join(map(str, self.killed_ranks))
+            lines.append(f"rank(s) {names} did not end in time and were killed\n")
+        if self.first_failure is not None:
+            lines.append(f"{self.first_failure.describe()}\n")
+        return "".join(lines)
+
     def to_json(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
         return dataclasses.asdict(self)
@@ -285,13 +295,9 @@ class LaunchOutcome:
     def from_json(cls, fields: Mapping[str, Any]) -> LaunchOutcome:
         """Build an outcome from the result of ``to_json``."""
         failure = fields["first_failure"]
-        return cls(
-            exit_code=fields["exit_code"],
-            first_failure=None if failure is None else RankFailure(**failure),
-            exit_codes=tuple(fields["exit_codes"]),
-            stopped_by=fields["stopped_by"],
-            killed_ranks=tuple(fields["killed_ranks"]),
-            ended_at_once=fields["ended_at_once"],
-            is_consequence=fields["is_consequence"],
-            failed_s=fields["failed_s"],
-        )
+        given = {
+            "first_failure": None if failure is None else RankFailure(**failure),
+            "exit_codes": tuple(fields["exit_codes"]),
+            "killed_ranks": tuple(fields["killed_ranks"]),
+        }
+        return cls(**{**fields, **given})

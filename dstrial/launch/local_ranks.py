@@ -27,7 +27,6 @@ from dstrial.launch.failures import (
     ERROR_FILE_VARIABLE,
     TRACEBACK_FILE_VARIABLE,
     LaunchOutcome,
-    RankEnding,
     write_record,
 )
 from dstrial.launch.output import LineReader, OnLine, Stream
@@ -36,9 +35,9 @@ from dstrial.launch.stalls.diagnosis import StallSettings
 from dstrial.launch.stalls.watch import POLL_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.store_process import StoreProcess
-from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
+from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, RankProcess, Supervisor
 from dstrial.launch.watches import polling
-from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
+from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Beat, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.sockets import free_port, loopback_only
@@ -131,76 +130,53 @@ def run_ranks(
     """
     _check_command(command, num_ranks)
     remove_stale_locks()
-    where = placement or Placement(ranks_by_node=(num_ranks,))
-    supervisor = Supervisor(
-        shutdown_timeout_s=shutdown_timeout_s, failure_grace_s=failure_grace_s, on_stop=on_stop
-    )
+    env, where = env or {}, placement or Placement(ranks_by_node=(num_ranks,))
     with contextlib.ExitStack() as stack:
         work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
-        addr, port = where.master_addr, where.master_port
+        ranks = _Ranks(work_dir, log_dir, tracebacks_dir, where, is_trial=not serves_store)
+        supervisor = Supervisor(
+            ranks.processes,
+            shutdown_timeout_s=shutdown_timeout_s,
+            failure_grace_s=failure_grace_s,
+            on_stop=on_stop,
+        )
+        port = where.master_port
         # The rendezvous of ranks on several machines.
         has_store = serves_store or where.num_nodes > 1
         if has_store and where.node_rank == 0:
-            store = stack.enter_context(contextlib.closing(StoreProcess(addr, port)))
+            store = stack.enter_context(contextlib.closing(StoreProcess(where.master_addr, port)))
             port = store.port
         port = port or free_port()
-        variables = _torchrun_variables(where, addr, port, has_store=has_store)
-        variables |= _rank_variables(env or {}, where, is_redirected=bool(log_dir or on_line))
+        variables = _torchrun_variables(where, port, has_store=has_store)
+        variables |= _rank_variables(env, where, is_redirected=bool(log_dir or on_line))
         if where.num_nodes == 1:
-            variables |= _private_variables(env or {}, work_dir, port, num_ranks)
-        ranks = _Ranks(work_dir, log_dir, tracebacks_dir, where, supervisor, is_trial=not serves_store)
-        watched = ranks.make_heartbeats(has_other_nodes=where.num_nodes > 1)
+            variables |= _private_variables(env, work_dir, port, num_ranks)
         stack.enter_context(_stop_on_signals(supervisor))
         stack.callback(ranks.end)
         readable = ranks.start(command, variables, is_read=on_line is not None)
+        supervisor.watch()
         if on_line is not None:
             stack.enter_context(contextlib.closing(LineReader(readable, on_line)))
             stack.callback(ranks.end)  # the reader stops after the last writer has exited
-        extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
+        extensions = env.get("TORCH_EXTENSIONS_DIR")
         root = Path(extensions) if extensions else None
         # Only ranks that use dstrial report phases; for others only builds are watched.
         phase_files = ranks.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
+        watched = ranks.watched(has_other_nodes=where.num_nodes > 1)
         if watched is not None:
-            watch = StallWatch(
-                watched,
-                stalls or StallSettings(),
-                on_start or logger.warning,
-                ranks.end_stalled,
-                supervisor.end_left,
-            )
+            print_line = on_start or logger.warning
+            settings = stalls or StallSettings()
+            watch = StallWatch(watched, settings, print_line, ranks.end_stalled, supervisor.end_finished)
             stack.enter_context(polling(watch.poll, watch.close, name="dstrial-stall-watch", every_s=POLL_S))
         while not supervisor.tick():
             time.sleep(_POLL_S)
-        ending = supervisor.first_ending()  # before the ranks' error records are deleted
-        if ending is not None and watched is not None:
-            beat = read_beat(watched.beats, ending.failure.local_rank)
-            batches = None if beat is None else beat.batch
-            ending = dataclasses.replace(
-                ending, failure=dataclasses.replace(ending.failure, batches_trained=batches)
-            )
-    return _outcome(supervisor, ending)
-
-
-def _outcome(supervisor: Supervisor, ending: RankEnding | None) -> LaunchOutcome:
-    exit_codes = supervisor.exit_codes()
-    failure = None if ending is None else ending.failure
-    if supervisor.was_killed_by_user:
-        exit_code = 130
-    elif failure is not None:
-        exit_code = failure.exit_code or 1
-    else:
-        exit_code = max(exit_codes, default=0)
-    return LaunchOutcome(
-        exit_code,
-        failure,
-        exit_codes,
-        stopped_by=supervisor.stop_signal,
-        killed_ranks=supervisor.killed_ranks(),
-        ended_at_once=supervisor.was_killed_by_user,
-        is_consequence=ending is not None and ending.is_consequence,
-        failed_s=None if ending is None else ending.time_s,
-    )
+        outcome = supervisor.outcome()  # before the ranks' error records are deleted
+        failure = outcome.first_failure
+        beat = None if failure is None else ranks.read_beat(failure.local_rank)
+        if failure is not None and beat is not None:
+            failure = dataclasses.replace(failure, batches_trained=beat.batch)
+        return dataclasses.replace(outcome, first_failure=failure)
 
 
 def _check_command(command: Sequence[str], num_ranks: int) -> None:
@@ -214,7 +190,7 @@ def _check_command(command: Sequence[str], num_ranks: int) -> None:
         )
 
 
-def _torchrun_variables(placement: Placement, addr: str, port: int, *, has_store: bool) -> dict[str, str]:
+def _torchrun_variables(placement: Placement, port: int, *, has_store: bool) -> dict[str, str]:
     """Return torchrun's variables that all ranks of a machine share.
 
     Source: torch 2.13 ``elastic/agent/server/local_elastic_agent.py``.
@@ -227,7 +203,7 @@ def _torchrun_variables(placement: Placement, addr: str, port: int, *, has_store
         "WORLD_SIZE": str(of_all),
         "ROLE_NAME": "rank",
         "ROLE_WORLD_SIZE": str(of_all),
-        "MASTER_ADDR": addr,
+        "MASTER_ADDR": placement.master_addr,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -270,7 +246,7 @@ def _private_variables(
 
 
 class _Ranks:
-    """The rank processes on this machine, with their output and error files."""
+    """The rank processes on this machine, with their files and heartbeats."""
 
     def __init__(
         self,
@@ -278,7 +254,6 @@ class _Ranks:
         log_dir: Path | None,
         tracebacks_dir: Path | None,
         placement: Placement,
-        supervisor: Supervisor,
         *,
         is_trial: bool,
     ) -> None:
@@ -286,22 +261,38 @@ class _Ranks:
         self._work_dir = work_dir
         self._log_dir = log_dir
         self._tracebacks_dir = tracebacks_dir
-        self._supervisor = supervisor
-        self._ranks = {local: placement.first_rank + local for local in range(placement.num_ranks)}
         self._heartbeats = work_dir / "heartbeats"
         self._beats: mmap.mmap | None = None
-        self._processes: list[subprocess.Popen[bytes] | client.ForkedProcess] = []
-
-    def make_heartbeats(self, *, has_other_nodes: bool) -> WatchedRanks | None:
-        """Create the heartbeat file; None if that fails, which disables stall detection."""
+        self._running: list[subprocess.Popen[bytes] | client.ForkedProcess] = []
+        self.processes = [
+            RankProcess(
+                rank,
+                local_rank,
+                error_file=self._file(rank, "error.json"),
+                stderr_file=None if log_dir is None else log_dir / f"rank_{rank}" / "stderr.log",
+                exit_problem=functools.partial(self._exit_problem, local_rank, rank),
+            )
+            for local_rank, rank in enumerate(
+                range(placement.first_rank, placement.first_rank + placement.num_ranks)
+            )
+        ]
         try:
-            self._beats = make_heartbeat_file(self._heartbeats, len(self._ranks))
+            self._beats = make_heartbeat_file(self._heartbeats, len(self.processes))
         except OSError as error:
             logger.warning("stall detection is disabled: cannot create %s: %s", self._heartbeats, error)
+
+    def watched(self, *, has_other_nodes: bool) -> WatchedRanks | None:
+        """Return the ranks for stall detection; None if there are no heartbeats."""
+        if self._beats is None:
             return None
-        stacks_files = {rank: self._file(rank, "stacks") for rank in self._ranks.values()}
-        kept = self._tracebacks_dir or self._log_dir
-        return WatchedRanks(self._beats, self._ranks, stacks_files, kept, has_other_nodes)
+        ranks = {one.local_rank: one.rank for one in self.processes}
+        stacks_files = {rank: self._file(rank, "stacks") for rank in ranks.values()}
+        return WatchedRanks(
+            self._beats, ranks, stacks_files, self._tracebacks_dir or self._log_dir, has_other_nodes
+        )
+
+    def read_beat(self, local_rank: int) -> Beat | None:
+        return None if self._beats is None else read_beat(self._beats, local_rank)
 
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], *, is_read: bool
@@ -312,45 +303,46 @@ class _Ranks:
             LaunchError: a process could not be started.
         """
         readable: dict[tuple[int, Stream], int] = {}
-        for local_rank, rank in self._ranks.items():
-            environment = {**os.environ, **self._own_variables(local_rank, rank), **variables}
-            environment |= self._file_variables(local_rank, rank)
+        for one in self.processes:
             with contextlib.ExitStack() as stack:
                 outputs: dict[str, int] = {}
                 for stream in _STREAMS if is_read or self._log_dir is not None else ():
-                    read, outputs[stream] = self._output(rank, stream)
+                    read, outputs[stream] = self._output(one.rank, stream)
                     stack.callback(os.close, outputs[stream])
                     if is_read:
-                        readable[rank, stream] = read
+                        readable[one.rank, stream] = read
                     else:
                         os.close(read)
+                # A step of Slurm with a launcher a rank sets the numbers of its rank in ``variables``.
+                numbers = {"LOCAL_RANK": one.local_rank, "RANK": one.rank, "ROLE_RANK": one.rank}
+                environment = {**os.environ, **{name: str(number) for name, number in numbers.items()}}
+                environment |= {**variables, **self._file_variables(one)}
                 try:
                     process = _popen(command, env=environment, **outputs)
                 except OSError as error:
                     raise LaunchError(
-                        f"rank {rank} could not be started: {error}; expected a process that runs "
+                        f"rank {one.rank} could not be started: {error}; expected a process that runs "
                         f"{command[0]!r}. Check the limits of this account."
                     ) from error
-            self._processes.append(process)
+            one.pid = process.pid
+            self._running.append(process)
         client.end_spare()
-        for (local_rank, rank), process in zip(self._ranks.items(), self._processes, strict=True):
-            self._supervisor.watch(local_rank, rank, process.pid)
         return readable
 
     def end(self) -> None:
         """Kill and reap ranks that still run after an error."""
-        for process in self._processes:
+        for process in self._running:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
     def phase_files(self) -> list[Path]:
-        return [self._file(rank, "phase.json") for rank in self._ranks.values()]
+        return [self._file(one.rank, "phase.json") for one in self.processes]
 
     def end_stalled(self, rank: int | None, text: str) -> None:
         """Record a stall as the error of one rank, so that all ranks are ended."""
-        named = next(iter(self._ranks.values())) if rank is None else rank
+        named = self.processes[0].rank if rank is None else rank
         error = RankStalledError(text)
         write_record(self._file(named, "error.json"), error, text, line=text)
 
@@ -369,29 +361,17 @@ class _Ranks:
         write = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         return os.open(path, os.O_RDONLY), write
 
-    def _own_variables(self, local_rank: int, rank: int) -> dict[str, str]:
-        return {"LOCAL_RANK": str(local_rank), "RANK": str(rank), "ROLE_RANK": str(rank)}
-
-    def _file_variables(self, local_rank: int, rank: int) -> dict[str, str]:
-        """Register a rank's files with the supervisor; return variables with the paths."""
-        log_dir = None if self._log_dir is None else self._log_dir / f"rank_{rank}"
-        error_file = self._file(rank, "error.json")
-        self._supervisor.set_files(
-            local_rank,
-            error_file=error_file,
-            stderr_file=None if log_dir is None else log_dir / "stderr.log",
-            exit_problem=functools.partial(self._exit_problem, local_rank, rank),
-        )
+    def _file_variables(self, one: RankProcess) -> dict[str, str]:
         variables = {
-            ERROR_FILE_VARIABLE: str(error_file),
-            PHASE_FILE_VARIABLE: str(self._file(rank, "phase.json")),
-            HEARTBEAT_VARIABLE: f"{local_rank}:{self._heartbeats}",
-            STACKS_FILE_VARIABLE: str(self._file(rank, "stacks")),
+            ERROR_FILE_VARIABLE: str(one.error_file),
+            PHASE_FILE_VARIABLE: str(self._file(one.rank, "phase.json")),
+            HEARTBEAT_VARIABLE: f"{one.local_rank}:{self._heartbeats}",
+            STACKS_FILE_VARIABLE: str(self._file(one.rank, "stacks")),
         }
         if self._tracebacks_dir is not None:
-            variables[TRACEBACK_FILE_VARIABLE] = str(self._tracebacks_dir / f"rank_{rank}.txt")
-        elif log_dir is not None:
-            variables[TRACEBACK_FILE_VARIABLE] = str(log_dir / "traceback.txt")
+            variables[TRACEBACK_FILE_VARIABLE] = str(self._tracebacks_dir / f"rank_{one.rank}.txt")
+        elif self._log_dir is not None:
+            variables[TRACEBACK_FILE_VARIABLE] = str(self._log_dir / f"rank_{one.rank}" / "traceback.txt")
         return variables
 
     def _exit_problem(self, local_rank: int, rank: int) -> str:
@@ -399,7 +379,7 @@ class _Ranks:
         phase = read_phase(self._file(rank, "phase.json"))
         if phase is None or not (phase[0] in (FIRST_BATCH, TRAINING) or (self._is_trial and phase[0])):
             return ""
-        beat = None if self._beats is None else read_beat(self._beats, local_rank)
+        beat = self.read_beat(local_rank)
         where = "before training" if beat is None else f"at batch {beat.batch}, before the end of training"
         return (
             f"It ended with exit code 0 {where}. To stop training early, call context.set_stop_requested(True) or exit with "

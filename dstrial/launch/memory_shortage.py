@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import gc
 import resource
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.engine.host_memory import available_bytes
+from dstrial.visible_text import size_text
 
 _PHRASES = (
     "can't allocate memory",  # torch 2.13 c10/core/impl/alloc_cpu.cpp
@@ -22,34 +22,6 @@ _PHRASES = (
 )
 _MEMINFO = Path("/proc/meminfo")
 _VMSTAT = Path("/proc/vmstat")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldMemory:
-    """A process's memory on the host or on one device.
-
-    Attributes:
-        place: ``host``, or torch's name of a device.
-        total_bytes: memory of the process there.
-        capacity_bytes: memory of the machine or device; None if unknown.
-        free_bytes: free memory of the machine or device; None if unknown.
-        parts: bytes of ``parameters``, ``gradients`` and so on.
-    """
-
-    place: str
-    total_bytes: int
-    capacity_bytes: int | None
-    free_bytes: int | None
-    parts: Mapping[str, int]
-
-    def __str__(self) -> str:
-        """Return the fields as one sentence."""
-        parts = [f"{gib(size)} {name}" for name, size in self.parts.items() if size]
-        of_it = f" ({', '.join(parts)})" if parts else ""
-        left = "" if self.free_bytes is None else f", {gib(self.free_bytes)} left"
-        capacity = "" if self.capacity_bytes is None else f"; there are {gib(self.capacity_bytes)}{left}"
-        name = "host memory" if self.place == "host" else f"memory of {self.place}"
-        return f"This rank held {gib(self.total_bytes)} of {name}{of_it}{capacity}."
 
 
 def is_memory_shortage(error: BaseException) -> bool:
@@ -85,7 +57,7 @@ def memory_advice(error: BaseException) -> str:
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
             held.append(_on_device(torch, tensors))
-    return "\n".join([*map(str, held), _remedy(engine, is_of_device=len(held) > 1)])
+    return "\n".join([*held, _remedy(engine, is_of_device=len(held) > 1)])
 
 
 def _remedy(engine: Any, *, is_of_device: bool) -> str:
@@ -114,9 +86,9 @@ def oom_kills() -> int | None:
 def killed_text(oom_kills_before: int | None) -> str:
     """Return the probable cause of a SIGKILL, from OOM kills since the rank's start."""
     now = oom_kills()
-    largest = gib(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+    largest = size_text(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     total = _number(_MEMINFO, "MemTotal:")
-    capacity = "" if total is None else f"; this machine has {gib(total * 1024)}"
+    capacity = "" if total is None else f"; this machine has {size_text(total * 1024)}"
     if now is not None and oom_kills_before is not None and now > oom_kills_before:
         return (
             "It left no traceback: memory ran out, and the kernel killed it (see dmesg). "
@@ -128,38 +100,37 @@ def killed_text(oom_kills_before: int | None) -> str:
     )
 
 
-def gib(num_bytes: float) -> str:
-    """Format a number of bytes in GiB."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes / 1024:.0f} KiB"
-
-
-def _on_host(parts: Mapping[str, int]) -> HeldMemory:
+def _on_host(parts: Mapping[str, int]) -> str:
     resident = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         resident = pages * resource.getpagesize()
     total = _number(_MEMINFO, "MemTotal:")
-    return HeldMemory(
-        "host", resident, None if total is None else total * 1024, available_bytes(), _named(parts, resident)
-    )
+    capacity = None if total is None else total * 1024
+    return _held("host memory", resident, parts, resident, capacity, available_bytes())
 
 
-def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> HeldMemory:
+def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
     device = torch.cuda.current_device()
-    allocated = int(torch.cuda.memory_allocated(device))
     free, capacity = torch.cuda.mem_get_info(device)
-    parts = _named(tensors.get(f"cuda:{device}", {}), allocated)
-    return HeldMemory(
-        f"cuda:{device}", int(torch.cuda.memory_reserved(device)), int(capacity), int(free), parts
-    )
+    name = f"cuda:{device}"
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return _held(f"memory of {name}", reserved, tensors.get(name, {}), allocated, capacity, free)
 
 
-def _named(parts: Mapping[str, int], total: int) -> dict[str, int]:
-    rest = total - sum(parts.values())
-    return {**parts, **({"everything else": rest} if rest > 0 else {})}
+def _held(
+    name: str, held: int, parts: Mapping[str, int], used: int, capacity: int | None, free: int | None
+) -> str:
+    """Describe memory that this process holds, all sizes in bytes.
+
+    ``parts`` are the tensors by role; the rest of ``used`` is everything else.
+    """
+    rest = {"everything else": used - sum(parts.values())}
+    texts = [f"{size_text(size)} {role}" for role, size in {**parts, **rest}.items() if size > 0]
+    described = f" ({', '.join(texts)})" if texts else ""
+    left = "" if free is None else f", {size_text(free)} left"
+    there = "" if capacity is None else f"; there are {size_text(capacity)}{left}"
+    return f"This rank held {size_text(held)} of {name}{described}{there}."
 
 
 def _tensors(torch: Any) -> dict[str, dict[str, int]]:

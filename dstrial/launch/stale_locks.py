@@ -56,12 +56,12 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
     if not locks or not _PROCESSES.is_dir():
         return {}
     now_s = time.time()
-    held = _open_files()
+    held = {opened for _, opened in _open_files()}
     found = {}
     for lock in locks:
         with contextlib.suppress(OSError):  # released in the meantime
             status = lock.stat()
-            min_age_s = _MIN_AGE_S if _is_local(lock) else _MIN_AGE_ON_NETWORK_S
+            min_age_s = _MIN_AGE_S if file_system_of(lock) in _LOCAL_FILE_SYSTEMS else _MIN_AGE_ON_NETWORK_S
             if (status.st_dev, status.st_ino) not in held and now_s - status.st_mtime >= min_age_s:
                 found[lock] = (status.st_dev, status.st_ino, status.st_mtime_ns)
     return found
@@ -88,9 +88,8 @@ def builds_under_way(root: Path | None = None) -> list[Build]:
         for lock in _locks(root or extensions_root()):
             with contextlib.suppress(OSError):
                 status = lock.stat()
-                folder, holder = lock.parent, _holder(status.st_ino, lock)
-                is_kept = any(folder.glob("*.so"))
-                found.append(Build(folder.name, folder, status.st_mtime, holder, is_kept))
+                folder, is_kept = lock.parent, any(lock.parent.glob("*.so"))
+                found.append(Build(folder.name, folder, status.st_mtime, _holder(status), is_kept))
     return sorted(found, key=lambda build: build.since_s)
 
 
@@ -99,14 +98,10 @@ def _locks(folder: Path) -> list[Path]:
     return [*folder.glob(f"*/{_LOCK_NAME}"), *folder.glob(f"*/*/{_LOCK_NAME}")]
 
 
-def _holder(inode: int, lock: Path) -> str:
-    """Return a clause with the process that has the lock open; empty if unknown."""
-    with contextlib.suppress(OSError):
-        device = lock.stat().st_dev
-        for process, (opened_on, opened) in _open_files_by_process():
-            if (opened_on, opened) == (device, inode):
-                return f" by process {process}"
-    return ""
+def _holder(status: os.stat_result) -> str:
+    """Return a clause with the process that has a file open; empty if unknown."""
+    wanted = status.st_dev, status.st_ino
+    return next((f" by process {pid}" for pid, opened in _open_files() if opened == wanted), "")
 
 
 def extensions_root() -> Path:
@@ -134,30 +129,14 @@ def _remove(lock: Path) -> bool:
     return True
 
 
-def _open_files() -> set[tuple[int, int]]:
-    """Return (device, inode) of all open files, as far as this account may inspect."""
-    return {opened for _, opened in _open_files_by_process()}
-
-
-def _open_files_by_process() -> Iterator[tuple[str, tuple[int, int]]]:
-    for process in _PROCESSES.iterdir():
-        if not process.name.isdigit():
-            continue
-        try:
-            descriptors = list((process / "fd").iterdir())
-        except OSError:
-            continue
-        for descriptor in descriptors:
-            try:
-                found = descriptor.stat()
-            except OSError:
-                continue
-            yield process.name, (found.st_dev, found.st_ino)
-
-
-def _is_local(path: Path) -> bool:
-    """Return whether ``path`` is on a local file system, by the file system's type."""
-    return file_system_of(path) in _LOCAL_FILE_SYSTEMS
+def _open_files() -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield (pid, (device, inode)) of open files, as far as this account may inspect."""
+    for descriptors in _PROCESSES.glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for descriptor in descriptors.iterdir():
+                with contextlib.suppress(OSError):
+                    found = descriptor.stat()
+                    yield descriptors.parent.name, (found.st_dev, found.st_ino)
 
 
 def file_system_of(path: Path) -> str:

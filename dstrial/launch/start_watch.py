@@ -21,20 +21,20 @@ _START_POLL_S = 0.5
 # A new phase is logged after this time without a log line, because several short phases make a long silence too.
 _SILENCE_S = 4.0
 _LOADING_S = 30.0
-# Ages at which a phase is logged again; later every five minutes.
-_REPEAT_AT_S = (30.0, 120.0)
-_REPEAT_EVERY_S = 300.0
+_REPEAT_AFTER_S = 30.0  # age at which a phase is logged again; later each time its age has doubled
 _INITIAL_PHASE = "creating the processes"
 
-# Operator -> how to train without it. Source: DeepSpeed 0.19 runtime/engine.py, _configure_basic_optimizer.
-_ALTERNATIVES = {
-    "fused_adam": 'set "torch_adam": true in optimizer.params',
-    "cpu_adam": 'set "torch_adam": true in optimizer.params and "zero_force_ds_cpu_optimizer": false',
-    "fused_lamb": "choose another optimizer.type",
-    "fused_lion": "choose another optimizer.type",
-    "cpu_lion": "choose another optimizer.type",
-    "cpu_adagrad": "choose another optimizer.type",
-    "async_io": 'offload to "cpu" instead of "nvme"',
+# Operator used in training -> the setting that enables it, and how to train without it. All others are for inference or
+# special layers. Source: DeepSpeed 0.19.8 ``runtime/engine.py`` ``get_optimizer_configuration``, ``ops/op_builder``.
+WITHOUT_OPERATOR = {
+    "fused_adam": 'optimizers "Adam" and "AdamW": set `"torch_adam": true` in optimizer.params',
+    "cpu_adam": '"Adam" with offload_optimizer: set `"torch_adam": true` in optimizer.params and '
+    '`"zero_force_ds_cpu_optimizer": false`',
+    "fused_lamb": 'optimizer "Lamb": take "AdamW" with `"torch_adam": true`',
+    "fused_lion": 'optimizer "Lion": take "AdamW" with `"torch_adam": true`',
+    "cpu_lion": '"Lion" with offload_optimizer: take "AdamW" with `"torch_adam": true`',
+    "cpu_adagrad": '"Adagrad" with offload_optimizer: take "AdamW" with `"torch_adam": true`',
+    "async_io": 'offload to NVMe: set the offload\'s device to "cpu" (to compile it, install libaio-dev)',
 }
 
 
@@ -54,13 +54,7 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S
-    if any(logged_age_s < due_s <= age_s for due_s in _REPEAT_AT_S):
-        return True
-    return age_s > _REPEAT_AT_S[-1] and age_s - logged_age_s >= _REPEAT_EVERY_S
-
-
-def lasting(age_s: float) -> str:
-    return f", for {age_s:.0f} s" if age_s >= 1 else ""
+    return age_s >= max(_REPEAT_AFTER_S, 2 * logged_age_s)
 
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
@@ -75,7 +69,7 @@ def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Acti
 
 def build_activity(operator: str, since_s: float, folder: Path, holder: str) -> Activity:
     clock = time.strftime("%H:%M:%S", time.localtime(since_s))
-    without = _ALTERNATIVES.get(operator)
+    without = WITHOUT_OPERATOR.get(operator)
     way = f"To do without, {without}; to compile before" if without else "To compile before"
     detail = (
         f"since {clock}{holder}; ranks that use it wait. It happens once and may take minutes: the result is kept in {folder} "
@@ -102,18 +96,6 @@ def watched_start(
         yield
 
 
-def _min_lock_age_s(build: Build) -> float:
-    """Return the age from which a lock is reported, seconds."""
-    # An operator that is only loaded takes the lock briefly too. Builds are found by their locks instead of a wrapped
-    # `jit_load`, because locks also cover waiting ranks, other trials, and the user's own extensions.
-    return _LOADING_S if build.is_kept else _SILENCE_S
-
-
-def _is_training(phase: tuple[str, float] | None) -> bool:
-    # Other builds do not block ranks that train; a script may wait for a build at any time.
-    return phase is not None and phase[0] == TRAINING
-
-
 class _Watch:
     def __init__(
         self, phase_files: Callable[[], Sequence[Path]], print_line: Callable[[str], None], root: Path | None
@@ -125,7 +107,6 @@ class _Watch:
         self._last_logged_s = self._began_s
         self._logged_age_s: dict[tuple[str, float], float] = {}
         self._shown = ShownFile(STARTING_NAME)
-        self._last_shown: dict[str, object] | None = None
         self._next_cleaning_s = 0.0
 
     def poll(self) -> None:
@@ -135,13 +116,18 @@ class _Watch:
         phases = [read_phase(path) for path in self._phase_files()]
         found = activity(phases, self._began_s)
         is_untrained = found is not None
-        builds = [] if phases and all(_is_training(phase) for phase in phases) else self._builds()
+        # Other builds do not block ranks that train; a script may wait for a build at any time.
+        is_training = bool(phases) and all(phase is not None and phase[0] == TRAINING for phase in phases)
+        builds = [] if is_training else self._builds()
         if builds:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)
-        self._show(found, is_untrained=is_untrained)
         if found is None:
+            self._shown.show(None)
             return
+        # Not for a script, which may train while an operator is compiled.
+        untrained = {"untrained": found.text} if is_untrained else {}
+        self._shown.show({"phase": found.text, "since_s": found.since_s, **untrained})
         key = (found.text, found.since_s)
         age_s = time.time() - found.since_s
         if is_due(age_s, self._logged_age_s.get(key), time.time() - self._last_logged_s):
@@ -149,22 +135,22 @@ class _Watch:
             self._last_logged_s = time.time()
             self._logged_age_s[key] = age_s
             still = "still " if is_again else ""
-            detail = f" {found.detail}" if found.detail and not is_again else lasting(age_s)
+            detail = f", for {age_s:.0f} s" if age_s >= 1 else ""
+            if found.detail and not is_again:
+                detail = f" {found.detail}"
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
-        now_s = time.time()
-        return [one for one in builds_under_way(self._root) if now_s - one.since_s >= _min_lock_age_s(one)]
+        """Return builds that have held their lock for long.
+
+        An operator that is only loaded takes the lock briefly too. Builds are found by their locks instead of a wrapped
+        ``jit_load``, because locks also cover waiting ranks, other trials, and the user's own extensions.
+        """
+        return [
+            build
+            for build in builds_under_way(self._root)
+            if time.time() - build.since_s >= (_LOADING_S if build.is_kept else _SILENCE_S)
+        ]
 
     def close(self) -> None:
-        self._show(None, is_untrained=False)
-
-    def _show(self, found: Activity | None, *, is_untrained: bool) -> None:
-        fields: dict[str, object] | None = None
-        if found is not None:
-            fields = {"phase": found.text, "since_s": found.since_s}
-            if is_untrained:  # not for a script, which may train while an operator is compiled
-                fields["untrained"] = found.text
-        if fields != self._last_shown:
-            self._last_shown = fields
-            self._shown.show(fields)
+        self._shown.show(None)

@@ -54,13 +54,16 @@ class ShownFile:
     def __init__(self, name: str) -> None:
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
         self._path = Path(directory) / name if directory else None
+        self._content: dict[str, Any] | None = None
 
     def show(self, fields: Mapping[str, Any] | None) -> None:
         """Replace the file's content; None deletes the file."""
-        if self._path is None:
+        content = None if fields is None else dict(fields)
+        if self._path is None or content == self._content:
             return
         with contextlib.suppress(OSError):  # The next poll writes the file.
-            if fields is None:
+            if content is None:
                 self._path.unlink(missing_ok=True)
             else:
-                replace_file(self._path, json.dumps(dict(fields)), sync=False)
+                replace_file(self._path, json.dumps(content), sync=False)
+            self._content = content

@@ -193,21 +193,8 @@ _EXPLAINED = {
     "QOSMaxJobsPerUserLimit": "its user has as many jobs as may run at once",
     "AssocMaxJobsLimit": "its account has as many jobs as may run at once",
 }
-_NEVER = (
-    "PartitionConfig",
-    "PartitionNodeLimit",
-    "PartitionTimeLimit",
-    "BadConstraints",
-    "AccountNotAllowed",
-    "QOSNotAllowed",
-)
 # As QOSMaxCpuPerUserLimit and AssocGrpCPUMinutesLimit.
 _LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
-
-
-def is_for_ever(reason: str) -> bool:
-    """Return whether a job with this reason waits until something changes. Pure."""
-    return reason.partition(",")[0] in _NEVER or (_LIMIT.fullmatch(reason) is not None and "PerJob" in reason)
 
 
 def explained(reason: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import warm_start
 
-from dstrial.cli.run_submission import Submission
+from dstrial.cli.submit import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory, RunState
@@ -365,18 +365,13 @@ class TestScripts:
         assert run_directory.read_record().state is RunState.STOPPED
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
 
-    def test_an_attempt_that_cannot_be_started_is_on_record_as_failed(
-        self, make_project: MakeProject
-    ) -> None:
+    def test_run_of_missing_program_fails_with_its_name(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT, "no-such-program")
         ended = project.run()
-        assert ended.returncode == 1
-        assert ended.stderr.startswith("the command is 'no-such-program'; expected")
+        assert ended.returncode == 2
+        assert "the command is 'no-such-program'; expected a program that can be run" in ended.stdout
         (run_directory,) = project.run_directories()
-        record = run_directory.read_record()
-        assert record.state is RunState.FAILED
-        assert record.failure is not None
-        assert record.failure.startswith("LaunchError: the command is 'no-such-program'")
+        assert run_directory.read_record().state is RunState.FAILED
 
     def test_a_runs_directory_that_cannot_be_made_is_one_clear_error(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT)

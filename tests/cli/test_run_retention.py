@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
-from dstrial.cli.run_submission import Submission
+from dstrial.cli.submit import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest

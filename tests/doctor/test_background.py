@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from dstrial.doctor.background import Background, NoAnswerError, within
+from dstrial.doctor.finding import Background, NoAnswerError, within
 
 
 def test_a_call_that_hangs_is_given_up_and_the_rest_goes_on():

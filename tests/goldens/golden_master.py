@@ -236,7 +236,7 @@ def fingerprints(scratch: Path) -> dict[str, str]:
     from determined.common.api.bindings import v1File
 
     from dstrial.checkpoint.checksum import signed, with_checksum
-    from dstrial.cli.run_submission import fingerprint as of_submission
+    from dstrial.cli.submit import fingerprint as of_submission
     from dstrial.master.backends.failures import fingerprint as of_failure
     from dstrial.master.store.users import client_hash
     from dstrial.master.webhooks.delivery import signature

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dstrial.errors import TrialContractError
-from dstrial.launch.memory_shortage import gib, is_memory_shortage, memory_advice
+from dstrial.launch.memory_shortage import is_memory_shortage, memory_advice
 from dstrial.launch.tracebacks import ShortTraceback, short_traceback
 
 HEAD = "Traceback (most recent call last):"
@@ -169,7 +169,6 @@ def test_what_was_held_is_counted_by_what_it_was() -> None:
     assert float(sizes["gradients"]) >= 4
     assert float(sizes["optimizer state"]) >= 8
     assert len(optimizer.state) == 1
-    assert gib(3 << 30) == "3 GiB"
 
 
 def parts_of(advice: str) -> list[str]:

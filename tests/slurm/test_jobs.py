@@ -8,7 +8,6 @@ from dstrial.slurm.client import is_away, is_not_yet, refused, why_away
 from dstrial.slurm.jobs import (
     Job,
     explained,
-    is_for_ever,
     is_up,
     parse_job,
     parse_nodes,
@@ -194,27 +193,23 @@ def test_a_waiting_job_says_why_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "said", "expected"),
+    ("reason", "said"),
     [
-        ("QOSMaxCpuPerJobLimit", "asks for more than its QOS lets a job have", True),
-        ("AssocMaxWallDurationPerJobLimit", "asks for more than its account lets a job have", True),
-        ("QOSMaxCpuPerUserLimit", "its user has as much as its QOS lets a user have at once", False),
-        ("QOSMaxJobsPerUserLimit", "its user has as many jobs as may run at once", False),
+        ("QOSMaxCpuPerJobLimit", "asks for more than its QOS lets a job have"),
+        ("AssocMaxWallDurationPerJobLimit", "asks for more than its account lets a job have"),
+        ("QOSMaxCpuPerUserLimit", "its user has as much as its QOS lets a user have at once"),
+        ("QOSMaxJobsPerUserLimit", "its user has as many jobs as may run at once"),
         (
             "AssocGrpCpuLimit",
             "waits for jobs of its account to end, which have as much as they may together",
-            False,
         ),
-        ("QOSGrpCPUMinutesLimit", "waits until its QOS has time to give again", False),
-        ("PartitionTimeLimit", "asks for more time than its partition lets a job have", True),
-        ("Resources", "waits for nodes to become free", False),
+        ("QOSGrpCPUMinutesLimit", "waits until its QOS has time to give again"),
+        ("PartitionTimeLimit", "asks for more time than its partition lets a job have"),
+        ("Resources", "waits for nodes to become free"),
     ],
 )
-def test_a_limit_is_told_in_words_and_only_that_of_one_job_lasts(
-    reason: str, said: str, *, expected: bool
-) -> None:
+def test_reason_of_a_limit_is_explained(reason: str, said: str) -> None:
     assert explained(reason) == f"{reason}: {said}"
-    assert is_for_ever(reason) == expected
 
 
 def test_what_is_no_job() -> None:

@@ -235,7 +235,7 @@ class FakeWorld(contextlib.ExitStack):
         self.callback(vars(self).pop, "_kernels")
         for name in names:
             num_returns = len(getattr(operations, name).default._schema.returns)
-            self._kernels.impl(name, _kernel(work, num_returns=num_returns), _META)
+            self._kernels.impl(name, _kernel(work, num_returns=num_returns), _META)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

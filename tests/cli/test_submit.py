@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import copy
 import subprocess
 import sys
@@ -8,14 +9,17 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from dstrial.cli.run_entrypoint import parse_entrypoint
-from dstrial.cli.run_submission import (
+from dstrial.cli.experiment_arguments import ResumePoint, parse_entrypoint
+from dstrial.cli.run import add_parser
+from dstrial.cli.submit import (
+    RunRequest,
     Submission,
+    command_line,
     config_of_run,
     fingerprint,
     submitted_config,
 )
-from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config import load_experiment
 from dstrial.context_directory import list_context
 from dstrial.local.run_directory import RunDirectory
 from dstrial.master.state_directory import process_start_time
@@ -30,9 +34,24 @@ resources: {{slots_per_trial: 3}}
 """
 
 
-def experiment_of(directory: Path, entrypoint: str = "ls", more: str = "") -> ExperimentConfig:
-    (directory / "exp.yaml").write_text(CONFIG.format(entrypoint=entrypoint, more=more))
-    return load_experiment(directory / "exp.yaml", directory)
+def request_of(
+    directory: Path,
+    entrypoint: str = "ls",
+    more: str = "",
+    checkpoint: Path | None = None,
+    num_slots: int = 3,
+    **flags: object,
+) -> RunRequest:
+    (directory / "exp.yaml").write_text(CONFIG.format(entrypoint="ls", more=more))
+    flags = {"test": False, "no_progress": False, "python": "/hosts/python"} | flags
+    return RunRequest(
+        argparse.Namespace(**flags),
+        load_experiment(directory / "exp.yaml", directory),
+        parse_entrypoint(entrypoint, "x"),
+        num_slots=num_slots,
+        max_restarts=1,
+        point=None if checkpoint is None else ResumePoint(None, checkpoint),
+    )
 
 
 @pytest.fixture
@@ -50,33 +69,24 @@ def run_directory(tmp_path: Path) -> RunDirectory:
         ("torchrun --nproc-per-node 2 train.py", ["torchrun", "--nproc-per-node", "2", "train.py"]),
     ],
 )
-def test_ranks_are_started_by_our_launcher_unless_the_command_starts_them(
+def test_submitted_config_starts_commands_by_our_launcher(
     tmp_path: Path, entrypoint: str, submitted: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text("class Trial: pass\n")
-    experiment = experiment_of(tmp_path)
-    before = copy.deepcopy(experiment.raw)
-    config = submitted_config(experiment, parse_entrypoint(entrypoint, "x"), num_slots=2, max_restarts=1)
+    request = request_of(tmp_path, entrypoint, num_slots=2)
+    before = copy.deepcopy(request.experiment.raw)
+    config = submitted_config(request)
     assert config["entrypoint"] == submitted
     assert config["resources"]["slots_per_trial"] == 2
     assert config["max_restarts"] == 1
-    assert experiment.raw == before
+    assert request.experiment.raw == before
 
 
-def test_the_trial_is_told_its_run_directory_and_keeps_its_checkpoints_there(
+def test_config_of_run_names_its_directory_and_checkpoints(
     tmp_path: Path, run_directory: RunDirectory
 ) -> None:
-    experiment = experiment_of(tmp_path)
-    config = submitted_config(experiment, parse_entrypoint("ls", "x"), num_slots=3, max_restarts=0)
-    whole = config_of_run(
-        config,
-        experiment,
-        run_directory,
-        checkpoint=tmp_path / "checkpoint",
-        is_test=True,
-        is_search=False,
-        python="/hosts/python",
-    )
+    request = request_of(tmp_path, checkpoint=tmp_path / "checkpoint", test=True)
+    whole = config_of_run(submitted_config(request), request, run_directory)
     assert set(whole["environment"]["environment_variables"]) == {
         "FROM_CONFIG=a b",
         "DET_PYTHON_EXECUTABLE=/hosts/python",
@@ -95,19 +105,15 @@ def test_the_trial_is_told_its_run_directory_and_keeps_its_checkpoints_there(
         ("checkpoint_storage: {save_trial_best: 2}", {"save_trial_best": 2}),
     ],
 )
-def test_the_master_is_told_which_checkpoints_to_keep_only_where_the_config_says_so(
+def test_config_of_run_keeps_only_given_retention(
     tmp_path: Path, run_directory: RunDirectory, more: str, kept: dict[str, int]
 ) -> None:
-    experiment = experiment_of(tmp_path, more=more)
-    config = submitted_config(experiment, parse_entrypoint("ls", "x"), num_slots=1, max_restarts=0)
-    whole = config_of_run(
-        config, experiment, run_directory, checkpoint=None, is_test=False, is_search=False, python="python"
-    )
-    storage = whole["checkpoint_storage"]
+    request = request_of(tmp_path, more=more)
+    storage = config_of_run(submitted_config(request), request, run_directory)["checkpoint_storage"]
     assert {key: value for key, value in storage.items() if key.startswith("save_")} == kept
 
 
-def test_another_config_or_another_file_is_another_submission(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_config_and_packed_files(tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "train.py").write_text("a")
@@ -121,7 +127,7 @@ def test_another_config_or_another_file_is_another_submission(tmp_path: Path) ->
     assert fingerprint({"a": 1}, list_context(context).v1_files()) != first
 
 
-def test_what_was_submitted_is_remembered(run_directory: RunDirectory) -> None:
+def test_submission_is_read_back_unless_damaged(run_directory: RunDirectory) -> None:
     assert Submission.read(run_directory) is None
     submission = Submission(7, "cluster", "print", {"save_trial_best": 1})
     submission.write(run_directory)
@@ -130,10 +136,32 @@ def test_what_was_submitted_is_remembered(run_directory: RunDirectory) -> None:
     assert Submission.read(run_directory) is None
 
 
+def test_command_line_repeats_flags_with_changes() -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers(dest="command"))
+    words = [
+        "run",
+        "exp.yaml",
+        "context",
+        "--config",
+        "a=1",
+        "--config",
+        "b=2",
+        "--slots",
+        "2",
+        "--no-progress",
+    ]
+    slurm = ["--slurm", "--sbatch-arg=--time=1", "--sbatch-arg=--qos=x"]
+    args = parser.parse_args([*words, *slurm, "--detach"])
+    assert command_line(args) == [*words, *slurm]
+    changed = [*words[:-2], "4", "--no-progress", "--resume", "latest", *slurm]
+    assert command_line(args, slots=4, resume="latest") == changed
+
+
 _OWNER = """
 import sys
 from pathlib import Path
-from dstrial.cli.run_submission import own_master
+from dstrial.cli.submit import own_master
 from dstrial.local.run_directory import RunDirectory
 from dstrial.master.daemon import MasterOptions
 with own_master(RunDirectory(Path(sys.argv[1])), MasterOptions(num_slots=1)) as master:

@@ -1,0 +1,323 @@
+"""What ``dstrial run`` shows of training, and its summary at the end.
+
+A terminal gets a progress bar, a pipe or file plain lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from dstrial.cli.follow import Verdict
+from dstrial.cli.streams import LossTolerantStream, text_table
+from dstrial.config import ExperimentConfig
+from dstrial.config.secrets import SecretNames, masked
+from dstrial.errors import DstrialError
+from dstrial.launch.failures import LaunchOutcome
+from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
+from dstrial.local.json_files import read_json
+from dstrial.local.run_directory import RunDirectory, RunState, shown_path
+from dstrial.local.run_monitor import Report, RunView, named_metric, read_validations
+from dstrial.master.store.views.observe import ExperimentView, TrialView
+from dstrial.telemetry.summary import summary_rows
+from dstrial.visible_text import visible
+
+_SILENCE_S = 4.0  # a startup phase is shown if nothing was printed for this long
+_MAX_TRIALS_SHOWN = 50
+
+
+def number(value: float) -> str:
+    """Format a metric with four significant digits."""
+    return f"{value:.4g}"
+
+
+def report_line(report: Report, batches_total: int | None, metric: str | None) -> str:
+    """Format a report, for example ``batch 100/1000  loss 0.52  1834 samples/s``."""
+    total = "" if batches_total is None else f"/{batches_total}"
+    place = f"batch {report.steps_completed}{total}"
+    shown = named_metric(report, metric if report.group == "validation" else "loss")
+    parts = [place] if report.group == "training" else [f"{place}  {report.group}"]
+    if shown is not None:
+        parts.append(f"{shown[0]} {number(shown[1])}")
+    speed = report.metrics.get("samples_per_second")
+    if report.group == "training" and speed is not None:
+        parts.append(f"{number(speed)} samples/s")
+    return "  ".join(parts)
+
+
+def _is_phase(text: str) -> bool:
+    """Return whether a line of ``launch.start_watch`` only names a startup phase."""
+    return text.startswith("dstrial.launch: starting: ") and " since " not in text
+
+
+class Display:
+    """Shows one attempt at a run as plain lines, one per report."""
+
+    def __init__(
+        self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
+    ) -> None:
+        self._out = out
+        self._err = err
+        self._num_ranks = num_ranks
+        self._metric = metric
+        self._shown: set[str] = set()
+        self._written_s = time.monotonic()
+
+    def line(self, text: str, rank: int | None = None, stream: str = "stdout") -> None:
+        """Show a line of a rank, or without a rank one of the command or its launcher."""
+        if rank is None:
+            self.message(text)
+        else:
+            prefix = "" if self._num_ranks == 1 else f"[rank {rank}] "
+            self._write(prefix + text, self._err if stream == "stderr" else self._out)
+
+    def message(self, text: str) -> None:
+        """Show a line, unless it is a startup phase, which ``starting`` shows."""
+        if not _is_phase(text):
+            self._write(text, self._out)
+
+    def starting(self, text: str, age_s: float) -> None:
+        """Show the phase before the first batch, once, if nothing else was shown lately."""
+        is_silent = time.monotonic() - self._written_s >= _SILENCE_S
+        if text not in self._shown and (is_silent or text.startswith("waiting for ")):
+            self._shown.add(text)
+            self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
+
+    def view(self, view: RunView) -> None:
+        """Show progress and new reports."""
+        for report in view.new_reports:
+            if report.group in ("training", "validation"):
+                self.message(report_line(report, view.batches_total, self._metric))
+
+    def close(self) -> None:
+        """End the display; later output is printed below it."""
+
+    def _write(self, text: str, stream: LossTolerantStream) -> None:
+        self._written_s = time.monotonic()
+        stream.write(visible(text) + "\n")
+
+
+class BarDisplay(Display):
+    """A progress bar in the terminal's last line, with all other lines above it."""
+
+    def __init__(
+        self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
+    ) -> None:
+        super().__init__(out, err, num_ranks=num_ranks, metric=metric)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("time left"),
+            TimeRemainingColumn(),
+            console=Console(file=cast(TextIO, out), highlight=False),
+            refresh_per_second=5,
+        )
+        self._task: TaskID = self._progress.add_task("starting", total=None, numbers="")
+        self._has_begun = False
+        self._progress.start()
+
+    def starting(self, text: str, age_s: float) -> None:
+        if not self._has_begun:
+            self._progress.update(self._task, description=f"{text[:60]}, {age_s:.0f} s")
+
+    def view(self, view: RunView) -> None:
+        if view.batches_trained is None or view.batches_total is None:
+            return
+        parts = [f"{view.batches_trained}/{view.batches_total} batches"]
+        for prefix, pair in (("", view.loss), ("val ", view.validation)):
+            if pair is not None:
+                parts.append(f"{prefix}{pair[0]} {number(pair[1])}")
+        if view.samples_per_second is not None:
+            parts.append(f"{number(view.samples_per_second)} samples/s")
+        total, completed = view.batches_total, view.batches_trained
+        if not self._has_begun:
+            # The batches before a resume must not count as speed.
+            self._has_begun = True
+            self._progress.reset(self._task, total=total, completed=completed, description="training")
+        self._progress.update(self._task, total=total, completed=completed, numbers="  ".join(parts))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _write(self, text: str, stream: LossTolerantStream) -> None:  # noqa: ARG002 - a terminal shows both
+        self._progress.console.print(Text(visible(text)), soft_wrap=True)
+
+
+def summary(
+    run_directory: RunDirectory,
+    verdict: Verdict,
+    view: RunView,
+    *,
+    metric: str,
+    smaller_is_better: bool,
+    resume_command: Sequence[str],
+    steps_before: int | None = None,
+) -> list[str]:
+    """Return the last lines: state, validations, paths, and the command that resumes.
+
+    ``steps_before`` are the batches of the checkpoint from which the attempt resumed, or None.
+    """
+    stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
+    checkpoint = newest_checkpoint(run_directory.checkpoints_path)
+    place = ""
+    if view.batches_trained is not None:
+        place = f" at batch {view.batches_trained}"
+        place += "" if view.batches_total is None else f" of {view.batches_total}"
+    saved = None if checkpoint is None else checkpoint.steps_completed
+    details = [verdict.reason, _what_remains(verdict, view.batches_trained, saved, steps_before)]
+    described = "; ".join(detail for detail in details if detail is not None)
+    rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
+    validations = read_validations(run_directory, metric)
+    measured = {step: value for step, value in validations.items() if not math.isnan(value)}
+    choose = min if smaller_is_better else max
+    if validations:
+        last = max(validations)
+        text = f"{metric} {validations[last]:.6g} at batch {last}"
+        if measured:
+            best = choose(sorted(measured), key=lambda step: measured[step])
+            text += f", best {measured[best]:.6g} at batch {best}"
+        rows.append(("validation", text))
+    skipped = skipped_steps(run_directory)
+    if skipped is not None:
+        rows.append(("skipped steps", skipped))
+    rows += telemetry_rows(run_directory)
+    rows.append(("run directory", f"{shown_path(run_directory.path)}, with"))
+    if checkpoint is not None:
+        of_best = [found for found in stored if found.steps_completed in measured]
+        best_stored = choose(of_best, key=lambda found: measured[found.steps_completed], default=None)
+        if best_stored is not None:
+            value = measured[best_stored.steps_completed]
+            is_last = best_stored.uuid == checkpoint.uuid
+            where = "the last" if is_last else f"checkpoints/{best_stored.path.name}"
+            rows.append(("  best", f"{where} (batch {best_stored.steps_completed}, {metric} {value:.6g})"))
+        rows.append(("  last", f"checkpoints/{checkpoint.path.name} (batch {checkpoint.steps_completed})"))
+    attempt = run_directory.attempt_logs_path(run_directory.read_record().num_attempts)
+    parts = [run_directory.metrics_path, run_directory.tensorboard_path, attempt]
+    rows.append(("  files", ", ".join(str(part.relative_to(run_directory.path)) for part in parts)))
+    if verdict.state is not RunState.COMPLETED and checkpoint is not None and resume_command:
+        rows.append(("resume with", shlex.join(resume_command)))
+    return row_lines(rows)
+
+
+def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Format rows of the summary."""
+    return [f"{name + ':':<15}{value}" for name, value in rows]
+
+
+def at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
+    """Return a view at the failed rank's batch if no report has reached it."""
+    batch = outcome.first_failure and outcome.first_failure.batches_trained
+    if not batch:
+        return view
+    return dataclasses.replace(view, batches_trained=max(batch, view.batches_trained or 0))
+
+
+def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
+    with contextlib.suppress(
+        DstrialError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+    ):
+        predicted = read_json(run_directory.memory_path) or {}
+        return summary_rows(read_json(run_directory.telemetry_path) or {}, predicted.get("stages", ()))
+    return []  # the file is damaged; the rest of the summary is still shown
+
+
+def skipped_steps(run_directory: RunDirectory) -> str | None:
+    """Return how many of how many optimizer steps were skipped; None for none."""
+    status: Mapping[str, object] = {}
+    with contextlib.suppress(DstrialError):
+        status = read_json(run_directory.status_path) or {}
+    if not status.get("skipped_steps"):
+        return None
+    return f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
+
+
+def _what_remains(
+    verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
+) -> str | None:
+    """Return which of the trained batches are kept or lost."""
+    if verdict.state is RunState.COMPLETED:
+        has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
+        return None if has_trained else "nothing was left to train"
+    if verdict.goes_on:
+        return None
+    if batches_saved is None:
+        return "no checkpoint"
+    is_ahead = batches_trained is not None and batches_trained > batches_saved
+    return f"batches after {batches_saved} are lost" if is_ahead else None
+
+
+def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
+    """Return the trials by their best validation, those without one last."""
+
+    def key(trial: TrialView) -> tuple[bool, float, int]:
+        value = trial.best_metric or 0.0
+        return trial.best_metric is None, value if experiment.smaller_is_better else -value, trial.id
+
+    return sorted(view.trials, key=key)
+
+
+def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
+    """Format a search's progress: ``40 %  2 active  accuracy 0.93 (trial 4)``."""
+    counts: dict[str, int] = {}
+    for trial in view.trials:
+        counts[trial.state.lower()] = counts.get(trial.state.lower(), 0) + 1
+    parts = [f"{view.progress * 100:.0f} %", ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))]
+    for best in _best_first(view, experiment)[:1]:
+        if best.best_metric is not None:
+            parts.append(f"{experiment.metric} {number(best.best_metric)} (trial {best.id})")
+    return "  ".join(parts)
+
+
+def search_summary(view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict) -> list[str]:
+    """Return the last lines of a search: its trials, state and best trial."""
+    described = f" ({verdict.reason})" if verdict.reason else ""
+    rows = [("state", verdict.state.value + described)]
+    for best in _best_first(view, experiment)[:1]:
+        if best.best_metric is not None:
+            rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
+    return trial_table(view, experiment) + row_lines(rows)
+
+
+def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
+    """Return one line per trial, the best first, and how many are left out."""
+    specs = experiment.raw.get("hyperparameters") or {}
+    rows = []
+    for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:
+        chosen = _chosen(masked(json.loads(trial.hparams), SecretNames()), specs)
+        hparams = " ".join(f"{name}={_short(value)}" for name, value in chosen)
+        metric = "" if trial.best_metric is None else number(trial.best_metric)
+        rows.append((trial.id, trial.state.lower(), trial.total_batches, metric, hparams))
+    header = ("trial", "state", "batches", experiment.metric, "hyperparameters")
+    lines = text_table(header, rows).splitlines()
+    hidden = len(view.trials) - _MAX_TRIALS_SHOWN
+    return [*lines, f"and {hidden} more"] if hidden > 0 else lines
+
+
+def _chosen(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
+    """Return the hyperparameters that the search chose, by dotted name."""
+    if not isinstance(specs, dict) or not isinstance(values, dict):
+        return []
+    chosen: list[tuple[str, object]] = []
+    for name, spec in specs.items():
+        if not isinstance(spec, dict) or name not in values:
+            continue
+        if "type" not in spec:
+            chosen += _chosen(values[name], spec, f"{prefix}{name}.")
+        elif spec["type"] != "const":
+            chosen.append((prefix + name, values[name]))
+    return chosen
+
+
+def _short(value: object) -> str:
+    return number(value) if isinstance(value, float) else json.dumps(value)

@@ -1,0 +1,274 @@
+"""Follow an experiment until it settles, and judge how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+from dstrial.cli.streams import det_for
+from dstrial.cli.submit import Master
+from dstrial.errors import DstrialError, MasterError, RequestError
+from dstrial.launch.failures import LaunchOutcome
+from dstrial.local.json_files import read_json
+from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.master.store.views import observe
+from dstrial.master.store.views.observe import ExperimentView, LogRow
+from dstrial.process_state import is_stopped
+
+_POLL_PERIOD_S = 0.1
+_LOOK_PERIOD_S = 0.3  # between queries of the experiment's state
+_STALLS_PERIOD_S = 1.0
+_GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
+_FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")
+_BY_SIGTERM = 128 + signal.SIGTERM
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FollowResult:
+    """How following ended."""
+
+    view: ExperimentView | None  # the last one; None if the experiment was deleted
+    stopped_by: str | None  # the signal for which the experiment was paused
+    is_detached: bool = False  # a second signal ended the following
+    is_master_gone: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """The end of an attempt, for the run's record."""
+
+    state: RunState
+    exit_code: int  # of this command
+    reason: str | None = None  # why it did not complete, or was stopped
+    goes_on: bool = False  # the master may still save a checkpoint, so the loss is unknown
+
+
+class LogTail:
+    """Hands new lines of a trial's log to a display.
+
+    The launcher's report on the failing rank and the master's conclusion are left out, because the command's last lines repeat
+    them; if the trial is restarted they are shown. ``after`` has the last known line id of each trial.
+    """
+
+    def __init__(
+        self, master: Master, show: Callable[[str, int | None, str], None], after: dict[int, int]
+    ) -> None:
+        self._master = master
+        self._show = show
+        self._after = dict(after)
+        self._report: list[str] = []
+        self.has_task_lines = False
+
+    def poll(self, trial_id: int) -> None:
+        while rows := observe.new_log_rows(self._master.state, trial_id, self._after.get(trial_id, 0)):
+            self._after[trial_id] = rows[-1].id
+            for row in rows:
+                self._show_row(row)
+
+    def _show_row(self, row: LogRow) -> None:
+        if row.source != "task":
+            if row.level == "WARNING":
+                for line in self._report:
+                    self._show(line, None, "stderr")
+                self._report = []
+            if row.level == "WARNING" or (row.level == "ERROR" and not self._report):
+                self._show(row.text, None, "stderr")
+            return
+        self.has_task_lines = True
+        if row.rank is None and row.stdtype == "stderr":
+            if self._report or _FAILURE_HEADLINE.match(row.text):
+                self._report.append(row.text)
+                return
+        elif row.rank is not None:
+            self._report = []
+        self._show(row.text, row.rank, row.stdtype or "stdout")
+
+
+class StallReporter:
+    """Reports once that the master is stopped or a trial stalls, and its end."""
+
+    def __init__(self, master: Master, experiment_id: int, say: Callable[[str], None]) -> None:
+        self._state = master.state
+        self._experiment_id = experiment_id
+        self._say = say
+        self._shown: dict[str, str] = {}
+
+    def poll(self, *, with_trials: bool) -> None:
+        found = {}
+        record = self._state.running()
+        if record is not None and is_stopped(record.pid):
+            found[""] = (
+                f"the master, process {record.pid}, is stopped (SIGSTOP), and nothing of what runs arrives. Let it go on with "
+                f"`kill -CONT {record.pid}`."
+            )
+        if with_trials:
+            stalled = observe.stalled(self._state)
+            found |= {
+                f"trial {one.trial_id}: ": one.text
+                for one in stalled
+                if one.experiment_id == self._experiment_id
+            }
+        for prefix, text in found.items():
+            if self._shown.get(prefix) != text:
+                self._say(f"{prefix}stalled: {text}")
+        for prefix in self._shown.keys() - found.keys():
+            self._say(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
+        self._shown = found
+
+
+def follow(
+    master: Master,
+    experiment_id: int,
+    signals: list[signal.Signals],
+    *,
+    on_poll: Callable[[ExperimentView], None],
+    on_stop: Callable[[], None],
+    say: Callable[[str], None],
+    has_many_trials: bool = False,
+) -> FollowResult:
+    """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
+
+    ``on_poll`` is called about ten times a second, ``on_stop`` once the master has been asked to pause. ``has_many_trials``
+    reports stalled trials, which the log of a single one shows by itself.
+    """
+    stalls = StallReporter(master, experiment_id, say)
+    is_waiting_for_master = is_pausing = False
+    next_look_at_s = next_stalls_at_s = 0.0
+    gone_since_s: float | None = None
+    view = observe.experiment_view(master.state, experiment_id)
+    while True:
+        now_s = time.monotonic()
+        if signals and not is_pausing:
+            record = master.state.running()
+            # A stopped master would accept the connection and never answer.
+            if record is None or not is_stopped(record.pid):
+                is_pausing = _pause(master, experiment_id)
+                if is_pausing:
+                    on_stop()
+            elif not is_waiting_for_master:
+                is_waiting_for_master = True
+                say(
+                    "the master is stopped and cannot be asked to pause before it goes on (Ctrl-C again to leave that to it)"
+                )
+        stopped_by = signals[0].name if signals else None
+        if signal.SIGINT in signals[1:]:
+            view = observe.experiment_view(master.state, experiment_id)
+            return FollowResult(view, stopped_by, is_detached=True)
+        if now_s >= next_look_at_s:
+            next_look_at_s = now_s + _LOOK_PERIOD_S
+            view = observe.experiment_view(master.state, experiment_id)
+            gone_since_s = (gone_since_s or now_s) if master.state.running() is None else None
+        if now_s >= next_stalls_at_s:
+            next_stalls_at_s = now_s + _STALLS_PERIOD_S
+            stalls.poll(with_trials=has_many_trials)
+        if view is None:
+            return FollowResult(None, stopped_by)
+        on_poll(view)
+        if view.is_settled:
+            return FollowResult(view, stopped_by)
+        # A run's own master is not started again, and ends by the signals that this process gets.
+        limit_s = 0.0 if master.is_own else _GONE_AFTER_S
+        if gone_since_s is not None and now_s - gone_since_s > limit_s:
+            return FollowResult(view, stopped_by, is_master_gone=True)
+        time.sleep(_POLL_PERIOD_S)
+
+
+def kill_command(master: Master, experiment_id: int) -> str:
+    """Return the command that frees an experiment's slots at once."""
+    return f"{det_for(master.record.address)} experiment kill {experiment_id}"
+
+
+def _pause(master: Master, experiment_id: int) -> bool:
+    """Request a pause; return False if the master cannot be asked now."""
+    try:
+        master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
+    except RequestError:
+        return True  # it has ended meanwhile
+    except MasterError:
+        return False
+    return True
+
+
+def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
+    """Return how the last attempt's ranks ended, by their launcher or else the master."""
+    found = []
+    with contextlib.suppress(DstrialError):
+        files = [fields for path in run_directory.outcome_paths() if (fields := read_json(path))]
+        found = [LaunchOutcome.from_json(fields) for fields in files]
+    if found:
+        # Of several hosts, the first one whose rank failed by itself.
+        outcome = min(found, key=lambda one: (one.failed_s is None, one.is_consequence, one.failed_s))
+    else:
+        trials = () if followed.view is None else followed.view.trials
+        exit_code = next((trial.exit_code for trial in trials if trial.exit_code is not None), 0)
+        if followed.stopped_by is not None:
+            exit_code = 0  # the pause ended it
+        outcome = LaunchOutcome(exit_code, None, (exit_code,), None, ())
+    return dataclasses.replace(outcome, stopped_by=followed.stopped_by)
+
+
+def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
+    """Correct a verdict on the ranks by the experiment's state."""
+    view = followed.view
+    if view is None:
+        return Verdict(RunState.FAILED, 1, "the experiment was deleted")
+    if has_own_master and followed.is_detached:
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, "ended at once")
+    if has_own_master and followed.is_master_gone:
+        # Signals that end a job reach its master, too, which stops the trial.
+        return Verdict(RunState.FAILED, 1, "its master has ended") if followed.stopped_by is None else judged
+    if followed.is_detached:
+        saved = max((trial.batches_saved or 0 for trial in view.trials), default=0)
+        what = f"batch {saved}" if saved else "nothing"
+        reason = f"left to the master, which has saved {what} so far"
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, goes_on=True)
+    if followed.is_master_gone:
+        return Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True)
+    if view.state == "CANCELED":
+        return Verdict(RunState.STOPPED, 1, "cancelled")
+    if view.state == "ERROR" and judged.state is not RunState.FAILED:
+        exit_code = next((trial.exit_code for trial in view.trials if trial.exit_code), 1)
+        reasons = [trial.exit_reason for trial in view.trials if len(view.trials) == 1] + [view.end_reason]
+        return Verdict(RunState.FAILED, exit_code, next(filter(None, reasons), "the trial failed"))
+    return judged
+
+
+def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
+    """Judge an attempt by its ranks and ``status.json``.
+
+    It has completed if all ranks exited 0 (the launcher reports exit 0 before the end of training as a failure), or if the trial
+    requested a stop itself before the ranks were asked to.
+    """
+    text = str(status.get("status", ""))
+    if outcome.ended_at_once:
+        return Verdict(RunState.STOPPED, outcome.exit_code, "ended at once")
+    if outcome.first_failure is not None:
+        return Verdict(RunState.FAILED, outcome.exit_code or 1, outcome.first_failure.headline.rstrip(":"))
+    if outcome.stopped_by is not None and text != "completed":
+        exit_code = 128 + signal.Signals[outcome.stopped_by].value
+        return Verdict(RunState.STOPPED, exit_code, outcome.stopped_by)
+    # A rank that was asked to stop while it shut down, after its work was done.
+    was_only_asked_to_stop = outcome.stopped_by is not None and set(outcome.exit_codes) <= {0, _BY_SIGTERM}
+    if outcome.exit_code != 0 and not (text == "completed" and was_only_asked_to_stop):
+        return Verdict(RunState.FAILED, outcome.exit_code, f"exit code {outcome.exit_code}")
+    if status.get("early_exit") is not None:
+        return Verdict(RunState.FAILED, 1, f"the trial gave up: {status['early_exit']}")
+    if text == "stopped: requested":
+        return Verdict(RunState.COMPLETED, 0, "the trial's own request")
+    if text.startswith("stopped"):
+        return Verdict(RunState.STOPPED, _BY_SIGTERM, text.partition(": ")[2] or text)
+    return Verdict(RunState.COMPLETED, 0)
+
+
+def judge_search(followed: FollowResult) -> Verdict:
+    """Judge a search whose master still knows it, apart from its failures."""
+    state = "deleted" if followed.view is None else followed.view.state.lower()
+    if state == "completed":
+        return Verdict(RunState.COMPLETED, 0)
+    if followed.stopped_by is not None:
+        return Verdict(RunState.STOPPED, 128 + signal.Signals[followed.stopped_by], followed.stopped_by)
+    return Verdict(RunState.STOPPED, 1, state)

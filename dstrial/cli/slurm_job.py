@@ -1,0 +1,389 @@
+"""``dstrial run --slurm``: submit a job and follow it, or train inside one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dstrial.cli.follow import Verdict
+from dstrial.cli.streams import LossTolerantStream
+from dstrial.config import ExperimentConfig
+from dstrial.errors import ConfigError, ConfigProblem, LaunchError
+from dstrial.hosts.hostfile import require_hostfile
+from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.json_files import write_json_atomically
+from dstrial.local.run_directory import (
+    RunDirectory,
+    RunState,
+    default_runs_dir,
+    experiment_slug,
+    new_run_path,
+    shown_path,
+)
+from dstrial.ranks.stop_signals import noted_signals
+from dstrial.slurm import client
+from dstrial.slurm.allocation import Allocation, allocation_of
+from dstrial.slurm.jobs import Job
+from dstrial.slurm.script import (
+    LOG_NAME,
+    OF_CLUSTERS,
+    SCRIPT_NAME,
+    asks_for_devices,
+    batch_script,
+    request_lines,
+    sbatch_args,
+    value_of,
+)
+from dstrial.visible_text import visible
+
+_POLL_S = 3.0  # between queries of Slurm's controller; a grace period is rarely below 30 s
+_SHOW_S = 0.5  # between reads of the job's output
+_AWAY_S = 60.0  # after which a controller that does not answer is reported
+_ENDED_BY_REQUEUE_S = 90.0  # by then Slurm has ended this process
+_PREEMPTED = "Slurm gives its nodes to another job"
+
+
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "Slurm",
+        "Submit the run as a batch job and follow it; in an allocation (salloc, sbatch) train on its nodes.",
+    )
+    group.add_argument("--slurm", action="store_true", help="train under Slurm, a task for each slot")
+    group.add_argument(
+        "--sbatch-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="one more option of sbatch, --sbatch-arg=--partition=gpu for example; repeatable, behind slurm.sbatch_args",
+    )
+    group.add_argument("--print-sbatch", action="store_true", help="show the batch script and submit nothing")
+    group.add_argument("--detach", action="store_true", help="submit the job and do not follow it")
+
+
+def require_slurm_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go together."""
+    if args.slurm:
+        nodes_fix = "Use --sbatch-arg=--nodelist=NODES or --sbatch-arg=--exclude=NODES."
+        rules = [
+            ("--hostfile", args.hostfile, "one of the two", "Leave --hostfile out: Slurm names the nodes."),
+            ("--include", args.include, "options of sbatch", nodes_fix),
+            ("--exclude", args.exclude, "options of sbatch", nodes_fix),
+        ]
+    else:
+        require_hostfile(args)
+        rules = [
+            (flag, value, "both or none", "Add --slurm.")
+            for flag, value in (
+                ("--sbatch-arg", args.sbatch_arg),
+                ("--print-sbatch", args.print_sbatch),
+                ("--detach", args.detach),
+            )
+        ]
+    got = "given with --slurm" if args.slurm else "given without --slurm"
+    problems = [ConfigProblem(flag, got, expected, fix) for flag, value, expected, fix in rules if value]
+    if problems:
+        raise ConfigError(problems)
+
+
+def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return a hint for a user who trains on one node of a job of several."""
+    with contextlib.suppress(LaunchError):
+        allocation = allocation_of(environ)
+        if allocation is not None and len(allocation.nodes) > 1:
+            return (
+                f"job {allocation.job_id} has {len(allocation.nodes)} nodes, and this trains on one of them alone; "
+                "--slurm trains on all"
+            )
+    return None
+
+
+class BatchJob:
+    """The Slurm job inside which this command trains a run.
+
+    If Slurm ends the job early, the run is stopped with a checkpoint and the job is requeued.
+    """
+
+    def __init__(self, allocation: Allocation, run_directory: RunDirectory) -> None:
+        self._job_id = allocation.job_id
+        self._newest = newest_checkpoint(run_directory.checkpoints_path)
+        self._requeue_reason = ""
+        write_json_atomically(run_directory.slurm_job_path, {"job_id": self._job_id})
+
+    def watch(self, signals: list[signal.Signals]) -> None:
+        """Add SIGTERM to ``signals`` when Slurm ends the job; any signal ends the watch.
+
+        Slurm signals the steps of a preempted job, but not its batch script.
+        """
+
+        def poll() -> None:
+            while not signals:
+                job = self._job()
+                if job is not None and (job.is_preempted or job.state != "RUNNING"):
+                    signals.append(signal.SIGTERM)
+                time.sleep(_POLL_S)
+
+        threading.Thread(target=poll, name="dstrial-slurm-job", daemon=True).start()
+
+    def judged(self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory) -> Verdict:
+        """Decide whether to requeue the job, and return the verdict with its reason."""
+        if verdict.state is RunState.COMPLETED:
+            return verdict
+        if stopped_by == signal.SIGUSR1.name:
+            newest = newest_checkpoint(run_directory.checkpoints_path)
+            if newest is None or (self._newest is not None and newest.uuid == self._newest.uuid):
+                if verdict.state is not RunState.STOPPED:
+                    return verdict
+                reason = "the job's time is over, and it has stored no checkpoint: ask for more time (--sbatch-arg=--time=...)"
+                return Verdict(RunState.FAILED, 1, reason)
+            self._requeue_reason = "its time is over"
+        else:
+            job = self._job()
+            if job is None or not job.is_preempted:
+                return verdict
+            self._requeue_reason = _PREEMPTED
+        return dataclasses.replace(verdict, reason=self._requeue_reason)
+
+    @property
+    def will_requeue(self) -> bool:
+        return bool(self._requeue_reason)
+
+    def requeue(self, out: LossTolerantStream) -> None:
+        """Requeue the job if ``judged`` has decided so, which ends this process."""
+        if not self._requeue_reason:
+            return
+        job = self._job() if self._requeue_reason == _PREEMPTED else None
+        if job is not None and job.state != "RUNNING":
+            # Slurm 22.05 would requeue even a job that its user has cancelled.
+            out.write(
+                f"job {self._job_id} is left as it is ({job.described}): it was cancelled meanwhile, or Slurm ends it itself\n"
+            )
+            return
+        out.write(f"job {self._job_id} is queued again, because {self._requeue_reason}\n")
+        refusal = client.requeue(self._job_id)
+        if refusal:
+            out.write(f"job {self._job_id} cannot be queued again ({refusal}); go on with it by --resume\n")
+            return
+        time.sleep(_ENDED_BY_REQUEUE_S)
+
+    def _job(self) -> Job | None:
+        with contextlib.suppress(ConnectionError):
+            return client.job_of(self._job_id)
+        return None
+
+
+def run_as_job(
+    args: argparse.Namespace, experiment: ExperimentConfig, inner: Sequence[str], own: Path | None
+) -> int:
+    """Submit a run as a batch job and follow it; return the exit status.
+
+    ``inner`` are arguments of the job's command, without ``--run-dir``; ``own`` is the run's directory if it has one already.
+    """
+    out = LossTolerantStream(sys.stdout)
+    path = own or new_run_path(default_runs_dir(args.runs_dir), experiment.name)
+    options = sbatch_args(experiment.raw.get("slurm") or {}, args.sbatch_arg, str(experiment.path))
+    script = _script(args, experiment, options, inner, path)
+    if args.print_sbatch:
+        out.write(script)
+        return 0
+    job_id, log = _submit(script, path, out, has_own_output=value_of(options, "--output", "-o") is not None)
+    out.write(f"job {job_id}: queued; it prints into {shown_path(log)}\n")
+    if args.detach:
+        out.write(f"`scancel {job_id}` ends it with a checkpoint, `squeue -j {job_id}` says how it is\n")
+        return 0
+    return _Follower(job_id, log, out, python=args.python or sys.executable).follow()
+
+
+def _script(
+    args: argparse.Namespace,
+    experiment: ExperimentConfig,
+    options: list[str],
+    inner: Sequence[str],
+    path: Path,
+) -> str:
+    where = str(experiment.path)
+    settings = experiment.raw.get("slurm") or {}
+    cluster = value_of(options, *OF_CLUSTERS)
+    if cluster is not None:
+        problem = ConfigProblem(
+            f"{where}: slurm.sbatch_args, or --sbatch-arg",
+            f"--clusters={cluster}",
+            "a job of this machine's cluster, where squeue and scancel look for it",
+            "Leave it out, or submit the run on a machine of that cluster.",
+        )
+        raise ConfigError([problem])
+    if not args.print_sbatch:
+        client.require_slurm("sbatch", "scontrol", "scancel", "srun")
+    environ = {**os.environ, **experiment.environment_variables}
+    wants_devices = environ.get("DS_ACCELERATOR") != "cpu" and not asks_for_devices(options)
+    if wants_devices and not settings.get("gpu_type"):
+        partition = value_of(options, "--partition", "-p") or os.environ.get("SBATCH_PARTITION")
+        wants_devices = shutil.which("sinfo") is not None and client.has_devices(partition)
+    num_slots = max(args.slots or experiment.slots_per_trial, 1)
+    python = args.python or sys.executable
+    return batch_script(
+        name=experiment_slug(experiment.name),
+        request=request_lines(settings, options, num_slots, wants_devices=wants_devices, where=where),
+        options=options,
+        run_directory=path,
+        working_directory=Path.cwd(),
+        command=[python, "-u", "-m", "dstrial", *inner, "--run-dir", str(path)],
+        submitted_by=shlex.join(["dstrial", *inner]),
+    )
+
+
+def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: bool) -> tuple[int, Path]:
+    """Queue a batch script; return the job's id and the file of its output."""
+    created = [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        script = path / SCRIPT_NAME
+        script.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"the run directory is {path}, which cannot be made ({error.strerror}); expected one on a file system that all nodes "
+            "mount. Name another place with --runs-dir or DSTRIAL_RUNS_DIR."
+        ) from error
+    unknown = (
+        f"A job may be queued all the same, and keeps {path}; `squeue --me` shows it, `scancel` ends it."
+    )
+    try:
+        job_id = client.submit(script)
+    except LaunchError as error:
+        if not client.is_away(str(error)):
+            _remove(created)
+            raise
+        raise LaunchError(f"{error} {unknown}") from error
+    except BaseException:  # Ctrl-C, most likely
+        out.write(visible(f"{unknown}\n"))
+        raise
+    write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
+    job: Job | None = None
+    with contextlib.suppress(ConnectionError):  # the job is queued, even if Slurm cannot say more now
+        job = client.job_of(job_id) if has_own_output else None
+    if job is not None and job.output:
+        return job_id, Path(job.output.replace("%%", "%"))
+    return job_id, path / LOG_NAME
+
+
+def _remove(created: Sequence[Path]) -> None:
+    """Delete the created directories: that of the run, and its empty parents."""
+    for path in created[:1]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in created[1:]:
+        with contextlib.suppress(OSError):  # another run has begun there
+            path.rmdir()
+
+
+class _Follower:
+    """Shows a job's output. Ctrl-C ends it with a checkpoint, a second one detaches."""
+
+    def __init__(self, job_id: int, log: Path, out: LossTolerantStream, *, python: str) -> None:
+        self._job_id, self._log, self._out, self._python = job_id, log, out, python
+        self._offset = log.stat().st_size if log.exists() else 0
+        self._has_printed = False
+        self._described = ""
+        self._is_stopping = False
+        self._last: Job | None = None
+
+    def follow(self) -> int:
+        poll_at_s, heard_s = 0.0, time.monotonic()
+        with noted_signals() as signals:
+            while True:
+                if len(signals) > 1:
+                    self._say(f"job {self._job_id} goes on by itself; `scancel {self._job_id}` ends it")
+                    return 128 + signals[-1]
+                if signals and not self._is_stopping:
+                    self._stop(signals[0])
+                    poll_at_s = 0.0
+                now_s = time.monotonic()
+                if now_s >= poll_at_s:
+                    poll_at_s = now_s + _POLL_S
+                    try:
+                        job = client.job_of(self._job_id)
+                    except ConnectionError as error:
+                        if now_s > heard_s + _AWAY_S:
+                            heard_s = now_s
+                            self._say(
+                                f"Slurm's controller has not answered for {_AWAY_S:g} s ({error}); the job goes on"
+                            )
+                    else:
+                        heard_s = now_s
+                        self._last = job or self._last
+                        self._show_state(job)
+                        if job is None or job.is_over:
+                            self._show_output()
+                            return self._end()
+                self._show_output()
+                time.sleep(_SHOW_S)
+
+    def _stop(self, stop: signal.Signals) -> None:
+        self._is_stopping = True
+        if self._last is not None and not self._last.is_waiting:
+            refusal = client.cancel(self._job_id, signal_name="TERM")
+            what = "stopping all ranks at the same batch, saving a checkpoint"
+        else:
+            refusal = client.cancel(self._job_id)
+            what = "taking the job out of the queue"
+        self._say(
+            f"{stop.name}: {what} (Ctrl-C again leaves the job alone)" + (f"; {refusal}" if refusal else "")
+        )
+
+    def _show_state(self, job: Job | None) -> None:
+        """Print the job's state if it has changed."""
+        if job is None:
+            return
+        text = "stopped, as asked" if job.state == "FAILED" and self._is_stopping else job.described
+        if text == self._described:
+            return
+        self._described = text
+        again = f", started again {job.num_restarts} time(s)" if job.num_restarts else ""
+        when = f", expected {job.begins_at.replace('T', ' ')}" if job.is_waiting and job.begins_at else ""
+        self._say(f"job {self._job_id}: {text}{again}{when}")
+
+    def _say(self, text: str) -> None:
+        self._out.write(visible(f"{text}\n"))
+
+    def _show_output(self) -> None:
+        """Print the complete lines that the job has written since the last call."""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(1 << 22)
+            whole = data[: data.rfind(b"\n") + 1]
+            if whole:
+                self._offset += len(whole)
+                self._has_printed = True
+                self._out.write(visible(whole.decode(errors="replace")))
+
+    def _end(self) -> int:
+        job = self._last
+        if job is None:
+            self._say(f"Slurm knows nothing of job {self._job_id} any more; {self._log} says what it did")
+            return 1
+        if job.state == "COMPLETED":
+            return 0
+        if job.state == "CANCELLED":
+            return 128 + signal.SIGTERM
+        if not self._has_printed and not self._log.exists():
+            self._say(
+                f"job {self._job_id} has {job.described}, and {self._log.parent} has nothing of it: most likely "
+                f"{job.nodes or 'its node'} does not see this directory. Put it on a file system that all nodes mount, and "
+                "name it by --runs-dir or DSTRIAL_RUNS_DIR."
+            )
+        elif job.exit_code in (126, 127):
+            self._say(
+                f"job {self._job_id} could not be started: {job.nodes or 'its node'} has no Python at {self._python}. Put the "
+                "environment on a file system that all nodes mount, or name another interpreter by --python."
+            )
+        elif job.state != "FAILED":
+            self._say(f"job {self._job_id} has ended: {job.described}")
+        return job.exit_code or (128 + job.signal if job.signal else 1)

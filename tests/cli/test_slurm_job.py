@@ -1,0 +1,134 @@
+"""``dstrial run --slurm`` with scripts that stand for Slurm's commands."""
+
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from dstrial.cli import slurm_job
+from dstrial.cli.follow import Verdict
+from dstrial.cli.slurm_job import BatchJob
+from dstrial.cli.streams import LossTolerantStream
+from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.slurm.allocation import Allocation
+
+pytestmark = pytest.mark.process
+
+CONFIG = """
+name: small
+entrypoint: python3 train.py
+searcher: {name: single, metric: loss, max_length: {batches: 1}}
+"""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dstrial_command: Run) -> Run:
+    """Return what submits a run to an sbatch that does this."""
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "exp.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(commands), prepend=":")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    def submit(sbatch: str, *flags: str) -> tuple[int, str, str]:
+        sbatch = f'[ "$1" = --test-only ] && exit 0\n{sbatch}'
+        for name, body in (
+            ("sbatch", sbatch),
+            ("squeue", ""),
+            ("scontrol", ""),
+            ("sinfo", ""),
+            ("scancel", ""),
+            ("srun", ""),
+        ):
+            (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+            (commands / name).chmod(0o755)
+        return dstrial_command("run", "exp.yaml", ".", "--slurm", "--runs-dir", tmp_path / "runs", *flags)
+
+    return submit
+
+
+def test_refused_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
+    code, _, errors = run("echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
+    assert code == 1
+    assert "invalid partition specified: nope" in errors
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "expected"),
+    [
+        pytest.param(
+            "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", 1, id="unanswered"
+        ),
+        pytest.param("kill -INT $PPID; exit 130", 130, id="ctrl-c"),
+    ],
+)
+def test_possibly_queued_job_keeps_its_directory(
+    run: Run, tmp_path: Path, sbatch: str, expected: int
+) -> None:
+    code, out, errors = run(sbatch)
+    assert code == expected, errors
+    (script,) = tmp_path.glob("runs/small/*/sbatch.sh")
+    assert (
+        f"A job may be queued all the same, and keeps {script.parent}; `squeue --me` shows it" in out + errors
+    )
+
+
+@pytest.mark.parametrize("option", ["--clusters=far", "-Mfar"])
+def test_job_of_another_cluster_is_refused(run: Run, tmp_path: Path, option: str) -> None:
+    code, _, errors = run("echo '123;far'", f"--sbatch-arg={option}")
+    assert code == 1
+    assert "is --clusters=far; expected a job of this machine's cluster" in errors
+    assert not (tmp_path / "runs").exists()
+
+
+_RUNNING_JOB = "JobId=7 JobState={} Reason=None Restarts=0 PreemptTime=2026-11-26T01:23:54 ExitCode=0:0"
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what has scontrol show the job in a state, and note what else it is told."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(slurm_job, "_ENDED_BY_REQUEUE_S", 0.0)
+    script = tmp_path / "scontrol"
+
+    def show(state: str) -> None:
+        line = _RUNNING_JOB.format(state)
+        script.write_text(f'#!/bin/sh\n[ "$1" = show ] && echo \'{line}\' || echo "$@" >> {tmp_path}/told\n')
+        script.chmod(0o755)
+
+    return show
+
+
+@pytest.mark.parametrize(("state", "told"), [("RUNNING", "requeue 7\n"), ("COMPLETING", None)])
+def test_preempted_job_is_requeued_unless_it_ends_meanwhile(
+    scontrol: Callable[[str], None], tmp_path: Path, state: str, told: str | None
+) -> None:
+    scontrol("RUNNING")
+    job = BatchJob(Allocation(7, ("host1",), (1,)), RunDirectory(tmp_path))
+    signals: list[signal.Signals] = []
+    job.watch(signals)
+    wait_for(lambda: signals == [signal.SIGTERM], "the batch script gets no signal itself")
+    stopped = Verdict(RunState.STOPPED, 128 + signal.SIGTERM, "SIGTERM")
+    verdict = job.judged(stopped, signal.SIGTERM.name, RunDirectory(tmp_path))
+    assert verdict.reason == "Slurm gives its nodes to another job"
+    scontrol(state)
+    printed = io.StringIO()
+    job.requeue(LossTolerantStream(printed))
+    path = tmp_path / "told"
+    assert (path.read_text() if path.exists() else None) == told
+    if told is None:
+        assert (
+            printed.getvalue()
+            == "job 7 is left as it is (completing): it was cancelled meanwhile, or Slurm ends it itself\n"
+        )
