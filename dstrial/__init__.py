@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dstrial.config import overwrite_deepspeed_config
     from dstrial.errors import ConfigError, DstrialError
-    from dstrial.loop.settings import FitResult
+    from dstrial.loop.boundaries import FitResult
     from dstrial.runtime import core_context
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
@@ -83,7 +83,7 @@ _HOMES = {
     "DeepSpeedTrialContext": "dstrial.trial.context",
     "DstrialError": "dstrial.errors",
     "Epoch": "determined.pytorch",
-    "FitResult": "dstrial.loop.settings",
+    "FitResult": "dstrial.loop.boundaries",
     "MetricReducer": "determined.pytorch",
     "ModelParallelUnit": "dstrial.trial.model_parallel_unit",
     "PyTorchCallback": "determined.pytorch",

@@ -27,10 +27,9 @@ from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.loggers.run_loggers import RunLoggers, loggers_of
-from dstrial.loop.boundaries import searcher_length, train_unit
+from dstrial.loop.boundaries import FitResult, LoopSettings, searcher_length, train_unit
 from dstrial.loop.loop import TrainingLoop, exits_refused, require_engine
 from dstrial.loop.metric_sinks import MetricSink
-from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.identity import identify
 from dstrial.ranks.startup_phase import begin_phase, end_phases
@@ -278,9 +277,6 @@ class Trainer:
             self._context,
             settings,
             stop_request=self._stop_request,
-            on_start=self._on_start,
-            on_progress=self._on_progress,
-            on_steps=self._on_steps,
             metric_sinks=[*loggers.sinks, *metric_sinks],
         )
         result = loop.run()
@@ -309,18 +305,6 @@ class Trainer:
         if signals is not None and signals.requested is not None:
             return StopReason.SIGNAL
         return StopReason.REQUESTED if runtime.is_stop_requested else None
-
-    def _on_start(self, batches_trained: int) -> None:
-        if (kept := self._runtime.kept_reports) is not None:
-            kept.rewind_to(batches_trained)
-
-    def _on_progress(self, batches_trained: int, batches_total: int) -> None:
-        if (kept := self._runtime.kept_reports) is not None:
-            kept.report_batches(batches_trained, batches_total)
-
-    def _on_steps(self, num_steps: int, num_skipped: int) -> None:
-        if (kept := self._runtime.kept_reports) is not None:
-            kept.note_steps(num_steps, num_skipped)
 
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
         """Return the checkpoint to resume from, and note its number of batches."""

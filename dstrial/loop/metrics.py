@@ -7,6 +7,7 @@ in one copy, nothing synchronises a device or communicates.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,9 @@ from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 _MAX_LOSSES_HELD = 4096
 """Losses of this many newest sets are held until the next report, to see which of them are finite."""
 
-_MAX_BYTES_HELD = 64
+_MAX_BYTES_HELD = 64  # of a storage that a single held loss may keep alive
+
+_IMMUTABLE = (float, int, str, bool, type(None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +79,16 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
         f"{type(returned).__name__}. "
         'Return for example {"loss": loss}.'
     )
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy of a user's value; the value itself if it has none."""
+    if type(value) in _IMMUTABLE:
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001  # user objects fail to copy in any way they like
+        return value
 
 
 def _host_number(value: Any) -> float | None:
