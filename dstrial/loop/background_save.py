@@ -23,7 +23,7 @@ from determined import core
 import dstrial
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, Manifest, hash_file, write_manifest
 from dstrial.errors import CheckpointError, DstrialError
-from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks.heartbeat import heartbeat
 from dstrial.storage_guard import is_storage_gone
 
@@ -103,37 +103,6 @@ class SaveJob:
         return SaveStatus(True, str(self.error) or type(self.error).__name__)
 
 
-def run_on_all_ranks(
-    distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
-) -> list[T]:
-    """Run a step on every rank; return results by rank, or fail on all of them.
-
-    The step's result is small and can be pickled. ``describe`` makes the message of a failure, with this rank's name, which the
-    other ranks raise.
-
-    Raises:
-        CheckpointError: the step raised an ``OSError`` here, or anything on another rank.
-
-    Ranks: all, collectively.
-    """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = step()
-    except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-        error = caught
-    message = None if error is None else describe(error)
-    outcomes: list[tuple[str | None, T]] = distributed.allgather((message, result))
-    if isinstance(error, OSError):
-        raise CheckpointError(message) from error
-    if error is not None:
-        raise error
-    for failure, _ in outcomes:
-        if failure is not None:
-            raise CheckpointError(failure)
-    return [outcome for _, outcome in outcomes]
-
-
 def base_metadata(steps_completed: int) -> dict[str, Any]:
     """Return what the metadata of every checkpoint says, besides its run."""
     return {
@@ -198,7 +167,9 @@ class PendingReports:
     def __init__(self, train: Any) -> None:
         self._shipper: Any = None
         self._num_posted = 0
-        if type(train) is not core.TrainContext and not isinstance(train, MirroredTrainContext):
+        if isinstance(train, LocalTrainContext):
+            train = train.cluster
+        if type(train) is not core.TrainContext:
             return
         shipper: Any = getattr(getattr(train, "_metrics", None), "_shipper", None)
         if not hasattr(shipper, "_queue") or not hasattr(shipper, "_post_metrics"):

@@ -1,4 +1,4 @@
-"""How far a run is, its settings, and when to report, validate, checkpoint and end.
+"""Settings and progress of a run; when to report, validate, checkpoint and end.
 
 ``Progress`` has the one counter of batches. Nothing else enters the decisions, so every rank decides the same without
 communication, and a resumed run decides as the uninterrupted run.

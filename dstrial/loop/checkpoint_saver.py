@@ -30,6 +30,7 @@ from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state
 from dstrial.errors import CheckpointError
+from dstrial.local.checkpoint_store import run_on_all_ranks
 from dstrial.loop.background_save import (
     PendingReports,
     SaveJob,
@@ -37,7 +38,6 @@ from dstrial.loop.background_save import (
     base_metadata,
     complete_manifest,
     describe_failure,
-    run_on_all_ranks,
 )
 from dstrial.loop.run_state import RunState, reducer_state
 from dstrial.ranks.control_channel import ControlChannel

@@ -50,7 +50,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @contextlib.contextmanager
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
-    """Raise an error if user code calls ``sys.exit(0)``, which a launcher takes for success."""
+    """Raise an error if user code calls ``sys.exit(0)``, which looks like success."""
     try:
         yield
     except SystemExit as exit_:
@@ -64,7 +64,7 @@ def exits_refused(where: Callable[[], str]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FirstBatch:
-    """The clock, and micro batches stepped by the first engine, before the first batch."""
+    """Clock and micro batches stepped by the first engine, before the first batch."""
 
     began_s: float
     stepped_before: int

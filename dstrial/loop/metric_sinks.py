@@ -1,4 +1,4 @@
-"""Where reported metrics go besides the trial's record, and the thread that writes reports.
+"""Sinks of reported metrics, and the thread that writes reports.
 
 Writing the chief's averages (the record, the sinks, progress, the master) takes longer than many a batch, so a background thread
 does it, in order and each report once. The loop raises a failure of the thread on all ranks together, at their next sync point. A

@@ -1,4 +1,4 @@
-"""Exchange metrics and stop requests between ranks, and report the reduced metrics.
+"""Exchange metrics and stop requests between ranks; report the reduced metrics.
 
 The totals of a report travel in the payload of a sync point. If nothing else is due, the loop trains the next batch while ranks
 exchange. The chief's averages then go to the thread of ``ReportWriter`` in ``dstrial.loop.metric_sinks``.

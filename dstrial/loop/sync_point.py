@@ -1,4 +1,4 @@
-"""Sync points: the batches after which all ranks exchange payloads and decide whether to go on.
+"""Batches after which all ranks exchange payloads and decide whether to stop.
 
 All communication of a sync point is one all-gather: each rank's payload (metrics if a report is due), each rank's stop request,
 and rank 0's choice of the next sync point. ``begin`` does not block; the loop may train the next batch before ``end``.
@@ -38,9 +38,9 @@ class StopReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What all ranks know after a sync point: payloads by rank, and why to stop (None: go on)."""
+    """What all ranks know after a sync point; ``stop`` is None to go on."""
 
-    payloads: list[Any]
+    payloads: list[Any]  # by rank
     stop: StopReason | None
 
 

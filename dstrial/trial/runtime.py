@@ -12,7 +12,6 @@ from determined import core
 from dstrial.config import EngineRecord
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.errors import CheckpointNotFoundError
-from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks.stop_signals import StopSignals
@@ -110,7 +109,8 @@ class TrialRuntime:
     @property
     def is_mirrored(self) -> bool:
         """Whether reports go to a master as well as a run directory (``dstrial run``)."""
-        return isinstance(self.core.train, MirroredTrainContext)
+        kept = self.kept_reports
+        return kept is not None and kept.cluster is not None
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         for adapter in self.adapters:
