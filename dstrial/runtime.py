@@ -27,7 +27,6 @@ from dstrial.local import core_context as local_context
 from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.core_context import LocalContext, mirror, remove_tensorboard_directories
 from dstrial.local.json_files import read_json
-from dstrial.local.measuring_variables import STAND_IN_CLUSTER
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -35,6 +34,7 @@ from dstrial.local.run_directory import (
     RunState,
     default_runs_dir,
 )
+from dstrial.local.script_variables import STAND_IN_CLUSTER
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ

@@ -24,8 +24,8 @@ from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
+from dstrial.local.script_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.loggers.run_loggers import RunLoggers, loggers_of
 from dstrial.loop.boundaries import FitResult, LoopSettings, searcher_length, train_unit
 from dstrial.loop.loop import TrainingLoop, exits_refused, require_engine

@@ -41,8 +41,8 @@ from dstrial.errors import (
 )
 from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
-from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from dstrial.local.script_variables import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import RESUME_VARIABLE
 
@@ -253,7 +253,7 @@ def _config_for(
 
 def _remove_executable_keys(values: dict[str, Any]) -> None:
     """Remove keys that execute code from an untrusted config, in place."""
-    from dstrial.local.measuring_variables import AROUND_FIT_KEY
+    from dstrial.local.script_variables import AROUND_FIT_KEY
 
     values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH
     values["hyperparameters"].pop(AROUND_FIT_KEY, None)  # names a function to call

@@ -27,8 +27,7 @@ from dstrial.loop.non_finite import NonFiniteGuard
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.heartbeat import Phase, heartbeat
-from dstrial.telemetry.instruments import AsyncSample, Instruments
-from dstrial.telemetry.reporting import TelemetryReports
+from dstrial.telemetry.instruments import AsyncSample, Instruments, TelemetryReports
 from dstrial.telemetry.samples import GROUP, RankSample
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.determined_errors import SearcherMetricError

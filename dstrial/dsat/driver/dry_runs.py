@@ -18,7 +18,7 @@ from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
-from dstrial.local.measuring_variables import MEASURING_KEYS
+from dstrial.local.script_variables import MEASURING_KEYS
 
 _DEADLINE_S = 900.0
 _MAX_PARALLEL = 4

@@ -9,7 +9,7 @@ from typing import Any
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.rank.microbench import with_machine
 from dstrial.dsat.rank.step_timer import Mode, StepTimer
-from dstrial.local.measuring_variables import SETTINGS_KEY
+from dstrial.local.script_variables import SETTINGS_KEY
 from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.loop import require_engine
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of

@@ -35,7 +35,7 @@ from dstrial.engine.dryrun.fake_world import CapturedInitialize, FakeWorld
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
 from dstrial.trial.context import DeepSpeedTrialContext
-from dstrial.trial.model_parallel_unit import ModelParallelUnit
+from dstrial.trial.runtime import ModelParallelUnit
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 

@@ -25,8 +25,8 @@ from dstrial.integrations.accelerate.loaders import (
     warn_of_unrepeatable_order,
 )
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
-from dstrial.local.measuring_variables import is_measuring
 from dstrial.local.run_directory import TEST_VARIABLE
+from dstrial.local.script_variables import is_measuring
 from dstrial.loggers.run_loggers import loggers_of
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader

@@ -29,7 +29,7 @@ from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
 from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
-from dstrial.loop.checkpoint_trust import trusts_code
+from dstrial.loop.checkpoint_loader import trusts_code
 from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.integrations.huggingface")

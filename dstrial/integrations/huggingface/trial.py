@@ -22,9 +22,8 @@ from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import RunDescription
 from dstrial.integrations.huggingface.hf_args import keep_batch_sizes
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
-from dstrial.local.experiment_file import read_experiment
-from dstrial.local.measuring_variables import is_measuring, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
+from dstrial.local.script_variables import is_measuring, measuring_hyperparameters, read_experiment
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.checkpoint_loader import settle_optimizer_settings
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
