@@ -1,7 +1,7 @@
-"""All loggers of a run as one sink, begun together and ended together.
+"""All loggers of a run as one sink; each logger has a thread and a bounded queue.
 
-Loggers know a run by an identity that is the same for every attempt at it and differs from that of every other run. It follows
-from when a run directory was created, or from the number of a master's trial; a fork has another number.
+A run has the same id in every attempt, and no other run has it: a hash of the run directory's creation time and name, or of the
+master's trial number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dstrial.engine.random_state import RngState
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory, experiment_slug
-from dstrial.local.script_variables import AROUND_FIT_KEY
 from dstrial.loggers.logger import FinalState, Group, LoggedRun, Logger, Report, numbers_of
 from dstrial.loggers.mlflow_logger import MLflowLogger
 from dstrial.loggers.trackio_logger import TrackioLogger
@@ -281,8 +280,7 @@ def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunL
     """Return the loggers of a trial's config, on the chief and outside of tests."""
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
-    is_measured = bool((runtime.hparams or {}).get(AROUND_FIT_KEY))
-    if not runtime.is_chief or is_test or is_measured or os.environ.get(TEST_VARIABLE) == "1":
+    if not runtime.is_chief or is_test or runtime.is_measured or os.environ.get(TEST_VARIABLE) == "1":
         specs = ()
     return RunLoggers([(spec.name, MAKERS[spec.name](spec.options)) for spec in specs])
 

@@ -1,4 +1,4 @@
-"""Reads whole checkpoints back, into this layout or from another.
+"""Restore checkpoints of this layout or of another.
 
 A checkpoint directory holds ``model<i>/`` (engines, or what the trial's ``save`` writes), ``dstrial_rank<r>.pt`` (the
 rank's counters, random states, open report window, reducers, callbacks), ``load_data.json`` (configuration),
@@ -86,8 +86,8 @@ class CheckpointLoader:
             expected_records: records that the loaders of all ranks read for a batch; None where they do not say.
 
         Returns:
-            The loop state given to ``CheckpointSaver.save``, and whether the run is continued. If not (the checkpoint is of
-            another trial), only weights are taken over and counting starts at 0.
+            The loop state given to ``CheckpointSaver.save``, and whether the run continues. If the checkpoint is of another
+            trial, only weights are loaded, and counting starts at 0.
 
         Ranks: all, collectively.
         """
@@ -220,7 +220,7 @@ class CheckpointLoader:
     ) -> None:
         """Fit this rank's state, in place, to the current ranks. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
-        # Mapped: of another rank's state little is used, and only that is read.
+        # Memory-mapped, because little of another rank's state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
@@ -231,7 +231,7 @@ class CheckpointLoader:
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
         if rank >= saved_size:
-            # No rank of this number wrote the checkpoint: it keeps the random states of its own seed.
+            # The checkpoint has no state of this rank, which keeps the random states of its own seed.
             state["random_states"] = None
             state["reducers"] = []
             state["reductions_of_absent_ranks"] = []
@@ -361,7 +361,7 @@ def _require_same_data(
 def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return the loop's state with micro batches as the first engine counts them."""
+    """Return the loop's state with micro batches of the first engine's current size."""
     if not saved:
         return dict(loop_state)
     before, after = saved[0].micro_batches_per_batch, now[0].micro_batches_per_batch
@@ -376,7 +376,7 @@ def rescale_micro_batches(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return where the reading ranks stood; middle stages of a pipeline read none."""
+    """Return the ranks' position; middle stages of a pipeline have no loader."""
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
         if one.get("records_per_batch") is not None:
@@ -414,7 +414,7 @@ def trusts_code(
         found.update(part)
     if not found:
         return False
-    # Nobody vouches for a file that the manifest does not list.
+    # No signature covers a file that the manifest does not list.
     unknown = {f"checkpoint {root}: {name}": found[name] for name in sorted(found.keys() - set(names))}
     if unknown:
         raise untrusted(unknown, "The checkpoint's manifest does not list the file: delete it.")

@@ -87,7 +87,6 @@ class TrainingLoop:
         *,
         metric_sinks: Sequence[MetricSink] = (),
     ) -> None:
-        require_engine(trial, context)
         self._trial = trial
         self._context = context
         self._runtime = runtime_of(context)

@@ -234,7 +234,7 @@ class ReportWriter:
         self._num_submitted += 1
         self._jobs.append((job, is_always_run))
         if self._thread is None:
-            # A daemon, because a hanging sink must not keep the process alive.
+            # A daemon, because a sink that hangs must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="dstrial-reports", daemon=True)
             self._thread.start()
 

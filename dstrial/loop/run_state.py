@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run besides its engines."""
+"""The state of a run besides its engines, as checkpoints hold it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
 
-# What a reducer may hold a reference to, but what is never part of its state.
+# Objects that a reducer may refer to and that are not part of its state.
 _NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
 
 
@@ -79,7 +79,8 @@ def _copied(value: Any) -> Any:
 def reducer_state(reducer: Any) -> dict[str, Any]:
     """Return the attributes of a reducer that go into a checkpoint.
 
-    Functions, models and the context come back with the trial; any other attribute that cannot be pickled is warned of.
+    Functions, models and the context are left out, because the trial creates them again. Other attributes that cannot be pickled
+    cause a warning.
     """
     state = {}
     for name, value in vars(reducer).items():
@@ -96,7 +97,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return what another rank's training reducers would add to the next report."""
+    """Return the values of another rank's training reducers for the next report."""
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:

@@ -1,4 +1,4 @@
-"""The instruments of one rank: they listen to training and measure it.
+"""The instruments of one rank, and the chief's report of all ranks' measurements.
 
 Nothing here synchronises a device, talks to another rank or ends a training. What crosses ranks is a ``RankSample``, which
 travels with the exchange of the report (``loop/report_exchange``).
@@ -47,19 +47,19 @@ class AsyncSample:
     def __init__(self, sample: dict[str, Any], norm: Any) -> None:
         self._sample = sample
         self._norm = norm
-        self._has_left: Any = None
+        self._is_copied: Any = None
         if isinstance(norm, torch.Tensor) and norm.device.type == "cuda":
             host = torch.empty((), dtype=norm.dtype, pin_memory=True)
             with torch.cuda.device(norm.device):
                 host.copy_(norm.detach().reshape(()), non_blocking=True)
-                self._has_left = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._has_left.record()
+                self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._is_copied.record()
             self._norm = host
 
     def wait(self) -> RankSample:
         """Return the sample; blocks like ``AsyncTotals.wait``."""
-        if self._has_left is not None:
-            self._has_left.synchronize()
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
         norm = None if self._norm is None else float(self._norm)
         return RankSample(gradient_norm=norm, **self._sample)
 
@@ -109,7 +109,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     def __exit__(self, *_exception: object) -> None:
         self._stack.close()
 
-    # ---- what the loop tells -------------------------------------------------------------------------
+    # ---- calls of the loop ---------------------------------------------------------------------------
 
     def begin(self, batches_trained: int) -> None:
         self._start = batches_trained

@@ -13,6 +13,7 @@ from dstrial.config import EngineRecord
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.errors import CheckpointNotFoundError
 from dstrial.local.run_directory import RunDirectory
+from dstrial.local.script_variables import AROUND_FIT_KEY
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks.stop_signals import StopSignals
 from dstrial.resume.apply import ResumedRun
@@ -157,6 +158,11 @@ class TrialRuntime:
         """Whether reports go to a master as well as a run directory (``dstrial run``)."""
         kept = self.kept_reports
         return kept is not None and kept.cluster is not None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether dsat measures this trial, with instruments of its own."""
+        return bool((self.hparams or {}).get(AROUND_FIT_KEY))
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         for adapter in self.adapters:
