@@ -131,6 +131,9 @@ def process_runtime(
     collectively.
     """
     quieten_libraries()
+    if os.environ.get(RUN_DIR_VARIABLE):
+        # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
+        logging.getLogger("determined.core").setLevel(logging.WARNING)
     info = cluster_info()
     identity = identify(os.environ)
     if info is not None and distributed is None:
@@ -175,8 +178,6 @@ def _mirror(
     """Keep all in the run directory of ``dstrial run``, too, with its own retention."""
     searcher = exp_conf.get("searcher") or {}
     asked = read_json(directory.submission_path) or {}
-    # Whoever follows reads each report from the run directory, and need not read it again in the log.
-    logging.getLogger("determined.core").setLevel(logging.WARNING)
     return mirror(
         core_context,
         directory,

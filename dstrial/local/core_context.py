@@ -123,27 +123,7 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
 
     train: LocalTrainContext
     checkpoint: LocalCheckpointContext
-
-    def __init__(
-        self,
-        run_directory: RunDirectory,
-        *,
-        distributed: core.DistributedContext,
-        checkpoint: LocalCheckpointContext,
-        preempt: LocalPreemptContext,
-        train: LocalTrainContext,
-        searcher: core.SearcherContext | None,
-        profiler: NodeProfiler,
-    ) -> None:
-        super().__init__(
-            distributed=distributed,
-            checkpoint=checkpoint,
-            preempt=preempt,
-            train=train,
-            searcher=searcher,
-            profiler=profiler,
-        )
-        self.run_directory = run_directory
+    run_directory: RunDirectory
 
     def close(
         self,
@@ -156,17 +136,13 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         super().close(exc_type, exc_val, exc_tb)
 
 
-def _never() -> str | None:
-    return None
-
-
 def init(
     run_dir: RunDirectory | Path,
     *,
     distributed: core.DistributedContext,
     metric: str | None,
     smaller_is_better: bool,
-    stop_requested: Callable[[], str | None] = _never,
+    stop_requested: Callable[[], str | None] = lambda: None,
     keep: KeepPolicy | None = None,
     max_length: int | None = None,
     max_length_unit: core.Unit | None = None,
@@ -196,8 +172,7 @@ def init(
         if max_length is None
         else core.SearcherContext(_ProgressSession(train), distributed, LOCAL_ID, max_length, max_length_unit)
     )
-    return LocalContext(
-        run_directory,
+    context = LocalContext(
         distributed=distributed,
         checkpoint=checkpoint,
         preempt=LocalPreemptContext(distributed, stop_requested, preempt_mode),
@@ -207,6 +182,8 @@ def init(
             socket.gethostname(), distributed, LocalSystemMetrics(train, distributed.cross_rank)
         ),
     )
+    context.run_directory = run_directory
+    return context
 
 
 def mirror(

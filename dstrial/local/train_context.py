@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-import os
 import pathlib
 import threading
 import time
@@ -34,11 +33,10 @@ from dstrial.local.json_files import (
     to_strict_json,
     write_json_atomically,
 )
-from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE, RunDirectory, utc_now
+from dstrial.local.run_directory import LOCAL_ID, RunDirectory, utc_now
 
 logger = logging.getLogger("dstrial.local")
 
-TRAINING_GROUP = "training"
 VALIDATION_GROUP = "validation"
 
 PROGRESS_PERIOD_S = 1.0  # progress is written at most this often; the last state is always written
@@ -158,22 +156,6 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         metadata: dict[str, Any] | None = read_json(kept) if cluster is None else cluster.get_metadata()
         return metadata
 
-    def report_training_metrics(
-        self,
-        steps_completed: int,
-        metrics: dict[str, Any],
-        batch_metrics: list[dict[str, Any]] | None = None,
-    ) -> None:
-        """Append a training report; metrics are what ``to_strict_json`` accepts. Ranks: 0."""
-        self._report_trial_metrics(TRAINING_GROUP, steps_completed, metrics, batch_metrics)
-
-    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        """Append a validation report; metrics that are bytes are left out. Ranks: 0."""
-        self._report_trial_metrics(VALIDATION_GROUP, steps_completed, metrics)
-
-    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
-        self._report_trial_metrics(group, steps_completed, metrics)
-
     def _report_trial_metrics(
         self,
         group: str,
@@ -204,9 +186,6 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             row["batch_metrics"] = to_strict_json(batch_metrics, "batch_metrics")
         with self._writing:
             append_json_line(self._run_directory.metrics_path, row)
-        # Under ``dstrial run`` the parent shows every report itself.
-        level = logging.DEBUG if os.environ.get(RUN_DIR_VARIABLE) else logging.INFO
-        logger.log(level, "%s at batch %d: %s", group, row["steps_completed"], row["metrics"])
         if self.cluster is not None:
             self.cluster._report_trial_metrics(group, steps_completed, given, batch_metrics)
 
