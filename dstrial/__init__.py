@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from dstrial.config import overwrite_deepspeed_config
     from dstrial.errors import ConfigError, DstrialError
-    from dstrial.loop.settings import FitResult
+    from dstrial.loop.boundaries import FitResult
     from dstrial.runtime import core_context
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
     from dstrial.trial.device_transfer import DataLoader
-    from dstrial.trial.model_parallel_unit import (
+    from dstrial.trial.runtime import (
         ModelParallelUnit,
         make_data_parallel_mpu,
         make_deepspeed_mpu,
@@ -83,9 +83,9 @@ _HOMES = {
     "DeepSpeedTrialContext": "dstrial.trial.context",
     "DstrialError": "dstrial.errors",
     "Epoch": "determined.pytorch",
-    "FitResult": "dstrial.loop.settings",
+    "FitResult": "dstrial.loop.boundaries",
     "MetricReducer": "determined.pytorch",
-    "ModelParallelUnit": "dstrial.trial.model_parallel_unit",
+    "ModelParallelUnit": "dstrial.trial.runtime",
     "PyTorchCallback": "determined.pytorch",
     "Reducer": "determined.pytorch",
     "TorchData": "determined.pytorch",
@@ -93,8 +93,8 @@ _HOMES = {
     "Trainer": "dstrial.trainer",
     "core_context": "dstrial.runtime",
     "init": "dstrial.trainer",
-    "make_data_parallel_mpu": "dstrial.trial.model_parallel_unit",
-    "make_deepspeed_mpu": "dstrial.trial.model_parallel_unit",
+    "make_data_parallel_mpu": "dstrial.trial.runtime",
+    "make_deepspeed_mpu": "dstrial.trial.runtime",
     "overwrite_deepspeed_config": "dstrial.config",
     "samplers": "determined.pytorch",
 }

@@ -25,10 +25,8 @@ from determined import core
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local import core_context as local_context
 from dstrial.local.checkpoint_directory import KeepPolicy
-from dstrial.local.core_context import LocalContext
+from dstrial.local.core_context import LocalContext, mirror, remove_tensorboard_directories
 from dstrial.local.json_files import read_json
-from dstrial.local.measuring_variables import STAND_IN_CLUSTER
-from dstrial.local.mirror import MirroredTrainContext, mirror, remove_tensorboard_directories
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -36,6 +34,8 @@ from dstrial.local.run_directory import (
     RunState,
     default_runs_dir,
 )
+from dstrial.local.script_variables import STAND_IN_CLUSTER
+from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
@@ -76,8 +76,8 @@ class ProcessRuntime:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a master is told all that a run directory keeps (``dstrial run``)."""
-        return isinstance(self.core_context.train, MirroredTrainContext)
+        """Whether a run directory keeps the reports of a master's trial (``dstrial run``)."""
+        return self.info is not None and isinstance(self.core_context.train, LocalTrainContext)
 
 
 def cluster_info() -> Any:
@@ -131,6 +131,9 @@ def process_runtime(
     collectively.
     """
     quieten_libraries()
+    if os.environ.get(RUN_DIR_VARIABLE):
+        # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
+        logging.getLogger("determined.core").setLevel(logging.WARNING)
     info = cluster_info()
     identity = identify(os.environ)
     if info is not None and distributed is None:
@@ -171,12 +174,10 @@ def process_runtime(
 
 def _mirror(
     core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
-) -> MirroredTrainContext:
+) -> LocalTrainContext:
     """Keep all in the run directory of ``dstrial run``, too, with its own retention."""
     searcher = exp_conf.get("searcher") or {}
     asked = read_json(directory.submission_path) or {}
-    # Whoever follows reads each report from the run directory, and need not read it again in the log.
-    logging.getLogger("determined.core").setLevel(logging.WARNING)
     return mirror(
         core_context,
         directory,
@@ -324,7 +325,7 @@ class _ClusterSystemMetrics:
             self._sender = core._MetricsContext(self._core._session, trial.trial_id, trial._trial_run_id)
             self._sender.start()
         train = self._core.train
-        if isinstance(train, MirroredTrainContext):
+        if isinstance(train, LocalTrainContext):
             train.report_system_metrics(group, metrics, report_time, self._node_idx)
         self._sender.report(group=group, metrics=dict(metrics), report_time=report_time)
 

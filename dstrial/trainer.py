@@ -24,19 +24,18 @@ from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
+from dstrial.local.script_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.loggers.run_loggers import RunLoggers, loggers_of
-from dstrial.loop.boundaries import searcher_length, train_unit
+from dstrial.loop.boundaries import FitResult, LoopSettings, searcher_length, train_unit
 from dstrial.loop.loop import TrainingLoop, exits_refused, require_engine
 from dstrial.loop.metric_sinks import MetricSink
-from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.identity import identify
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE
-from dstrial.runtime import cluster_info, process_runtime
+from dstrial.runtime import ProcessRuntime, cluster_info, process_runtime
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import DeepSpeedTrial
@@ -89,31 +88,21 @@ def init(
             # Before the first batch there is nothing to save, and a rank may compile for minutes.
             process_runtime(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed, defers_signals=True)
         )
-        info, core_context = found.info, found.core_context
-        exp_conf = found.exp_conf
-        if info is not None:
-            seed: int | None = info.trial.trial_seed
-            hparams = info.trial.hparams if hparams is None else hparams
-            steps_completed = info.trial._steps_completed
-        else:
-            measuring = measuring_hyperparameters()
-            hparams = hparams if measuring is None else {**(hparams or {}), **measuring}
-            seed = ((exp_conf or {}).get("reproducibility") or {}).get("experiment_seed")
-            steps_completed = 0
+        info = found.info
+        seed = _trial_seed(found)
         if seed is not None:
-            seed_everything(int(seed))
-        resumed = resumed_run(core_context, info, latest_checkpoint, is_mirrored=found.is_mirrored)
+            seed_everything(seed)
         context = DeepSpeedTrialContext(
-            core_context=core_context,
-            trial_seed=None if seed is None else int(seed),
-            hparams=hparams,
+            core_context=found.core_context,
+            trial_seed=seed,
+            hparams=_hyperparameters(info, hparams),
             slots_per_trial=found.distributed.size,
             num_gpus=found.distributed.size if found.device.type != "cpu" else 0,
-            exp_conf=exp_conf,
-            steps_completed=steps_completed,
+            exp_conf=found.exp_conf,
+            steps_completed=0 if info is None else info.trial._steps_completed,
             enable_tensorboard_logging=enable_tensorboard_logging,
             device=found.device,
-            resumed=resumed,
+            resumed=resumed_run(found.core_context, info, latest_checkpoint, is_mirrored=found.is_mirrored),
         )
         runtime = runtime_of(context)
         runtime.stop_signals = found.signals
@@ -122,6 +111,20 @@ def init(
         begin_phase("building the trial and its engines")
         with _explained_errors(context, runtime):
             yield context
+
+
+def _trial_seed(found: ProcessRuntime) -> int | None:
+    if found.info is not None:
+        return int(found.info.trial.trial_seed)
+    seed = ((found.exp_conf or {}).get("reproducibility") or {}).get("experiment_seed")
+    return None if seed is None else int(seed)
+
+
+def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    if info is not None and given is None:
+        return cast("dict[str, Any]", info.trial.hparams)
+    measuring = measuring_hyperparameters() if info is None else None
+    return given if measuring is None else {**(given or {}), **measuring}
 
 
 @contextlib.contextmanager
@@ -209,29 +212,25 @@ class Trainer:
         Ranks: all, collectively.
         """
         runtime = self._runtime
-        require_engine(self._trial, self._context)
         if checkpoint_policy not in ("best", "all", "none"):
             raise ValueError(
                 f"checkpoint_policy is {checkpoint_policy!r}; expected 'best', 'all' or 'none'. Choose one of them."
             )
-        searcher = dict((runtime.exp_conf or {}).get("searcher") or {})
-        metric: str | None = searcher.get("metric")
         if self._info is not None and test_mode:
             raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
+        require_engine(self._trial, self._context)
+        searcher = dict((runtime.exp_conf or {}).get("searcher") or {})
+        metric: str | None = searcher.get("metric")
         latest_checkpoint = self._checkpoint_to_load(latest_checkpoint)
-        max_length = self._length_of(max_length, searcher)
+        length = pytorch.Batch(1) if test_mode else self._length_of(max_length, searcher)
         if checkpoint_policy == "best" and metric is None:
             if runtime.is_chief:
                 logger.warning(
                     "checkpoint_policy is 'best' without a searcher.metric to compare; using 'all'"
                 )
             checkpoint_policy = "all"
-        if test_mode:
-            max_length = pytorch.Batch(1)
-        if max_length is None:
-            raise ValueError("max_length is None; expected Batch(n) or Epoch(n). Pass fit(max_length=...).")
         settings = LoopSettings(
-            max_length=max_length,
+            max_length=length,
             reporting_period=_REPORTING_PERIOD if reporting_period is None else reporting_period,
             validation_period=validation_period,
             checkpoint_period=checkpoint_period,
@@ -247,24 +246,21 @@ class Trainer:
             saves_in_background=_is_switched_on(runtime.exp_conf, "background_saving"),
             checks=TrainingChecks.from_config(runtime.exp_conf),
             reports_epochs=(reporting_period is None or reporting_period is _REPORTING_PERIOD)
-            and isinstance(max_length, pytorch.Epoch),
-            # Whoever watches the engines of a trial that is measured has instruments of its own.
-            has_telemetry=_is_switched_on(runtime.exp_conf, "telemetry")
-            and not (runtime.hparams or {}).get(AROUND_FIT_KEY),
+            and isinstance(length, pytorch.Epoch),
+            has_telemetry=_is_switched_on(runtime.exp_conf, "telemetry") and not runtime.is_measured,
         )
-        # A trial that is measured is measured alone.
-        if profiling_enabled and not test_mode and not (runtime.hparams or {}).get(AROUND_FIT_KEY):
+        if profiling_enabled and not test_mode and not runtime.is_measured:
             runtime.core.profiler.on()
         with _around_fit(runtime), loggers_of(self._context, is_test=test_mode) as loggers:
             return self._run(settings, metric_sinks, loggers)
 
-    def _length_of(
-        self, asked: pytorch.TrainUnit | None, searcher: Mapping[str, Any]
-    ) -> pytorch.TrainUnit | None:
-        if self._info is None:
-            return asked
-        length = searcher_length(searcher, self._runtime.train_batch_size) if asked is None else asked
-        _warn_of_another_length(searcher, length)
+    def _length_of(self, asked: pytorch.TrainUnit | None, searcher: Mapping[str, Any]) -> pytorch.TrainUnit:
+        length = asked
+        if self._info is not None:
+            length = searcher_length(searcher, self._runtime.train_batch_size) if asked is None else asked
+            _warn_of_another_length(searcher, length)
+        if length is None:
+            raise ValueError("max_length is None; expected Batch(n) or Epoch(n). Pass fit(max_length=...).")
         return length
 
     def _run(
@@ -278,9 +274,6 @@ class Trainer:
             self._context,
             settings,
             stop_request=self._stop_request,
-            on_start=self._on_start,
-            on_progress=self._on_progress,
-            on_steps=self._on_steps,
             metric_sinks=[*loggers.sinks, *metric_sinks],
         )
         result = loop.run()
@@ -309,18 +302,6 @@ class Trainer:
         if signals is not None and signals.requested is not None:
             return StopReason.SIGNAL
         return StopReason.REQUESTED if runtime.is_stop_requested else None
-
-    def _on_start(self, batches_trained: int) -> None:
-        if (kept := self._runtime.kept_reports) is not None:
-            kept.rewind_to(batches_trained)
-
-    def _on_progress(self, batches_trained: int, batches_total: int) -> None:
-        if (kept := self._runtime.kept_reports) is not None:
-            kept.report_batches(batches_trained, batches_total)
-
-    def _on_steps(self, num_steps: int, num_skipped: int) -> None:
-        if (kept := self._runtime.kept_reports) is not None:
-            kept.note_steps(num_steps, num_skipped)
 
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
         """Return the checkpoint to resume from, and note its number of batches."""

@@ -311,30 +311,6 @@ def test_make_run_installs_no_tools_of_development(planned: Callable[..., str]) 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "target", ["test-quick", "test-torch-oldest", "test-python-oldest", "test-python-newest"]
-)
-def test_a_target_that_looks_at_the_page_fetches_its_libraries(
-    planned: Callable[..., str], target: str
-) -> None:
-    assert "fetching the libraries of the page" in planned(target)
-
-
-@pytest.mark.process
-def test_a_phase_of_make_is_one_line_and_shows_what_failed() -> None:
-    def run(script: str) -> subprocess.CompletedProcess[str]:
-        words = [str(ROOT / "tools" / "phase.sh"), "doing it", "sh", "-c", script]
-        return subprocess.run(words, capture_output=True, text=True, check=False)
-
-    well, badly = run("echo much"), run("echo reason; exit 3")
-
-    assert re.fullmatch(r"doing it \.\.\. \d+ s\n", well.stdout)
-    assert (well.returncode, well.stderr) == (0, "")
-    assert re.fullmatch(r"doing it \.\.\. failed after \d+ s:\n", badly.stdout)
-    assert (badly.returncode, badly.stderr) == (3, "reason\n")
-
-
-@pytest.mark.process
 def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "tools" / "prove_on_gpu.sh", "no-such-python", tmp_path / "out", "1"],

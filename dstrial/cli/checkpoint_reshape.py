@@ -40,8 +40,8 @@ from dstrial.errors import (
 )
 from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
-from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from dstrial.local.script_variables import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.resume.metadata import RESUME_VARIABLE
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _experiment(
     values = _config_for(config, hparams, args.slots, args.zero_stage, opened.manifest.steps_completed)
     if not is_vouched:
         # These execute code: LD_PRELOAD and PYTHONPATH, and the name of a function to call.
-        from dstrial.local.measuring_variables import AROUND_FIT_KEY
+        from dstrial.local.script_variables import AROUND_FIT_KEY
 
         values.pop("environment", None)
         values["hyperparameters"].pop(AROUND_FIT_KEY, None)

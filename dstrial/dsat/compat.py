@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, METRICS_TO_MINIMIZE
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.local.measuring_variables import MEASURING_KEY
+from dstrial.local.script_variables import MEASURING_KEY
 
 if TYPE_CHECKING:
     ALL_SEARCH_METHOD_NAMES: tuple[str, ...]

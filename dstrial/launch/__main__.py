@@ -35,7 +35,6 @@ from dstrial.launch.slots import (
     slurm_task,
     step_of,
 )
-from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
@@ -44,6 +43,7 @@ from dstrial.local.run_directory import (
     default_runs_dir,
     utc_stamp,
 )
+from dstrial.local.script_variables import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.process_state import open_closed_streams
 from dstrial.resume.locate import resumption_problems, saved_run_of_trial, saved_run_to_resume
 from dstrial.scratch import scratch_directory

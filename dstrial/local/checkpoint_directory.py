@@ -1,8 +1,7 @@
 """Checkpoint directories: complete, being written, orphaned, or to be deleted.
 
-``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark exists. While it is written, ``<uuid>.saving/`` beside
-it names the writing process, by which orphans are told, and has one empty file per rank that is not done. A rank removes its
-file when it is done, which works on a full disk.
+``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion marker exists. While it is written, ``<uuid>.saving/`` beside
+it names a writing process. The directory of a process that has died is an orphan, which the next start removes.
 
 ``KeepPolicy`` has Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so that "best of the trial"
 and "best of the experiment" rank the same checkpoints.
@@ -16,7 +15,6 @@ import math
 import os
 import shutil
 import socket
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,35 +72,19 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
     return checkpoints_path / f"{storage_id}{SAVING_SUFFIX}"
 
 
-def begin_checkpoint(checkpoints_path: Path, num_ranks: int) -> tuple[Path, str]:
-    """Create the directory of a new checkpoint; return it and its uuid.
+def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
+    """Create the directory of a new checkpoint, and the note of its writer.
 
-    Each of ``num_ranks`` calls ``end_part``. If the directory cannot be created, nothing is left behind.
+    Every rank calls it. If the directory cannot be created, nothing is left behind.
     """
-    storage_id = str(uuid.uuid4())
-    path = checkpoints_path / storage_id
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
-        saving_path.mkdir()
+        saving_path.mkdir(exist_ok=True)
         write_json_atomically(saving_path / _WRITER_FILE, dataclasses.asdict(this_writer()), sync=False)
-        for rank in range(num_ranks):
-            (saving_path / f"rank{rank}").touch()
-        path.mkdir()
+        (checkpoints_path / storage_id).mkdir(exist_ok=True)
     except OSError:
         remove_checkpoint(checkpoints_path, storage_id)
         raise
-    return path, storage_id
-
-
-def end_part(checkpoints_path: Path, storage_id: str, rank: int) -> None:
-    """Note that a rank is done, whether it succeeded or not."""
-    (_saving_path(checkpoints_path, storage_id) / f"rank{rank}").unlink(missing_ok=True)
-
-
-def ranks_saving(checkpoints_path: Path, storage_id: str) -> list[int]:
-    """Return the ranks that are not done, in order."""
-    names = [path.name for path in _saving_path(checkpoints_path, storage_id).glob("rank*")]
-    return sorted(int(name.removeprefix("rank")) for name in names)
 
 
 def end_saving(checkpoints_path: Path, storage_id: str) -> None:
@@ -111,7 +93,7 @@ def end_saving(checkpoints_path: Path, storage_id: str) -> None:
 
 
 def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Remove a checkpoint, complete or not; its completion mark goes first.
+    """Remove a checkpoint, complete or not; its completion marker goes first.
 
     If this process is killed meanwhile, ``remove_incomplete_checkpoints`` removes the rest.
     """
@@ -128,7 +110,7 @@ def list_checkpoints(checkpoints_path: Path) -> list[StoredCheckpoint]:
     """Return every complete checkpoint by ``steps_completed``, then by time.
 
     Raises:
-        CheckpointDamagedError: dstrial did not write a completion mark.
+        CheckpointDamagedError: dstrial did not write a completion marker.
     """
     found = [_read_stored(path) for path in checkpoints_path.glob("*/") if is_complete(path)]
     return sorted(found, key=lambda checkpoint: (checkpoint.steps_completed, checkpoint.time))
@@ -140,7 +122,7 @@ def _read_stored(path: Path) -> StoredCheckpoint:
         return StoredCheckpoint(path.name, path, int(mark["steps_completed"]), str(mark["time"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamagedError(
-            f"the completion mark in {path} is {mark!r}; expected one with steps_completed and time. Move the "
+            f"the completion marker in {path} is {mark!r}; expected one with steps_completed and time. Move the "
             "directory away, or delete it."
         ) from error
 

@@ -1,43 +1,49 @@
 """Determined's CheckpointContext on a directory of whole checkpoints.
 
-Every step ends in one gather of the ranks' successes. If a rank fails, the step fails on all ranks, with its number and cause.
+Determined's own code stores, downloads and merges metadata. Added here: the completion marker, the keep policy, the removal of a
+failed checkpoint, and one error on all ranks, with the failing rank's number and cause.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import platformdirs
 from determined import core
 from determined.common import storage
-from determined.core._checkpoint import merge_metadata
+from determined.common.api import bindings
+from determined.common.api.errors import ForbiddenException, NotFoundException
 
-from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, is_uuid, read_marker, write_marker
-from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
+from dstrial.checkpoint.completion_marker import (
+    MARKER_NAME,
+    is_complete,
+    is_uuid,
+    read_marker,
+    remove_marker,
+    write_marker,
+)
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, hash_files
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     KeepPolicy,
     StoredCheckpoint,
     begin_checkpoint,
     checkpoints_to_delete,
-    end_part,
     end_saving,
     list_checkpoints,
     newest_checkpoint,
-    ranks_saving,
     remove_checkpoint,
     remove_incomplete_checkpoints,
 )
 from dstrial.local.json_files import read_json, write_json_atomically
-from dstrial.local.run_directory import default_runs_dir, utc_now
+from dstrial.local.run_directory import RunDirectory, default_runs_dir, utc_now
+from dstrial.local.train_context import LocalTrainContext
 from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
@@ -45,10 +51,6 @@ logger = logging.getLogger("dstrial.local")
 METADATA_FILE = "metadata.json"
 
 _METADATA_DIGEST = "metadata_sha256"
-
-# How long a rank that could not save its part waits for the others before it fails alone.
-FAILURE_WAIT_S = 60.0
-_POLL_PERIOD_S = 0.05
 
 T = TypeVar("T")
 
@@ -58,13 +60,76 @@ _written_here: dict[str, Path] = {}
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
 
 
+def run_on_all_ranks(
+    distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
+) -> list[T]:
+    """Run a step on every rank; return results by rank, or fail on all of them.
+
+    The step's result is small and can be pickled. ``describe`` makes the message of a failure, with this rank's number, which the
+    other ranks raise.
+
+    Raises:
+        CheckpointError: the step raised an ``OSError`` here, or anything on another rank.
+
+    Ranks: all, collectively.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = step()
+    except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+        error = caught
+    if isinstance(error, RankError):
+        raise error  # there are no ranks to agree with
+    message = None if error is None else describe(error)
+    outcomes: list[tuple[str | None, T]] = distributed.allgather((message, result))
+    if isinstance(error, OSError):
+        raise CheckpointError(message) from error
+    if error is not None:
+        raise error
+    for failure, _ in outcomes:
+        if failure is not None:
+            raise CheckpointError(failure)
+    return [outcome for _, outcome in outcomes]
+
+
+class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc]  # mypy does not follow determined
+    """Storage that notes its writer while a checkpoint is incomplete.
+
+    Never creates the storage itself: in an unmounted storage nobody would find the files later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path
+        self._inode = path.stat().st_ino
+
+    def pre_store_path(self, dst: str) -> Path:
+        self.require_present()
+        begin_checkpoint(self.path, dst)
+        return self.path / dst
+
+    def delete(self, tgt: str, globs: list[str]) -> dict[str, int]:  # noqa: ARG002  # whole checkpoints only
+        remove_checkpoint(self.path, tgt)
+        return {}
+
+    def require_present(self) -> None:
+        """Raise ``StorageGoneError`` if another directory is in the storage's place."""
+        try:
+            inode = self.path.stat().st_ino
+        except FileNotFoundError as error:
+            raise StorageGoneError(str(self.path), "no directory") from error
+        # A network file system that was mounted again has another device, and the same inodes.
+        if inode != self._inode:
+            raise StorageGoneError(str(self.path), "a directory that was made since")
+
+
 class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Stores checkpoints in a directory that all ranks can write to.
+    """Stores checkpoints in a directory that all ranks can write to, without a master.
 
     Args:
         keep: applied after each new checkpoint; None keeps all.
         validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
-        failure_wait_s: how long a rank that failed waits for the others.
     """
 
     def __init__(
@@ -75,16 +140,13 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         keep: KeepPolicy | None = None,
         validations: Callable[[], Mapping[int, float]] = dict,
         smaller_is_better: bool = True,
-        failure_wait_s: float = FAILURE_WAIT_S,
     ) -> None:
-        self._failure_wait_s = failure_wait_s
         self._dist = dist
         self._checkpoints_path = checkpoints_path
         self._keep = keep
         self._validations = validations
         self._smaller_is_better = smaller_is_better
-        self._storage_manager = storage.SharedFSStorageManager(str(checkpoints_path))
-        self._inode = checkpoints_path.stat().st_ino
+        self._storage_manager = _CheckpointDirectory(checkpoints_path)
 
     @contextlib.contextmanager
     def store_path(
@@ -97,171 +159,71 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         Raises:
             CheckpointError: a rank could not write its part; the directory is removed. An exception that is no ``OSError``
                 is raised as it is on its rank.
-            RankError: ``shard=False`` on another rank than 0, or raised by the block: without ranks to agree with, the
-                directory is left to ``open_checkpoint_store``.
 
         Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
         """
-        if not shard and self._dist.rank != 0:
-            raise RankError(
-                f"CheckpointContext.store_path(shard=False) is called on rank {self._dist.rank}; expected "
-                "rank 0. Pass shard=True and call it on all ranks, or call it on the chief only."
-            )
-        begun = self._run_on_all_ranks(
-            shard,
-            "begun",
-            lambda: self._begin(self._dist.size if shard else 1) if self._dist.rank == 0 else None,
-        )
-        path, storage_id = next(result for result in begun if result is not None)
+        ranks = self._dist if shard else core.DummyDistributedContext()
+        stack = contextlib.ExitStack()
+        storing = super().store_path(metadata, shard=shard)
+        begun = run_on_all_ranks(ranks, lambda: stack.enter_context(storing), self._failed_to("begun"))
+        path, storage_id = Path(begun[0][0]), str(begun[0][1])
         error: Exception | None = None
         try:
             yield path, storage_id
-        except Exception as caught:  # noqa: BLE001 - raised again below, after the other ranks know of it
+        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
             error = caught
-        end_part(self._checkpoints_path, storage_id, self._dist.rank)
-        if isinstance(error, RankError):
-            # There is nobody to agree with; the directory has no mark and is removed at the next start.
-            raise error
-        if error is not None and shard:
-            self._await_other_ranks(storage_id, error)
-        self._finish(path, storage_id, metadata, shard=shard, error=error)
-
-    def _begin(self, num_ranks: int) -> tuple[Path, str]:
-        self._require_storage()
-        return begin_checkpoint(self._checkpoints_path, num_ranks)
-
-    def _require_storage(self) -> None:
-        """Raise ``StorageGoneError`` if another directory is in the storage's place.
-
-        A save creates missing parents: into an unmounted storage it would write where nobody finds it later.
-        """
-        path = str(self._checkpoints_path)
         try:
-            inode = self._checkpoints_path.stat().st_ino
-        except FileNotFoundError as error:
-            raise StorageGoneError(path, "no directory") from error
-        # A network file system that was mounted again has another device, and the same inodes.
-        if inode != self._inode:
-            raise StorageGoneError(path, "a directory that was made since")
-
-    def _finish(
-        self,
-        path: Path,
-        storage_id: str,
-        metadata: dict[str, Any] | None,
-        *,
-        shard: bool,
-        error: Exception | None,
-    ) -> None:
-        """Complete a checkpoint that all ranks have saved; remove it on failure."""
-        try:
-            all_metadata = self._run_on_all_ranks(
-                shard, f"saved in {path}", lambda: dict(metadata or {}), error
-            )
-            merged, conflicts = merge_metadata(all_metadata)
-            if conflicts:
-                raise CheckpointError(
-                    f"metadata of checkpoint {path} has different values on ranks {conflicts}; expected the "
-                    "same value of a key on all ranks. Give the key on one rank only."
-                )
-            if "steps_completed" not in merged:
-                raise ValueError(
-                    f"metadata of checkpoint {path} is {merged!r}; expected the key 'steps_completed'. Add "
-                    "how many batches are trained."
-                )
-            self._run_on_all_ranks(
-                shard,
-                f"completed in {path}",
-                (lambda: self._complete(path, storage_id, merged)) if self._dist.rank == 0 else lambda: None,
-            )
+            run_on_all_ranks(ranks, lambda: _raise(error), self._failed_to(f"saved in {path}"))
+            run_on_all_ranks(ranks, stack.close, self._failed_to(f"completed in {path}"))
         except Exception as failure:
-            # A rank that dies once the mark is written takes nothing from the checkpoint.
-            is_done = isinstance(failure, RankError) and is_complete(path)
-            if self._dist.rank == 0 and not is_done:
+            # Without its ranks a checkpoint may be complete; otherwise the next start removes it.
+            if self._dist.rank == 0 and not isinstance(failure, RankError):
                 remove_checkpoint(self._checkpoints_path, storage_id)
             raise
         if self._dist.rank == 0:
             self._apply_keep_policy()
 
-    def _await_other_ranks(self, storage_id: str, error: Exception) -> None:
-        """Wait until the other ranks are done too, up to ``failure_wait_s``.
+    def _failed_to(self, done: str) -> Callable[[Exception], str]:
+        def describe(error: Exception) -> str:
+            text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on
+            if isinstance(error, OSError):
+                with contextlib.suppress(OSError):
+                    free_bytes = shutil.disk_usage(self._checkpoints_path).free
+                    text += f" ({free_bytes} bytes free in {self._checkpoints_path})"
+            return (
+                f"a checkpoint could not be {done}: rank {self._dist.rank}: {text}. Earlier checkpoints are untouched. Remove "
+                "the cause and resume from the last one."
+            )
 
-        They may wait for this rank in a barrier of DeepSpeed's. Only the end of this process releases them then, so this rank
-        fails alone.
-        """
-        give_up_at_s = time.monotonic() + self._failure_wait_s
-        while waiting := ranks_saving(self._checkpoints_path, storage_id):
-            if time.monotonic() < give_up_at_s:
-                time.sleep(_POLL_PERIOD_S)
-                continue
-            if not isinstance(error, OSError):
-                raise error
-            raise CheckpointError(
-                f"a checkpoint could not be saved in {self._checkpoints_path / storage_id}: rank "
-                f"{self._dist.rank}: {self._describe(error)}; ranks {waiting} have not ended their part after "
-                f"{self._failure_wait_s:g} s. Earlier checkpoints are untouched. Remove the cause and resume "
-                "from the last one."
-            ) from error
+        return describe
 
-    def _run_on_all_ranks(
-        self, shard: bool, done: str, step: Callable[[], T], error: Exception | None = None
-    ) -> list[T]:
-        """Run a step on every rank, and return the results by rank; one failure fails all.
+    def _write_metadata_file(self, ckpt_dir: str, metadata: dict[str, Any]) -> None:
+        write_json_atomically(Path(ckpt_dir) / METADATA_FILE, metadata)
 
-        ``shard`` says whether the other ranks take part; ``done`` is what the checkpoint is after the step, for the error;
-        ``error`` is an earlier failure, which skips the step.
-        """
-        result: T | None = None
-        if error is None:
-            try:
-                result = step()
-            except Exception as caught:  # noqa: BLE001 - raised again below, after the other ranks know of it
-                error = caught
-        outcome = (self._dist.rank, None if error is None else self._describe(error), result)
-        outcomes = self._dist.allgather(outcome) if shard else [outcome]
-        failures = [f"rank {rank}: {cause}" for rank, cause, _ in outcomes if cause is not None]
-        if error is not None and not isinstance(error, OSError):
-            raise error
-        if failures:
-            raise CheckpointError(
-                f"a checkpoint could not be {done}: {'; '.join(failures)}. Earlier checkpoints are "
-                "untouched. Remove the cause and resume from the last one."
-            ) from error
-        return [cast(T, result) for _, _, result in outcomes]
-
-    def _describe(self, error: Exception) -> str:
-        text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on
-        if isinstance(error, OSError):
-            with contextlib.suppress(OSError):
-                free_bytes = shutil.disk_usage(self._checkpoints_path).free
-                text += f" ({free_bytes} bytes free in {self._checkpoints_path})"
-        return text
-
-    def _complete(self, path: Path, storage_id: str, metadata: Mapping[str, Any]) -> None:
-        self._require_storage()
-        write_json_atomically(path / METADATA_FILE, metadata)
-        info = {
-            "uuid": storage_id,
-            "steps_completed": metadata["steps_completed"],
-            "time": utc_now(),
-            _METADATA_DIGEST: hash_file(path / METADATA_FILE).sha256,
-        }
-        write_marker(path, info)
+    def _report_checkpoint(
+        self,
+        storage_id: str,
+        resources: dict[str, int] | None = None,  # noqa: ARG002  # of interest to a master
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the completion marker. Ranks: 0."""
+        path = self._checkpoints_path / storage_id
+        if "steps_completed" not in (metadata or {}):
+            raise ValueError(
+                f"metadata of checkpoint {path} is {metadata!r}; expected the key 'steps_completed'. Add how many batches are "
+                "trained."
+            )
+        assert metadata is not None
+        self._storage_manager.require_present()
+        _complete(path, metadata["steps_completed"], hash_file(path / METADATA_FILE).sha256)
         _written_here[storage_id] = path
         end_saving(self._checkpoints_path, storage_id)
         logger.info("saved checkpoint %s at batch %s", storage_id, metadata["steps_completed"])
 
     def _apply_keep_policy(self) -> None:
-        if self._keep is None:
-            return
-        checkpoints = sorted(self.list(), key=lambda checkpoint: checkpoint.time)
-        superfluous = checkpoints_to_delete(
-            [(checkpoint.uuid, checkpoint.steps_completed) for checkpoint in checkpoints],
-            self._validations(),
-            self._keep,
-            smaller_is_better=self._smaller_is_better,
-        )
-        for storage_id in superfluous:
+        for storage_id in _superfluous(
+            self._checkpoints_path, self._keep, self._validations, smaller_is_better=self._smaller_is_better
+        ):
             try:
                 remove_checkpoint(self._checkpoints_path, storage_id)
             except OSError as error:
@@ -281,28 +243,32 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     ) -> str:
         """Copy a directory, or the union of the ranks', to a checkpoint; return its uuid.
 
-        ``ckpt_dir`` is None on a rank that has nothing to add. Ranks that bring different files of one name, or no directory at
-        all, raise ``CheckpointError``.
+        Unlike Determined's own, it adds no file to the directory. ``ckpt_dir`` is None on a rank that has nothing to add.
+
+        Raises:
+            CheckpointError: no rank has a file, or ranks have different files of one name.
 
         Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
         """
         with self.store_path(metadata, shard=shard) as (path, storage_id):
-            source = None if ckpt_dir is None else Path(ckpt_dir)
-            listings = self._run_on_all_ranks(
-                shard, "listed", lambda: None if source is None else _selected_digests(source, selector)
-            )
-            if all(listing is None for listing in listings):
+            source = Path(ckpt_dir or os.devnull)
+            names = [found.relative_to(source).as_posix() for found in source.rglob("*") if found.is_file()]
+            mine = hash_files(source, [name for name in names if selector is None or selector(name)])
+            files = self._dist.allgather(mine) if shard else [mine]
+            if not any(files):
                 raise CheckpointError(
-                    "ckpt_dir is None on every rank that uploads; expected a directory on at least one. Name "
-                    "the directory to upload."
+                    "ckpt_dir has no file on any rank; expected a directory on at least one. Name the directory to upload."
                 )
-            owners = _owners([listing or {} for listing in listings])
-            if source is not None:
-                for name, owner_rank in owners.items():
-                    if owner_rank == self._dist.rank:
-                        target = path / name
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copy2(source / name, target)
+            for name, entry in mine.items():
+                owner = next(rank for rank, of_rank in enumerate(files) if name in of_rank)
+                if files[owner][name] != entry:
+                    raise CheckpointError(
+                        f"file {name!r} differs between ranks {owner} and {self._dist.rank}; expected one content for each "
+                        "name in a checkpoint. Write it under another name, or on one rank only."
+                    )
+                if owner == self._dist.rank:
+                    (path / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(source / name, path / name)
         return storage_id
 
     def download(
@@ -348,16 +314,16 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     def _find(self, storage_id: str, *, is_read: bool = True) -> Path:
         path = Path(storage_id)
         if path.parent == _DETERMINED_PATH and not path.exists():
-            storage_id = path.name
-            path = Path(storage_id)
-        if len(path.parts) == 1:
-            path = self._checkpoints_path / storage_id
-        elif (path / MANIFEST_NAME).is_file() and path.parent != self._checkpoints_path:
-            # Downloaded from a cluster, whose storage knows no completion mark; whoever loads it verifies
-            # every file by the manifest.
-            return path
-        if is_read and len(Path(storage_id).parts) == 1 and not is_complete(path):
-            path = _elsewhere(self._checkpoints_path, storage_id) or path
+            path = Path(path.name)
+        if len(path.parts) > 1:
+            if (path / MANIFEST_NAME).is_file() and path.parent != self._checkpoints_path:
+                # Downloaded from a cluster, whose storage knows no completion marker; loading verifies
+                # every file by the manifest.
+                return path
+        else:
+            name, path = path.name, self._checkpoints_path / path
+            if is_read and not is_complete(path):
+                path = _elsewhere(self._checkpoints_path, name) or path
         if not is_complete(path):
             complete = ", ".join(checkpoint.uuid for checkpoint in self.list()) or "none"
             raise CheckpointNotFoundError(
@@ -368,6 +334,122 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         if expected is not None:
             _require_metadata(path / METADATA_FILE, expected)
         return path
+
+
+class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # see above
+    """A cluster's checkpoint context on a run directory (``dstrial run``)."""
+
+    def __init__(
+        self,
+        cluster: core.CheckpointContext,
+        run_directory: RunDirectory,
+        *,
+        keep: KeepPolicy | None,
+        train: LocalTrainContext,
+        smaller_is_better: bool,
+    ) -> None:
+        super().__init__(
+            cluster._dist,
+            cluster._storage_manager,
+            cluster._session,
+            cluster._task_id,
+            cluster._allocation_id,
+            cluster._tensorboard_mode,
+            cluster._tensorboard_manager,
+            cluster._storage_backend_id,
+        )
+        self._checkpoints_path = run_directory.checkpoints_path
+        self._keep = keep
+        self._train = train
+        self._smaller_is_better = smaller_is_better
+        self._owned: dict[str, bool] = {}
+
+    def _report_checkpoint(
+        self,
+        storage_id: str,
+        resources: dict[str, int] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Complete the checkpoint on disk before the master learns of it. Ranks: 0."""
+        path = self._checkpoints_path / storage_id
+        steps_completed = (metadata or {}).get("steps_completed")
+        if path.is_dir() and steps_completed is not None:
+            _complete(path, steps_completed)
+        super()._report_checkpoint(storage_id, resources, metadata)
+        for superfluous in _superfluous(
+            self._checkpoints_path,
+            self._keep,
+            self._train.validations,
+            smaller_is_better=self._smaller_is_better,
+        ):
+            if self._is_own(superfluous):
+                remove_marker(self._checkpoints_path / superfluous)
+                self.delete(superfluous)
+                logger.debug("deleted checkpoint %s, which the keep policy does not keep", superfluous)
+
+    def _is_own(self, storage_id: str) -> bool:
+        """Return whether this trial has saved a checkpoint, not an experiment before it.
+
+        The master lets a trial delete its own only, and refuses when the files are gone already (Determined 0.38.1
+        ``core/_checkpoint.py``, ``delete``).
+        """
+        if storage_id not in self._owned:
+            try:
+                found = bindings.get_GetCheckpoint(self._session, checkpointUuid=storage_id).checkpoint
+            except (ForbiddenException, NotFoundException):
+                found = None  # of another trial, or another master
+            self._owned[storage_id] = found is not None and found.taskId == self._task_id
+        return self._owned[storage_id]
+
+    @contextlib.contextmanager
+    def restore_path(
+        self,
+        storage_id: str,
+        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: Callable[[str], bool] | None = None,
+    ) -> Iterator[Path]:
+        """Yield a checkpoint's directory, by uuid or by path (``dstrial run --resume``)."""
+        if Path(storage_id).is_absolute():
+            yield Path(storage_id)
+            return
+        with super().restore_path(storage_id, download_mode, selector=selector) as path:
+            yield path
+
+    def get_metadata(self, storage_id: str) -> dict[str, Any]:
+        if Path(storage_id).is_absolute():
+            return dict(read_json(Path(storage_id) / METADATA_FILE) or {})
+        metadata: dict[str, Any] = super().get_metadata(storage_id)
+        return metadata
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _complete(path: Path, steps_completed: Any, metadata_sha256: str | None = None) -> None:
+    info = {"uuid": path.name, "steps_completed": steps_completed, "time": utc_now()}
+    write_marker(path, info if metadata_sha256 is None else {**info, _METADATA_DIGEST: metadata_sha256})
+
+
+def _superfluous(
+    checkpoints_path: Path,
+    keep: KeepPolicy | None,
+    validations: Callable[[], Mapping[int, float]],
+    *,
+    smaller_is_better: bool,
+) -> list[str]:
+    """Return uuids of complete checkpoints that the policy does not keep."""
+    if keep is None:
+        return []
+    stored = sorted(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time)
+    return checkpoints_to_delete(
+        [(checkpoint.uuid, checkpoint.steps_completed) for checkpoint in stored],
+        validations(),
+        keep,
+        smaller_is_better=smaller_is_better,
+    )
 
 
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
@@ -386,7 +468,7 @@ def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
 
 
 def _require_metadata(path: Path, sha256: str) -> None:
-    """Compare the metadata file with the completion mark, which was written after it."""
+    """Compare the metadata file with the completion marker."""
     try:
         found = hash_file(path).sha256
     except FileNotFoundError:
@@ -417,29 +499,3 @@ def open_checkpoint_store(
     return LocalCheckpointContext(
         dist, checkpoints_path, keep=keep, validations=validations, smaller_is_better=smaller_is_better
     )
-
-
-def _selected_digests(source: Path, selector: Callable[[str], bool] | None) -> dict[str, str]:
-    digests = {}
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source).as_posix()
-        if path.is_file() and (selector is None or selector(name)):
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-            digests[name] = digest.hexdigest()
-    return digests
-
-
-def _owners(digests: list[dict[str, str]]) -> dict[str, int]:
-    """Return which rank copies each file: the lowest that has it."""
-    owners: dict[str, int] = {}
-    for rank, files in enumerate(digests):
-        for name, digest in files.items():
-            if digests[owners.setdefault(name, rank)][name] != digest:
-                raise CheckpointError(
-                    f"file {name!r} differs between ranks {owners[name]} and {rank}; expected one content "
-                    "for each name in a checkpoint. Write it under another name, or on one rank only."
-                )
-    return owners

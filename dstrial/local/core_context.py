@@ -1,7 +1,8 @@
-"""Determined's core context on a run directory, for training off any cluster."""
+"""Determined's core context on a run directory, off a cluster or beside a master."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -13,8 +14,12 @@ from typing import Any
 
 from determined import core
 
-from dstrial.local.checkpoint_directory import KeepPolicy
-from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
+from dstrial.local.checkpoint_directory import KeepPolicy, remove_incomplete_checkpoints
+from dstrial.local.checkpoint_store import (
+    LocalCheckpointContext,
+    MirroredCheckpointContext,
+    open_checkpoint_store,
+)
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory
 from dstrial.local.train_context import LocalTrainContext, repair_reports
 
@@ -118,27 +123,7 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
 
     train: LocalTrainContext
     checkpoint: LocalCheckpointContext
-
-    def __init__(
-        self,
-        run_directory: RunDirectory,
-        *,
-        distributed: core.DistributedContext,
-        checkpoint: LocalCheckpointContext,
-        preempt: LocalPreemptContext,
-        train: LocalTrainContext,
-        searcher: core.SearcherContext | None,
-        profiler: NodeProfiler,
-    ) -> None:
-        super().__init__(
-            distributed=distributed,
-            checkpoint=checkpoint,
-            preempt=preempt,
-            train=train,
-            searcher=searcher,
-            profiler=profiler,
-        )
-        self.run_directory = run_directory
+    run_directory: RunDirectory
 
     def close(
         self,
@@ -151,17 +136,13 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         super().close(exc_type, exc_val, exc_tb)
 
 
-def _never() -> str | None:
-    return None
-
-
 def init(
     run_dir: RunDirectory | Path,
     *,
     distributed: core.DistributedContext,
     metric: str | None,
     smaller_is_better: bool,
-    stop_requested: Callable[[], str | None] = _never,
+    stop_requested: Callable[[], str | None] = lambda: None,
     keep: KeepPolicy | None = None,
     max_length: int | None = None,
     max_length_unit: core.Unit | None = None,
@@ -191,8 +172,7 @@ def init(
         if max_length is None
         else core.SearcherContext(_ProgressSession(train), distributed, LOCAL_ID, max_length, max_length_unit)
     )
-    return LocalContext(
-        run_directory,
+    context = LocalContext(
         distributed=distributed,
         checkpoint=checkpoint,
         preempt=LocalPreemptContext(distributed, stop_requested, preempt_mode),
@@ -202,3 +182,56 @@ def init(
             socket.gethostname(), distributed, LocalSystemMetrics(train, distributed.cross_rank)
         ),
     )
+    context.run_directory = run_directory
+    return context
+
+
+def mirror(
+    core_context: core.Context,
+    run_directory: RunDirectory,
+    *,
+    metric: str | None,
+    smaller_is_better: bool,
+    keep: KeepPolicy | None,
+) -> LocalTrainContext:
+    """Have a cluster's core context keep everything in a run directory as well.
+
+    Replaces the parts of ``core_context``, which ``core.init`` has made with manual TensorBoard files, and returns its
+    ``train``. At the end, call the ``flush_progress`` of that and :func:`remove_tensorboard_directories`. ``keep`` None keeps
+    all checkpoints.
+    """
+    is_chief = core_context.distributed.rank == 0
+    repair_reports(run_directory, is_chief=is_chief)
+    if is_chief:
+        for name, num_bytes in remove_incomplete_checkpoints(run_directory.checkpoints_path).items():
+            logger.info("removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}")
+    train = LocalTrainContext(
+        run_directory,
+        is_chief=is_chief,
+        metric=metric,
+        smaller_is_better=smaller_is_better,
+        cluster=core_context.train,
+    )
+    core_context.train = train
+    core_context.checkpoint = MirroredCheckpointContext(
+        core_context.checkpoint,
+        run_directory,
+        keep=keep,
+        train=train,
+        smaller_is_better=smaller_is_better,
+    )
+    return train
+
+
+def remove_tensorboard_directories(core_context: core.Context, run_directory: RunDirectory) -> None:
+    """Remove the directories that Determined makes for TensorBoard files.
+
+    A run directory has them in ``tensorboard/``. Call it at the end of a run: while ranks begin, one may still create what
+    another removes.
+    """
+    if core_context.distributed.rank != 0 or core_context.info is None:
+        return
+    root = run_directory.checkpoints_path / core_context.info.cluster_id
+    for path in sorted([root, *root.rglob("*/")], reverse=True):
+        with contextlib.suppress(OSError):  # not empty, or not there
+            path.rmdir()

@@ -11,6 +11,7 @@
     progress.json             how far training is
     status.json               what the trial says about itself: status text, early exit
     telemetry.json            where the last attempt's time and memory went, and how fast it was
+    memory.json               predicted memory, if a dry run has been made
     outcome.json              how the ranks of the last attempt ended; outcome.node<n>.json of another node than the first
     submission.json           the master's experiment that trains the run
     master/                   state directory of the run's own master, in a job of Slurm's
@@ -114,52 +115,41 @@ def new_run_path(runs_dir: Path, name: str, started: str | None = None) -> Path:
     return runs_dir.absolute() / experiment_slug(name) / f"{utc_stamp(started)}-{secrets.token_hex(3)}"
 
 
+class _Inside:
+    """Descriptor for the path of a file or directory inside a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type | None = None) -> Path:
+        return run.path / self._name
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
     """One run's directory, a value; the module's docstring lists its files."""
 
     path: Path
 
-    @property
-    def experiment_config_path(self) -> Path:
-        return self.path / "experiment.yaml"
-
-    @property
-    def record_path(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def lock_path(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
+    experiment_config_path = _Inside("experiment.yaml")
+    record_path = _Inside("run.json")
+    lock_path = _Inside("run.lock")
+    metrics_path = _Inside("metrics.jsonl")
+    superseded_metrics_path = _Inside("metrics.superseded.jsonl")
+    progress_path = _Inside("progress.json")
+    status_path = _Inside("status.json")
+    telemetry_path = _Inside("telemetry.json")  # dstrial.telemetry.samples.RunTotals.to_json
+    memory_path = _Inside("memory.json")
+    submission_path = _Inside("submission.json")
+    master_path = _Inside("master")
+    slurm_job_path = _Inside("slurm.json")
+    metadata_path = _Inside("metadata.json")
+    tensorboard_path = _Inside("tensorboard")
+    checkpoints_path = _Inside("checkpoints")
+    logs_path = _Inside("logs")
 
     def node_metrics_path(self, node_idx: int) -> Path:
         return self.path / f"metrics.node{node_idx}.jsonl"
-
-    @property
-    def superseded_metrics_path(self) -> Path:
-        return self.path / "metrics.superseded.jsonl"
-
-    @property
-    def progress_path(self) -> Path:
-        return self.path / "progress.json"
-
-    @property
-    def status_path(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def telemetry_path(self) -> Path:
-        # Written as dstrial.telemetry.samples.RunTotals.to_json.
-        return self.path / "telemetry.json"
-
-    @property
-    def memory_path(self) -> Path:
-        """Predicted memory, by a dry run; missing without one."""
-        return self.path / "memory.json"
 
     def outcome_path(self, node_idx: int = 0) -> Path:
         # Written as dstrial.launch.failures.LaunchOutcome, with ``is_consequence``: whether a rank of another node failed first.
@@ -168,34 +158,6 @@ class RunDirectory:
     def outcome_paths(self) -> list[Path]:
         """Return the outcomes of all nodes, as far as their launchers have ended."""
         return sorted(self.path.glob("outcome*.json"))
-
-    @property
-    def submission_path(self) -> Path:
-        return self.path / "submission.json"
-
-    @property
-    def master_path(self) -> Path:
-        return self.path / "master"
-
-    @property
-    def slurm_job_path(self) -> Path:
-        return self.path / "slurm.json"
-
-    @property
-    def metadata_path(self) -> Path:
-        return self.path / "metadata.json"
-
-    @property
-    def tensorboard_path(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs_path(self) -> Path:
-        return self.path / "logs"
 
     def attempt_logs_path(self, attempt: int) -> Path:
         return self.logs_path / f"attempt_{attempt}"
@@ -246,12 +208,7 @@ class RunDirectory:
         try:
             make_output_directory(run_directory.path)
             (run_directory.path / OUTPUT_MARK).touch()
-            for directory in (
-                run_directory.tensorboard_path,
-                run_directory.checkpoints_path,
-                run_directory.logs_path,
-            ):
-                directory.mkdir()
+            run_directory._make_directories(exist_ok=False)
             run_directory.write_config(config)
             run_directory._write_record(record)
         except OSError as error:
@@ -280,13 +237,12 @@ class RunDirectory:
                 f"run directory is {str(path)!r}; expected a directory with a run.json in it. Name a "
                 "directory that a run has printed, or start a new run."
             )
-        for directory in (
-            run_directory.tensorboard_path,
-            run_directory.checkpoints_path,
-            run_directory.logs_path,
-        ):
-            directory.mkdir(exist_ok=True)
+        run_directory._make_directories(exist_ok=True)
         return run_directory
+
+    def _make_directories(self, *, exist_ok: bool) -> None:
+        for directory in (self.tensorboard_path, self.checkpoints_path, self.logs_path):
+            directory.mkdir(exist_ok=exist_ok)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Replace the effective experiment config; private if it holds secrets."""

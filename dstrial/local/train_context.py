@@ -1,11 +1,11 @@
-"""Determined's TrainContext on a run directory: reports and progress.
+"""Determined's TrainContext on a run directory, with or without a master.
 
 One line of ``metrics.jsonl`` per report::
 
     {"group": "validation", "steps_completed": 100, "metrics": {"loss": 0.5}, "time": "2026-01-31T…+00:00"}
 
 NaN and infinities are strings there, because JSON has no such numbers. Reports of system metrics belong to no batch, and have
-``null``. Only the chief writes; the other ranks read what the chief wrote.
+``null``. Only the chief writes; the other ranks read these files. Under ``dstrial run`` a master gets every report, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-import os
 import pathlib
 import threading
 import time
@@ -34,11 +33,10 @@ from dstrial.local.json_files import (
     to_strict_json,
     write_json_atomically,
 )
-from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE, RunDirectory, utc_now
+from dstrial.local.run_directory import LOCAL_ID, RunDirectory, utc_now
 
 logger = logging.getLogger("dstrial.local")
 
-TRAINING_GROUP = "training"
 VALIDATION_GROUP = "validation"
 
 PROGRESS_PERIOD_S = 1.0  # progress is written at most this often; the last state is always written
@@ -47,8 +45,11 @@ PROGRESS_PERIOD_S = 1.0  # progress is written at most this often; the last stat
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
     """Keeps a trial's reports in a run directory; thread-safe.
 
-    Metrics come from the chief. Progress, status and early exit of other ranks are ignored, because every rank may meet the code
-    that sends them.
+    Metrics come from the chief. Progress, status and early exit of other ranks are ignored, because every rank may run the code
+    that reports them.
+
+    Args:
+        cluster: Determined's own context, which also gets every report; None without a master.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         is_chief: bool,
         metric: str | None,
         smaller_is_better: bool,
+        cluster: core.TrainContext | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_directory = run_directory
@@ -65,8 +67,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._metric = metric
         self._smaller_is_better = smaller_is_better
         self._clock = clock
-        self._exp_id = LOCAL_ID
-        self._trial_id = LOCAL_ID
+        self.cluster = cluster
+        self._exp_id = LOCAL_ID if cluster is None else cluster._exp_id
+        self._trial_id = LOCAL_ID if cluster is None else cluster._trial_id
+        self._metrics = None if cluster is None else cluster._metrics
         self._tail = JsonLinesTail(run_directory.metrics_path)
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -104,14 +108,18 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
 
     def set_status(self, status: str) -> None:
         self._update_status({"status": status})
+        if self.cluster is not None:
+            self.cluster.set_status(status)
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
         """Keep why the trial gave up; the first reason stands."""
         known = self.get_early_exit()
         if known is not None:
             logger.warning("early exit %s was reported before; %s is ignored", known, reason)
-            return
-        self._update_status({"early_exit": core.EarlyExitReason(reason).name})
+        else:
+            self._update_status({"early_exit": core.EarlyExitReason(reason).name})
+        if self.cluster is not None:
+            self.cluster.report_early_exit(reason)
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
         """Keep how many optimizer steps of all engines the run took, and skipped."""
@@ -138,27 +146,15 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         stored: dict[str, Any] = to_strict_json(metadata, "metadata")
         if self._is_chief:
             write_json_atomically(self._run_directory.metadata_path, stored)
-        return stored
+        if self.cluster is None:
+            return stored
+        answer: dict[str, Any] | None = self.cluster.set_metadata(metadata)
+        return answer
 
     def get_metadata(self) -> dict[str, Any] | None:
-        metadata: dict[str, Any] | None = read_json(self._run_directory.metadata_path)
+        kept, cluster = self._run_directory.metadata_path, self.cluster
+        metadata: dict[str, Any] | None = read_json(kept) if cluster is None else cluster.get_metadata()
         return metadata
-
-    def report_training_metrics(
-        self,
-        steps_completed: int,
-        metrics: dict[str, Any],
-        batch_metrics: list[dict[str, Any]] | None = None,
-    ) -> None:
-        """Append a training report; metrics are what ``to_strict_json`` accepts. Ranks: 0."""
-        self._report_trial_metrics(TRAINING_GROUP, steps_completed, metrics, batch_metrics)
-
-    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        """Append a validation report; metrics that are bytes are left out. Ranks: 0."""
-        self._report_trial_metrics(VALIDATION_GROUP, steps_completed, metrics)
-
-    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
-        self._report_trial_metrics(group, steps_completed, metrics)
 
     def _report_trial_metrics(
         self,
@@ -176,6 +172,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             raise TrialContractError(
                 f"metric group is {group!r}; expected a name without a dot. Choose another name."
             )
+        given = metrics
         if group == VALIDATION_GROUP:
             serializable = self._get_serializable_metrics(metrics)
             metrics = {name: value for name, value in metrics.items() if name in serializable}
@@ -189,9 +186,8 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             row["batch_metrics"] = to_strict_json(batch_metrics, "batch_metrics")
         with self._writing:
             append_json_line(self._run_directory.metrics_path, row)
-        # Under ``dstrial run`` the parent shows every report itself.
-        level = logging.DEBUG if os.environ.get(RUN_DIR_VARIABLE) else logging.INFO
-        logger.log(level, "%s at batch %d: %s", group, row["steps_completed"], row["metrics"])
+        if self.cluster is not None:
+            self.cluster._report_trial_metrics(group, steps_completed, given, batch_metrics)
 
     def report_system_metrics(
         self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
@@ -251,6 +247,8 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
                 f"progress is {progress!r}; expected a number from 0 to 1. Divide by the length of the run."
             )
         self._note_progress({"progress": float(progress)}, is_last=progress == 1)
+        if self.cluster is not None:
+            self.cluster.report_progress(progress)
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
         """Keep progress in batches of the whole run, once per ``PROGRESS_PERIOD_S``."""

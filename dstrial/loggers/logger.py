@@ -1,4 +1,4 @@
-"""What a logger receives, and the contract of one; pure."""
+"""The contract of a logger, and the values that it receives; pure."""
 
 from __future__ import annotations
 

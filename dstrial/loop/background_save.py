@@ -1,7 +1,7 @@
-"""One save on its way: its thread, common steps, and reports it waits for.
+"""A save in progress: its thread, its steps, and the reports that precede it.
 
-Determined's client queues metrics for a thread and registers checkpoints itself. If a process died between the two, a
-checkpoint would lie beyond its last report and a resume would leave a gap. So a checkpoint is registered after its metrics.
+Determined's client queues metrics for a thread, but registers checkpoints at once. If the process died between the two, the
+master would have a checkpoint without the reports before it. So a checkpoint is registered after the master has its metrics.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from determined import core
 import dstrial
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, Manifest, hash_file, write_manifest
 from dstrial.errors import CheckpointError, DstrialError
-from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks.heartbeat import heartbeat
 from dstrial.storage_guard import is_storage_gone
 
 logger = logging.getLogger("dstrial.loop")
 
-_SAY_WAITING_S = 30.0
+_LOG_WAITING_S = 30.0
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """How a save stands on one rank; small, because each exchange carries it."""
+    """State of a save on one rank; small, because every exchange sends it."""
 
     is_done: bool
     failure: str | None
 
 
 class SaveJob:
-    """A checkpoint whose state is copied and which is now written and registered.
+    """A checkpoint whose state is copied, while it is written and registered.
 
     Args:
         batches_trained: finished batches when the state was copied.
         previous_batches: ``batches_trained`` of the checkpoint before; None if there was none.
-        complete: writes and registers on all ranks together; raises if there is no checkpoint afterwards.
+        complete: writes and registers on all ranks together; raises if that fails.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SaveJob:
         self._thread.start()
 
     def run(self) -> None:
-        """Complete the save here; a failure is kept in ``error``."""
+        """Complete the save in this thread; keep a failure in ``error``."""
         complete, self._complete = self._complete, None
         assert complete is not None, "a save runs once"
         beat = heartbeat()
@@ -89,8 +89,8 @@ class SaveJob:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until the save has ended; its own waits have deadlines."""
-        while not self._is_done.wait(_SAY_WAITING_S):
+        """Wait until the save has ended; all steps of a save have deadlines."""
+        while not self._is_done.wait(_LOG_WAITING_S):
             logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
         if self._thread is not None:
             self._thread.join()
@@ -103,39 +103,8 @@ class SaveJob:
         return SaveStatus(True, str(self.error) or type(self.error).__name__)
 
 
-def run_on_all_ranks(
-    distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
-) -> list[T]:
-    """Run a step on every rank; return results by rank, or fail on all of them.
-
-    The step's result is small and can be pickled. ``describe`` makes the message of a failure, with this rank's name, which the
-    other ranks raise.
-
-    Raises:
-        CheckpointError: the step raised an ``OSError`` here, or anything on another rank.
-
-    Ranks: all, collectively.
-    """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = step()
-    except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-        error = caught
-    message = None if error is None else describe(error)
-    outcomes: list[tuple[str | None, T]] = distributed.allgather((message, result))
-    if isinstance(error, OSError):
-        raise CheckpointError(message) from error
-    if error is not None:
-        raise error
-    for failure, _ in outcomes:
-        if failure is not None:
-            raise CheckpointError(failure)
-    return [outcome for _, outcome in outcomes]
-
-
 def base_metadata(steps_completed: int) -> dict[str, Any]:
-    """Return what the metadata of every checkpoint says, besides its run."""
+    """Return the metadata of a checkpoint that do not depend on its run."""
     return {
         "steps_completed": steps_completed,
         "determined_version": determined.__version__,
@@ -152,8 +121,8 @@ def complete_manifest(
 ) -> None:
     """Write the manifest, and its digest into ``metadata``. Ranks: 0.
 
-    ``parts`` has, by rank, the hashed files and the names of those that the rank reads at a resume. The store reads
-    ``metadata`` when its block ends; so the master knows which files were written.
+    ``parts`` has, by rank, the hashed files and the names of the files that the rank reads at a resume. The store reads
+    ``metadata`` when its block ends, so the digest reaches the master.
     """
     files = {name: entry for part, _ in parts for name, entry in part.items()}
     readers: dict[str, list[int]] = {}
@@ -166,7 +135,7 @@ def complete_manifest(
 
 
 def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception) -> str:
-    """Return why ``what`` cannot be written, the room that is left, and what to do."""
+    """Return why ``what`` cannot be written, the free disk space, and what to do."""
     if isinstance(error, CheckpointError) or is_storage_gone(error):
         return str(error)
     free = ""
@@ -180,12 +149,12 @@ def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception)
     )
 
 
-_DEADLINE_S = 600.0
-_TICK_S = 0.002
+_DEADLINE_S = 600.0  # of a wait for the master
+_POLL_S = 0.002
 
 
 class PendingReports:
-    """The metric reports that the master has not taken yet; none off a cluster.
+    """Metric reports that the master has not accepted yet; none off a cluster.
 
     Determined's client has no public way to wait for them.
 
@@ -198,7 +167,9 @@ class PendingReports:
     def __init__(self, train: Any) -> None:
         self._shipper: Any = None
         self._num_posted = 0
-        if type(train) is not core.TrainContext and not isinstance(train, MirroredTrainContext):
+        if isinstance(train, LocalTrainContext):
+            train = train.cluster
+        if type(train) is not core.TrainContext:
             return
         shipper: Any = getattr(getattr(train, "_metrics", None), "_shipper", None)
         if not hasattr(shipper, "_queue") or not hasattr(shipper, "_post_metrics"):
@@ -208,7 +179,7 @@ class PendingReports:
             )
         self._shipper = shipper
         post = shipper._post_metrics
-        # What is still in the queue will be counted.
+        # Reports that are queued now will be counted by ``post_and_count``.
         self._num_before = shipper._queue.unfinished_tasks - shipper._queue.qsize()
 
         def post_and_count(*args: Any, **kwargs: Any) -> None:
@@ -218,21 +189,21 @@ class PendingReports:
         shipper._post_metrics = post_and_count
 
     def wait(self, deadline_s: float = _DEADLINE_S) -> bool:
-        """Wait until the master has taken all reports made so far; return whether it has."""
+        """Wait until the master has accepted all reports so far; return False on failure."""
         shipper = self._shipper
         if shipper is None:
             return True
-        # The client never marks a task as done, so that this is how many were ever put in.
+        # The client never calls ``task_done``, so this is the number of reports ever queued.
         wanted = int(shipper._queue.unfinished_tasks) - self._num_before
         give_up_at_s = time.monotonic() + deadline_s
         while self._num_posted < wanted:
             if not shipper.is_alive():
-                return False  # the next report raises what ended it
+                return False  # the next report raises the error
             if time.monotonic() > give_up_at_s:
                 missing = wanted - self._num_posted
                 logger.warning(
                     "the master has not taken %d metric reports within %.0f s", missing, deadline_s
                 )
                 return False
-            time.sleep(_TICK_S)
+            time.sleep(_POLL_S)
         return True

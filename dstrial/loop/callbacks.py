@@ -62,7 +62,7 @@ class Callbacks:
 
 
 def _warn_of_old_name(method: Callable[..., None]) -> None:
-    # At the user's own method, whoever builds the callbacks: that line is to be changed.
+    # The warning points at the user's method, which has to be renamed.
     function: Any = inspect.unwrap(method)
     if not hasattr(function, "__code__"):
         function = _warn_of_old_name

@@ -1,27 +1,48 @@
-"""Load a checkpoint into a trial, in the layout that wrote it or another one.
+"""Restore checkpoints of this layout or of another.
 
 A checkpoint directory holds ``model<i>/`` (engines, or what the trial's ``save`` writes), ``dstrial_rank<r>.pt`` (the
 rank's counters, random states, open report window, reducers, callbacks), ``load_data.json`` (configuration),
-``manifest.json`` (layout; size, checksum and readers of every file) and, written last, the completion mark.
+``manifest.json`` (layout; size, checksum and readers of every file) and, written last, the completion marker.
+
+Files with only values and listed classes are loaded. Others are loaded if their exact content is vouched for: by this account's
+signature on the manifest; by the master, to which the trial reported the manifest's SHA-256; or by the user, with that SHA-256
+in ``data.dstrial.trust_checkpoint_code``. A matching manifest alone proves nothing: anybody can make one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import pathlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from determined import core
 
 from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    hash_file,
+    hash_files,
+    is_own_manifest,
+    share_of,
+)
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
 from dstrial.engine.checkpoint_reader.open import read_rank_state
-from dstrial.engine.checkpoint_reader.safe_load import load, vouched_for
+from dstrial.engine.checkpoint_reader.safe_load import (
+    load,
+    may_be_unpickled,
+    unlisted_in,
+    untrusted,
+    vouched_for,
+)
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.random_state import RngState
@@ -34,7 +55,6 @@ from dstrial.engine.state import (
     restore_engine_extra_state,
 )
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
-from dstrial.loop.checkpoint_trust import trusts_code
 from dstrial.loop.metrics import merge_windows, rescale_window
 from dstrial.loop.run_state import RunState, restore_reducer, training_reductions
 from dstrial.resume.plan import plan_load, require_same_batch
@@ -44,6 +64,9 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger("dstrial.loop")
+
+TRUST_KEY = "trust_checkpoint_code"
+"""Key of ``data.dstrial``: the SHA-256 of the checkpoint whose code the user trusts."""
 
 
 class CheckpointLoader:
@@ -63,8 +86,8 @@ class CheckpointLoader:
             expected_records: records that the loaders of all ranks read for a batch; None where they do not say.
 
         Returns:
-            The loop state given to ``CheckpointSaver.save``, and whether the run is continued. If not (the checkpoint is of
-            another trial), only weights are taken over and counting starts at 0.
+            The loop state given to ``CheckpointSaver.save``, and whether the run continues. If the checkpoint is of another
+            trial, only weights are loaded, and counting starts at 0.
 
         Ranks: all, collectively.
         """
@@ -167,7 +190,7 @@ class CheckpointLoader:
     def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
         """Fit this rank's state, in place, to the current ranks. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
-        # Files are mapped, so that only the used parts of another rank's state are read.
+        # Memory-mapped, because little of another rank's state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
@@ -178,7 +201,7 @@ class CheckpointLoader:
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
         if rank >= saved_size:
-            # This rank did not exist in the run that wrote the checkpoint: it keeps the random states of its own seed.
+            # The checkpoint has no state of this rank, which keeps the random states of its own seed.
             state["random_states"] = None
             state["reducers"] = []
             state["reductions_of_absent_ranks"] = []
@@ -290,7 +313,7 @@ def _require_same_data(
 def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return the loop's state with micro batches as the first engine counts them."""
+    """Return the loop's state with micro batches of the first engine's current size."""
     if not saved:
         return dict(loop_state)
     before, after = saved[0].micro_batches_per_batch, now[0].micro_batches_per_batch
@@ -305,9 +328,96 @@ def rescale_micro_batches(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the data position; middle stages of a pipeline have none."""
+    """Return the ranks' position; middle stages of a pipeline have no loader."""
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
         if one.get("records_per_batch") is not None:
             found["records_per_batch"] = int(one["records_per_batch"])
     return found
+
+
+# ---- whether files may be loaded ----------------------------------------------------------------------
+
+
+def trusts_code(
+    context: core.Context,
+    uuid: str,
+    root: pathlib.Path,
+    names: Sequence[str],
+    exp_conf: Mapping[str, Any] | None,
+) -> bool:
+    """Return whether loading may run code that the files name; False if none does.
+
+    The files of the manifest, where there is one, have been compared with it. Files beside them are scanned too, because a
+    library may load whatever lies in the directory. ``names`` are relative to ``root`` and the same on all ranks.
+
+    Raises:
+        UntrustedCheckpointError: the files name code and nobody vouches for them.
+
+    Ranks: all, collectively.
+    """
+    distributed = context.distributed
+    pickles = sorted(name for name in names if may_be_unpickled(name))
+    strays = _strays(root, names)
+    mine = share_of(pickles, distributed.local_rank, distributed.local_size)
+    mine = [*mine, *share_of(strays, distributed.local_rank, distributed.local_size)]
+    found: dict[str, tuple[str, ...]] = {}
+    for part in distributed.allgather(unlisted_in(root, mine)):
+        found.update(part)
+    if not found:
+        return False
+    # No signature covers a file that the manifest does not list.
+    unknown = {f"checkpoint {root}: {name}": found[name] for name in sorted(found.keys() - set(names))}
+    if unknown:
+        raise untrusted(unknown, "The checkpoint's manifest does not list the file: delete it.")
+    voucher, digest = None, None
+    if distributed.rank == 0:
+        digest = checkpoint_digest(root, pickles)
+        voucher = _voucher(context, uuid, root, digest, exp_conf)
+    voucher, digest = distributed.broadcast((voucher, digest))
+    if voucher is None:
+        raise untrusted(
+            {
+                f"checkpoint {root}: {name}" if not idx else name: found[name]
+                for idx, name in enumerate(sorted(found))
+            },
+            "If you trust who wrote it, add --trust-code to `dstrial run --resume`, or write "
+            f"data: {{dstrial: {{{TRUST_KEY}: {digest}}}}} into the experiment config.",
+        )
+    if distributed.rank == 0:
+        logger.info("checkpoint %s holds objects of classes of its own, and is loaded: %s", uuid, voucher)
+    return True
+
+
+def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
+    """Return files that may be unpickled and that the manifest does not list."""
+    if not (root / MANIFEST_NAME).is_file():
+        return []
+    present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    return sorted(name for name in present - set(listed) if may_be_unpickled(name))
+
+
+def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
+    """Return the SHA-256 of the manifest, else of the checksums of ``names``."""
+    if (root / MANIFEST_NAME).is_file():
+        return hash_file(root / MANIFEST_NAME).sha256
+    sums = {name: entry.sha256 for name, entry in hash_files(root, sorted(names)).items()}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
+def _voucher(
+    context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
+) -> str | None:
+    """Return who vouches for the files, for the log; None if nobody does."""
+    if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
+        return f"data.dstrial.{TRUST_KEY} says so"
+    if not (root / MANIFEST_NAME).is_file():
+        return None
+    if is_own_manifest(root):
+        return "this account has written it"
+    # A directory holds its metadata itself: whoever made the directory can write anything there.
+    if context.info is not None and not pathlib.Path(uuid).is_absolute():
+        metadata = context.checkpoint.get_metadata(uuid)
+        if metadata.get(MANIFEST_DIGEST) == digest:
+            return "the master knows it as what a trial of its own has written"
+    return None

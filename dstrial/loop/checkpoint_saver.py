@@ -1,8 +1,8 @@
-"""Writes checkpoints in the background; the loop waits only for the copy.
+"""Write checkpoints in the background; the loop waits only for the copy.
 
 A save begins and copies on the main thread; a thread then writes files, checksums and the manifest, uploads and registers.
-At most one save is under way. Ranks talk about it on a control channel of its own. The loop learns how the save ended, on
-all ranks together, at its next exchange, before the next save, and at the end.
+At most one save is in progress. It uses a control channel of its own. The loop learns the outcome, on all ranks together, at its
+next exchange, before the next save, and at the end.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state
 from dstrial.errors import CheckpointError
+from dstrial.local.checkpoint_store import run_on_all_ranks
 from dstrial.loop.background_save import (
     PendingReports,
     SaveJob,
@@ -37,7 +38,6 @@ from dstrial.loop.background_save import (
     base_metadata,
     complete_manifest,
     describe_failure,
-    run_on_all_ranks,
 )
 from dstrial.loop.run_state import RunState, reducer_state
 from dstrial.ranks.control_channel import ControlChannel
@@ -46,11 +46,11 @@ from dstrial.trial.trial import Checkpointable
 logger = logging.getLogger("dstrial.loop")
 
 
-class _LeaveAtOnce(BaseException):
-    """Passes through the store at once, as other ranks wait in DeepSpeed's barriers.
+class _ExitRank(BaseException):
+    """Leaves the store without communication: ranks wait in DeepSpeed's barriers.
 
-    The rank exits with the carried error as cause, the launcher ends the others, and the directory, which has no completion
-    mark, is removed at the next start.
+    The rank exits with ``error`` as cause, the launcher ends the others, and the next start removes the directory, which has no
+    completion marker.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -60,7 +60,7 @@ class _LeaveAtOnce(BaseException):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Copied:
-    """What is left to write of a checkpoint once its state is copied.
+    """A copied state that is still to be written.
 
     Attributes:
         engine_files: files that must exist once written, relative to ``path``.
@@ -82,9 +82,9 @@ class CheckpointSaver:
     """Saves one trial with everything that an exact resume needs.
 
     Callbacks are called on the main thread: ``on_checkpoint_save_start`` before the copy, ``on_checkpoint_upload_end`` when
-    the loop learns, on all ranks together, that the checkpoint is complete. ``on_checkpoint_end``, ``on_checkpoint_write_end``
-    and a ``save`` of the trial's own need the files: with one of them training waits for the files, and only checksums, upload
-    and registration happen in the background.
+    the loop learns, on all ranks together, that the checkpoint is complete. If the trial overrides ``save``, or a callback
+    ``on_checkpoint_end`` or ``on_checkpoint_write_end``, training waits for the files; only checksums, upload and registration
+    happen in the background.
     """
 
     def __init__(self, state: RunState, *, in_background: bool) -> None:
@@ -100,7 +100,7 @@ class CheckpointSaver:
         self._in_background = in_background and self._can_be_in_background()
 
     def _can_be_in_background(self) -> bool:
-        """Return whether a thread can complete checkpoints; log what training waits for."""
+        """Return whether a thread can complete checkpoints; log what blocks training."""
         distributed = self._state.context.distributed
         can = distributed.size == 1 or isinstance(distributed, ControlChannel)
         why = None
@@ -120,7 +120,7 @@ class CheckpointSaver:
         """Copy the current state and write it in the background; return its uuid.
 
         Args:
-            loop_state: what the loop wants back at a resume, besides counters and window; per rank.
+            loop_state: this rank's state of the loop besides counters and window.
 
         Raises:
             CheckpointError: the save before this one has failed, or this one cannot begin; complete checkpoints stay.
@@ -139,7 +139,7 @@ class CheckpointSaver:
                 )
                 copied = self._copy(pathlib.Path(path), loop_state, metadata)
                 block = stack.pop_all()
-        except _LeaveAtOnce as left:
+        except _ExitRank as left:
             progress.last_checkpoint = previous
             if not isinstance(left.error, OSError):
                 raise left.error from left.error.__cause__
@@ -202,7 +202,7 @@ class CheckpointSaver:
             self._state.callbacks.call("on_checkpoint_write_end", str(path))
         except Exception as error:
             if context.distributed.size > 1:
-                raise _LeaveAtOnce(error) from error
+                raise _ExitRank(error) from error
             raise
         return _Copied(
             path=path,
@@ -323,7 +323,7 @@ class CheckpointSaver:
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
-        """Act on a save that has ended, or raise its failure with the rank's name.
+        """Finish a save that has ended, or raise its failure with the rank's number.
 
         Args:
             statuses: ``status`` of every rank, gathered in one exchange.

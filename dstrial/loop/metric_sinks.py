@@ -1,17 +1,37 @@
-"""Where reported metrics go besides the trial's own record; TensorBoard is one."""
+"""Sinks of reported metrics, and the thread that writes reports.
+
+Writing the chief's averages (the record, the sinks, progress, the master) takes longer than many a batch, so a background thread
+does it, in order and each report once. The loop raises a failure of the thread on all ranks together, at their next sync point. A
+resume trains and reports again what came after the last checkpoint.
+"""
 
 from __future__ import annotations
 
+import collections
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from determined import tensorboard, util
 
+from dstrial.errors import DstrialError
 from dstrial.telemetry.samples import GROUP
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
+logger = logging.getLogger("dstrial.loop")
+
+T = TypeVar("T")
+
 _UPLOAD_INTERVAL_S = 5.0
+
+CAPACITY = 32  # queued jobs; with one more the loop waits
+
+# The thread polls: waking it per report would take Python's lock, and often the core, from the thread that trains.
+POLL_S = 0.05
+
+_LOG_WAITING_S = 30.0
 
 
 class MetricSink(Protocol):
@@ -54,23 +74,23 @@ class TensorBoardSink:
         if not self._context.get_enable_tensorboard_logging():
             return
         writer = self._context.get_tensorboard_writer()
-        if group == GROUP:
-            for name, value in metrics.items():
-                if util.is_numerical_scalar(value):
-                    writer.add_scalar(f"Telemetry/{name}", value, batches_trained)
-            return
-        prefix = "val" if group == "validation" else ""
         for name, value in metrics.items():
-            tag = name if name.startswith(prefix) else f"{prefix}_{name}"
-            if util.is_numerical_scalar(value):
-                writer.add_scalar(f"Determined/{tag}", value, batches_trained)
+            if not util.is_numerical_scalar(value):
+                continue
+            if group == GROUP:
+                tag = f"Telemetry/{name}"
+            elif group == "validation" and not name.startswith("val"):
+                tag = f"Determined/val_{name}"
+            else:
+                tag = f"Determined/{name}"
+            writer.add_scalar(tag, value, batches_trained)
 
     def close(self) -> None:
         """Do nothing: the context closes its writer."""
 
 
 SINKS: tuple[Callable[[], MetricSink], ...] = (TensorBoardSink,)
-"""What makes the sinks that every run has; each decides by itself whether it has anything to do."""
+"""Makes the sinks that every run has."""
 
 
 class MetricSinks:
@@ -79,26 +99,19 @@ class MetricSinks:
     def __init__(self, context: DeepSpeedTrialContext, own: Sequence[MetricSink] = ()) -> None:
         self._context = context
         self._runtime = runtime_of(context)
-        self._waiting = [*(make() for make in SINKS), *own]
+        self._sinks = [*(make() for make in SINKS), *own]
         self._opened: list[MetricSink] = []
         self._uploaded_s = -_UPLOAD_INTERVAL_S
 
     def open(self) -> None:
-        while self._runtime.is_chief and self._waiting:
-            sink = self._waiting.pop(0)
+        for sink in self._sinks:
             self._opened.append(sink)
             sink.open(self._context)
 
-    def report(
-        self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
-    ) -> None:
+    def report(self, group: str, batches_trained: int, metrics: Mapping[str, Any]) -> None:
         for sink in self._opened:
-            sink.report(group, batches_trained, metrics)
-
-    def report_telemetry(self, batches_trained: int, metrics: Mapping[str, Any]) -> None:
-        for sink in self._opened:
-            if getattr(sink, "takes_telemetry", False):
-                sink.report(GROUP, batches_trained, metrics)  # type: ignore[arg-type]  # they have said so
+            if group != GROUP or getattr(sink, "takes_telemetry", False):
+                sink.report(group, batches_trained, metrics)  # type: ignore[arg-type]  # telemetry: sinks that ask for it
 
     def close(self) -> None:
         """Close all opened sinks; raise the first failure afterwards."""
@@ -126,3 +139,139 @@ class MetricSinks:
         self._runtime.core.train.upload_tensorboard_files(
             lambda path: is_chief or not path.match("*tfevents*"), tensorboard.util.get_rank_aware_path
         )
+
+
+class ReportWriter:
+    """Runs jobs of this rank's loop in a thread, one after the other.
+
+    After the first failure nothing more is written, so that no report follows a missing one.
+
+    Args:
+        deadline_s: how long the loop waits for the thread.
+        capacity: jobs that may be queued.
+    """
+
+    def __init__(self, *, deadline_s: float, capacity: int = CAPACITY) -> None:
+        self._deadline_s = deadline_s
+        self._capacity = capacity
+        # A job, and whether it also runs after a failure; None ends the thread.
+        self._jobs: collections.deque[tuple[Callable[[], None], bool] | None] = collections.deque()
+        self._is_awaited = threading.Event()
+        self._num_submitted = 0
+        self._num_done = 0
+        self._has_done = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_raised = False
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job; wait only if the queue is full.
+
+        Raises:
+            DstrialError: there was no room until the deadline.
+        """
+        self._put(job, is_always_run=False)
+
+    def call(self, job: Callable[[], T]) -> T:
+        """Run a job on the thread, also after a failure; return its result or raise."""
+        outcomes: list[tuple[T | None, BaseException | None]] = []
+
+        def keep() -> None:
+            try:
+                outcomes.append((job(), None))
+            except BaseException as error:  # noqa: BLE001  # raised below, on the calling thread
+                outcomes.append((None, error))
+
+        self._put(keep, is_always_run=True)
+        self.flush()
+        ((result, error),) = outcomes
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # a T, where nothing was raised
+
+    def flush(self) -> None:
+        """Wait until all queued jobs are done, or have failed.
+
+        Raises:
+            DstrialError: they are not until the deadline.
+        """
+        self._wait_for(self._num_submitted)
+
+    @property
+    def failure(self) -> str | None:
+        """The first failure in one line; None if there is none or it has been taken."""
+        if self._error is None or self._is_raised:
+            return None
+        return f"{type(self._error).__name__}: {self._error}".splitlines()[0]
+
+    def take_error(self) -> BaseException | None:
+        """Return the first failure, to be raised, once."""
+        error = None if self._is_raised else self._error
+        self._is_raised = self._is_raised or error is not None
+        return error
+
+    def close(self) -> None:
+        """Finish the queue and end the thread; log a failure that was never raised."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self.flush()
+        except DstrialError as error:
+            logger.error("%s", error)  # a hanging job has no traceback
+            return
+        self._jobs.append(None)
+        self._is_awaited.set()
+        thread.join()
+        if self.failure is not None:
+            logger.error("a report could not be written: %s", self.failure, exc_info=self.take_error())
+
+    def _put(self, job: Callable[[], None], *, is_always_run: bool) -> None:
+        if self._num_submitted - self._num_done >= self._capacity:
+            self._wait_for(self._num_submitted - self._capacity + 1)
+        self._num_submitted += 1
+        self._jobs.append((job, is_always_run))
+        if self._thread is None:
+            # A daemon, because a sink that hangs must not keep the process alive.
+            self._thread = threading.Thread(target=self._run, name="dstrial-reports", daemon=True)
+            self._thread.start()
+
+    def _wait_for(self, num_done: int) -> None:
+        if self._num_done >= num_done:
+            return
+        self._is_awaited.set()
+        give_up_at_s = time.monotonic() + self._deadline_s
+        with self._has_done:
+            while self._num_done < num_done:
+                left_s = give_up_at_s - time.monotonic()
+                if left_s <= 0:
+                    raise DstrialError(
+                        f"{num_done - self._num_done} reports of metrics and progress are not written after "
+                        f"{self._deadline_s:g} s; expected the record and every metric sink to take them. Look at what hangs "
+                        "there: a sink of your own, the master, or the disk of the run directory."
+                    )
+                if not self._has_done.wait(min(left_s, _LOG_WAITING_S)) and left_s > _LOG_WAITING_S:
+                    logger.info("waiting for %d reports to be written", num_done - self._num_done)
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            while not self._jobs:
+                self._is_awaited.wait(POLL_S)
+                self._is_awaited.clear()
+            queued = self._jobs.popleft()
+            if queued is None:
+                return
+            job, is_always_run = queued
+            if self._error is None or is_always_run:
+                try:
+                    job()
+                except BaseException as error:  # noqa: BLE001  # the boundary of a thread: the loop raises it
+                    self._error = error
+            del queued, job
+            with self._has_done:
+                self._num_done += 1
+                self._has_done.notify_all()

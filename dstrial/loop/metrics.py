@@ -7,6 +7,7 @@ in one copy, nothing synchronises a device or communicates.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,18 +20,20 @@ from determined import pytorch
 from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 
 _MAX_LOSSES_HELD = 4096
-"""Losses of this many newest sets are held until the next report, to see which of them are finite."""
+"""The newest losses held until the next report, to find the first that is not finite."""
 
-_MAX_BYTES_HELD = 64
+_MAX_BYTES_HELD = 64  # of a storage that a single held loss may keep alive
+
+_IMMUTABLE = (float, int, str, bool, type(None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrailingNonFinite:
-    """How many of the newest values of a loss are not finite.
+    """Number of newest values of a loss that are not finite.
 
     Attributes:
         num_bad: values after the newest finite one.
-        num_seen: values that were looked at.
+        num_seen: values that were checked.
     """
 
     num_bad: int
@@ -39,12 +42,12 @@ class TrailingNonFinite:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricTotals:
-    """One rank's share of a metric report; plain Python, ready to cross ranks.
+    """One rank's totals for a metric report; plain Python.
 
     Attributes:
         values: metric name -> total so far; None for a metric that is no number.
         weights: metric name -> divisor of the total for a mean.
-        tails: loss name -> its newest values; empty unless losses are watched.
+        tails: loss name -> non-finite newest values; empty unless losses are checked.
     """
 
     values: dict[str, float | None]
@@ -52,7 +55,7 @@ class MetricTotals:
     tails: dict[str, TrailingNonFinite] = dataclasses.field(default_factory=dict)
 
     def pack(self) -> PackedTotals:
-        """Return builtins, which each rank decodes ten times as fast as these classes."""
+        """Return builtins, which are ten times as fast to decode as these classes."""
         tails = {name: (tail.num_bad, tail.num_seen) for name, tail in self.tails.items()}
         return self.values, self.weights, tails
 
@@ -76,6 +79,16 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
         f"{type(returned).__name__}. "
         'Return for example {"loss": loss}.'
     )
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy of a user's value; the value itself if it has none."""
+    if type(value) in _IMMUTABLE:
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001  # user objects fail to copy in any way they like
+        return value
 
 
 def _host_number(value: Any) -> float | None:
@@ -118,14 +131,14 @@ def losses_among(names: Iterable[str]) -> list[str]:
 
 
 def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a value that keeps no larger storage alive."""
+    """Return the value, or a copy if it would keep a large storage alive."""
     if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MAX_BYTES_HELD:
         return amount.clone()
     return amount
 
 
 def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> TrailingNonFinite:
-    """Return how a loss ends; read single values only if the total is not finite."""
+    """Count trailing non-finite losses; read single ones only if the sum is one."""
     if total is not None and math.isfinite(total):
         return TrailingNonFinite(0, len(losses))
     tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
@@ -145,7 +158,7 @@ def average(_name: str) -> pytorch.Reducer:
 
 
 class AsyncTotals:
-    """Totals of one rank, being copied from its device."""
+    """Totals of one rank during their copy from the device."""
 
     def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
         self._held = dict(held)
@@ -155,32 +168,33 @@ class AsyncTotals:
         for name, total in held.items():
             if isinstance(total, torch.Tensor):
                 by_device.setdefault(total.device, {})[name] = total
-        self._leaving = [
-            (list(tensors), *_leave(torch.stack(list(tensors.values())))) for tensors in by_device.values()
+        self._copies = [
+            (list(tensors), *_start_copy(torch.stack(list(tensors.values()))))
+            for tensors in by_device.values()
         ]
 
     def wait(self) -> MetricTotals:
         """Return the totals; wait for the device to reach the copy."""
         moved: dict[str, float] = {}
-        for names, totals, has_left in self._leaving:
-            if has_left is not None:
-                has_left.synchronize()
+        for names, totals, is_copied in self._copies:
+            if is_copied is not None:
+                is_copied.synchronize()
             moved.update(zip(names, totals.tolist(), strict=True))
         values = {name: moved.get(name, held) for name, held in self._held.items()}
         tails = {name: _tail(losses, values.get(name)) for name, losses in self._losses.items() if losses}
         return MetricTotals(values, dict.fromkeys(values, self._weight), tails)
 
 
-def _leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Begin to copy a tensor to the host; return the copy and the event of its end."""
+def _start_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Start to copy a tensor to the host; return the copy and its completion event."""
     if tensor.device.type != "cuda":
-        return tensor, None  # read by a copy that waits
+        return tensor, None  # ``tolist`` blocks
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     with torch.cuda.device(tensor.device):
         host.copy_(tensor, non_blocking=True)
-        has_left = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        has_left.record()
-    return host, has_left
+        is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_copied.record()
+    return host, is_copied
 
 
 class MetricWindow:
@@ -189,7 +203,7 @@ class MetricWindow:
     Args:
         where: what produces the metrics, for error messages.
         keep_batches: also keep each value added, for callbacks that ask for them.
-        watches_losses: fill ``MetricTotals.tails``.
+        watches_losses: fill ``MetricTotals.tails``, for ``NonFiniteGuard``.
     """
 
     def __init__(
@@ -252,7 +266,7 @@ class MetricWindow:
                 self._losses[name].append(_held_alone(amount))
             held = totals.get(name)
             if self._is_average and held.__class__ is float and amount.__class__ is float:
-                totals[name] = held + amount * weight  # what nearly always happens, on the CPU
+                totals[name] = held + amount * weight  # fast path: numbers on the CPU
             else:
                 self._accumulate(name, amount, weight)
         self._weight += weight
@@ -285,7 +299,7 @@ class MetricWindow:
         return self.async_totals().wait()
 
     def async_totals(self) -> AsyncTotals:
-        """Begin to move all totals to the host; read them before adding more."""
+        """Start to move all totals to the host; wait for them before adding more."""
         return AsyncTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
@@ -306,7 +320,7 @@ class MetricWindow:
     def newest_is_finite(self) -> bool | None:
         """Return whether one of the newest losses is finite; None if no loss is watched.
 
-        An empty window answers for the one before. Synchronises the device.
+        An empty window uses the losses of the window before. Synchronises the device.
         """
         newest = self._losses_now()
         return any(math.isfinite(float(loss)) for loss in newest) if newest else None
@@ -372,7 +386,7 @@ def combine(
     where: str,
     reducer_of: ReducerOf = average,
 ) -> dict[str, float | None]:
-    """Combine the shares of all ranks into one value per metric, on each the same.
+    """Combine the totals of all ranks into one value per metric; deterministic.
 
     Raises:
         TrialContractError: ranks report different metric names.

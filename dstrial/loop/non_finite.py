@@ -1,6 +1,6 @@
-"""Whether training still trains: finite losses and optimizer steps in its reports.
+"""Detect training that makes no progress: no finite loss, or no optimizer step.
 
-Decided from values that all ranks share at a report, so every rank decides the same. A report is bad if no value of any loss
+The inputs are values that all ranks have at a report, so every rank decides the same. A report is bad if no value of any loss
 was finite on any rank, or if an engine took no optimizer step.
 """
 
@@ -26,7 +26,7 @@ class _Streak:
 
     length: int = 0
     since: int | None = None
-    told: bool = False
+    has_warned: bool = False
 
 
 class NonFiniteGuard:
@@ -35,7 +35,7 @@ class NonFiniteGuard:
     Args:
         calls_per_batch: sets of metrics that a rank reports for a batch.
         counts: optimizer steps of every engine before the first batch of this process.
-        is_resumed: whether there were earlier reports, unknown here.
+        is_resumed: whether earlier attempts had reports.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class NonFiniteGuard:
         *,
         is_last: bool,
     ) -> None:
-        """Take a report; on all ranks with the same arguments, without communication.
+        """Check one report. Ranks: all, with the same arguments; no communication.
 
         Args:
             tails: the newest losses of each rank that reports metrics.
             averages: the reported values.
             counts: optimizer steps of every engine; empty where they are not known.
-            window: finished batches at the report before this one, and now.
+            window: finished batches at the previous report, and at this one.
             is_last: whether training ends here; then a run without any good report fails, however short.
 
         Raises:
@@ -112,17 +112,17 @@ class NonFiniteGuard:
         is_bad = all(tail.num_bad >= tail.num_seen for tail in every)
         if not is_bad:
             self._has_good_loss = True
-            streak.length, streak.since, streak.told = 0, None, False
+            streak.length, streak.since, streak.has_warned = 0, None, False
         if streak.since is None:
             since = batches - (num_bad - 1) // self._calls_per_batch
-            # Only the newest losses are held: if all of them are bad, earlier ones may be, too.
+            # Only the newest losses are held; if all of them are bad, earlier ones may be bad, too.
             streak.since = start + 1 if is_bad else since
         if is_bad:
             streak.length += 1
 
     def _judge_steps(self, counts: Sequence[StepCounts], start: int) -> None:
         if not counts:
-            return  # whose engines are not known
+            return  # of unknown engines
         before, self._counts = self._counts, tuple(counts)
         changes = [
             (now.num_steps - then.num_steps, now.num_skipped - then.num_skipped)
@@ -130,7 +130,7 @@ class NonFiniteGuard:
         ]
         has_none = not any(num_steps > num_skipped for num_steps, num_skipped in changes)
         is_bad = has_none or any(num_steps and num_steps == num_skipped for num_steps, num_skipped in changes)
-        # A dynamic scale on its way down is how loss scaling begins; it has an end, from where on reports count.
+        # Dynamic loss scaling starts by lowering its scale, and skips steps until the scale fits.
         is_scaling = any(now.loss_scale < then.loss_scale for then, now in zip(before, counts, strict=True))
         if not is_bad or is_scaling:
             self._has_step = True
@@ -151,9 +151,9 @@ class NonFiniteGuard:
                 f"{found}; expected at least one in every {self._patience} reports. {fix}, or set "
                 "data.dstrial.non_finite to warn or ignore; the checkpoints before it are kept."
             )
-        if self._is_chief and not streak.told:
+        if self._is_chief and not streak.has_warned:
             logger.warning("%s", found)
-        streak.told = True
+        streak.has_warned = True
 
 
 def _shown_loss(tails: Sequence[Mapping[str, TrailingNonFinite]]) -> str:
@@ -163,7 +163,7 @@ def _shown_loss(tails: Sequence[Mapping[str, TrailingNonFinite]]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateEvidence:
-    """What a rank knows of the state that a checkpoint would hold.
+    """Whether the state that a checkpoint would hold is finite, on one rank.
 
     Attributes:
         lost_weight: a weight of this rank that is not finite; None if all are.

@@ -1,7 +1,7 @@
-"""What ranks exchange at points of a run, and the report that follows.
+"""Exchange metrics and stop requests between ranks; report the reduced metrics.
 
-A report's totals travel with everything else that is agreed on. If nothing follows at once, training goes on for a batch
-meanwhile; the averages then go to the thread of ``dstrial.loop.report_writer``.
+The totals of a report travel in the payload of a sync point. If nothing else is due, the loop trains the next batch while ranks
+exchange. The chief's averages then go to the thread of ``ReportWriter`` in ``dstrial.loop.metric_sinks``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from dstrial.loop import sync_point
 from dstrial.loop.boundaries import Progress, asks_for_checkpoint
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_saver import CheckpointSaver
-from dstrial.loop.metric_sinks import MetricSinks
-from dstrial.loop.metrics import AsyncTotals, MetricTotals, MetricWindow, combine
-from dstrial.loop.report_writer import ReportWriter
-from dstrial.loop.run_state import copied
+from dstrial.loop.metric_sinks import MetricSink, MetricSinks, ReportWriter
+from dstrial.loop.metrics import AsyncTotals, MetricTotals, MetricWindow, combine, copied
+from dstrial.loop.non_finite import NonFiniteGuard
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.heartbeat import Phase, heartbeat
-from dstrial.telemetry.instruments import AsyncSample, Instruments
-from dstrial.telemetry.reporting import TelemetryReports
+from dstrial.telemetry.instruments import AsyncSample, Instruments, TelemetryReports
 from dstrial.telemetry.samples import GROUP, RankSample
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.determined_errors import SearcherMetricError
@@ -43,14 +41,14 @@ class Exchange:
 
     Attributes:
         batches: finished batches at its beginning.
-        start: the same at the report before it.
-        seconds: trained between the two.
-        totals: of this rank; None without a report, or if this rank reports no metrics.
+        start: finished batches at the report before it.
+        seconds: seconds of training between the two.
+        totals: metrics of this rank; None without a report, or if this rank reports no metrics.
         counts: optimizer steps of every engine.
-        reports: whether it is for a report.
+        reports: whether the exchange is for a report.
         is_deferred: whether training goes on before its end.
-        is_sent: whether this rank's payload is on its way.
-        sample: of this rank's instruments; None without them.
+        is_sent: whether this rank has sent its payload.
+        sample: measurements of this rank's instruments; None without them.
     """
 
     batches: int
@@ -64,17 +62,17 @@ class Exchange:
     sample: AsyncSample | None = None
 
 
-Judge = Callable[[Sequence[MetricTotals | None], Mapping[str, Any], Sequence[StepCounts], Exchange], None]
-"""Looks at the shares of all ranks, the averages, and the chief's steps at its own turn and at the exchange's beginning."""
-
-
 class ReportExchange:
-    """Has ranks agree at points of a run, and reports what they have trained.
+    """Exchanges what ranks have to agree on, and reports what they have trained.
 
     Args:
-        on_progress: called with the finished batches and the total on the chief.
-        judge: raises, on all ranks, if a report shows that training does not train.
-        instruments: of this rank; None where they are switched off, on all ranks alike.
+        sinks: where metrics go besides the trial's record and TensorBoard.
+        instruments: this rank's; None where telemetry is off, the same on all ranks.
+
+    Attributes:
+        writer: the thread that writes reports.
+        guard: judges the losses and steps of each report; None for no checks.
+        batches_total: length of the run in batches; None if unknown.
     """
 
     def __init__(
@@ -85,36 +83,31 @@ class ReportExchange:
         window: MetricWindow,
         sync_points: SyncPoints,
         saver: CheckpointSaver,
-        sinks: MetricSinks,
-        on_progress: Callable[[int, int], None],
-        judge: Judge,
+        sinks: Sequence[MetricSink],
         instruments: Instruments | None = None,
     ) -> None:
         self._context = context
         self._runtime = runtime_of(context)
         self._core = self._runtime.core
         self._distributed = context.distributed
-        self._is_chief = context.distributed.rank == 0
+        self._is_chief = self._runtime.is_chief
         self._callbacks = callbacks
         self._progress = progress
         self._window = window
         self._sync_points = sync_points
         self._saver = saver
-        self._sinks = sinks
-        self._on_progress = on_progress
-        self._judge = judge
+        self._sinks = MetricSinks(context, sinks)
         self._instruments = instruments
         self._telemetry: TelemetryReports | None = None
         self.writer = ReportWriter(deadline_s=timeout_from_environ())
+        self.guard: NonFiniteGuard | None = None
+        self.batches_total: int | None = None
         self._count_records: Callable[[int, int], int] = lambda _start, _end: 0
-        self.batches_total: int | None = None  # None if unknown
         self._window_seconds = 0.0
         self._window_start = 0
         self._mark_s = 0.0
         self._has_reported = False
         self._pending: Exchange | None = None
-        self._reports_metrics = self._runtime.mpu.should_report_metrics
-        self._heartbeat = heartbeat()
 
     # ---- the run -------------------------------------------------------------------------------------
 
@@ -156,9 +149,9 @@ class ReportExchange:
         return time.monotonic() - self._mark_s
 
     def submit_progress(self) -> None:
-        if self._is_chief and self.batches_total is not None:
-            told = functools.partial(self._on_progress, self._progress.batches_trained, self.batches_total)
-            self.writer.submit(told)
+        kept, total = self._runtime.kept_reports, self.batches_total
+        if self._is_chief and kept is not None and total is not None:
+            self.writer.submit(functools.partial(kept.report_batches, self._progress.batches_trained, total))
 
     def upload(self) -> None:
         self.writer.submit(self._sinks.upload)
@@ -190,39 +183,41 @@ class ReportExchange:
 
     @functools.cached_property
     def _reports_at_once(self) -> bool:
-        is_reduced = any(wrapped.for_training for wrapped in self._runtime.wrapped_reducers)
-        return is_reduced or self._callbacks.overrides("on_training_workload_end")
+        return bool(self._training_reducers) or self._callbacks.overrides("on_training_workload_end")
+
+    @property
+    def _training_reducers(self) -> list[Any]:
+        return [wrapped for wrapped in self._runtime.wrapped_reducers if wrapped.for_training]
 
     def begin(self, *, reports: bool, defers: bool = False) -> None:
         """Start an exchange. Ranks: all, collectively.
 
         Args:
-            reports: whether totals are handed in; the window is then closed.
+            reports: whether the payload has the totals of a report; the window is then closed.
             defers: whether training goes on before the end. Totals then leave the device while it works; if ranks would have to
-                wait for a device, the exchange starts only at ``end``, when the device has long come so far.
+                wait for a device, the exchange starts only at ``end``, when the device has reached the copy.
         """
         now_s = time.monotonic()
         trained_s, self._mark_s = now_s - self._mark_s, now_s
         self._window_seconds += trained_s
         if self._instruments is not None:
             self._instruments.trained(trained_s)
-        shares = reports and self._reports_metrics and len(self._window)
-        totals = self._window.async_totals() if shares else None
-        self._pending = begun = Exchange(
+        has_totals = reports and self._runtime.mpu.should_report_metrics and len(self._window)
+        self._pending = exchange = Exchange(
             self._progress.batches_trained,
             self._window_start,
             self._window_seconds,
-            totals,
+            self._window.async_totals() if has_totals else None,
             step_counts(self._context) if reports else [],
             reports=reports,
             is_deferred=defers,
         )
         if reports and self._instruments is not None:
-            begun.sample = self._instruments.sample(begun.batches)
+            exchange.sample = self._instruments.sample(exchange.batches)
         if defers and reports:
             self._close_window()
         if not defers or self._context.device.type == "cpu":
-            self._send(begun)
+            self._send(exchange)
 
     def end(self) -> StopReason | None:
         """Finish the exchange and act on it; return why to stop. Ranks: all, collectively.
@@ -231,68 +226,93 @@ class ReportExchange:
             DstrialError: training does not train, or a save has failed.
             Exception: a failure of the writing thread.
         """
-        begun = self._pending
-        assert begun is not None, "an exchange begins before it ends"
-        if not begun.is_sent:
-            self._send(begun)
+        exchange = self._pending
+        assert exchange is not None, "an exchange begins before it ends"
+        if not exchange.is_sent:
+            self._send(exchange)
         self._pending = None
-        agreement = self._sync_points.end()
-        failures = [failure for _, _, _, failure, _ in agreement.shares]
+        result = self._sync_points.end()
+        failures = [failure for _, _, _, failure, _ in result.payloads]
         if not any(failures):
-            self._saver.settle([status for _, _, status, _, _ in agreement.shares])
-        shares = [share and MetricTotals.unpack(share) for share, _, _, _, _ in agreement.shares]
-        averages = combine(shares, self._window.where) if begun.reports else {}
-        if begun.reports:
-            self._report(dict(averages), begun)
-            self._report_telemetry([sample for _, _, _, _, sample in agreement.shares], begun)
+            self._saver.settle([status for _, _, status, _, _ in result.payloads])
+        totals = [packed and MetricTotals.unpack(packed) for packed, _, _, _, _ in result.payloads]
+        averages = combine(totals, self._window.where) if exchange.reports else {}
+        if exchange.reports:
+            self._report(dict(averages), exchange)
+            self._report_telemetry([sample for _, _, _, _, sample in result.payloads], exchange)
         self._raise_unwritten(failures)
-        if begun.reports:
-            self._judge(shares, averages, agreement.shares[0][1], begun)
+        if exchange.reports and self.guard is not None:
+            self._judge(self.guard, totals, averages, result.payloads[0][1], exchange)
         self.submit_progress()
-        if not begun.is_deferred:
+        if not exchange.is_deferred:
             self.start_clock()
-        return agreement.stop
+        return result.stop
 
-    def _send(self, begun: Exchange) -> None:
-        share = None if begun.totals is None else begun.totals.wait().pack()
-        sample = None if begun.sample is None else begun.sample.wait().pack()
-        counts = begun.counts if self._is_chief else []
-        payload = (share, counts, self._saver.status(), self.writer.failure, sample)
-        self._sync_points.begin(begun.batches, payload)
-        begun.is_sent = True
+    def _send(self, exchange: Exchange) -> None:
+        totals = None if exchange.totals is None else exchange.totals.wait().pack()
+        sample = None if exchange.sample is None else exchange.sample.wait().pack()
+        counts = exchange.counts if self._is_chief else []
+        payload = (totals, counts, self._saver.status(), self.writer.failure, sample)
+        self._sync_points.begin(exchange.batches, payload)
+        exchange.is_sent = True
+
+    def _judge(
+        self,
+        guard: NonFiniteGuard,
+        totals: Sequence[MetricTotals | None],
+        averages: Mapping[str, Any],
+        chief_counts: Sequence[StepCounts],
+        exchange: Exchange,
+    ) -> None:
+        kept, (taken, skipped) = self._runtime.kept_reports, sum_steps(exchange.counts)
+        if skipped and self._is_chief and kept is not None:
+            self.writer.submit(functools.partial(kept.note_steps, taken, skipped))
+        guard.judge(
+            [of_rank.tails for of_rank in totals if of_rank is not None],
+            averages,
+            chief_counts,
+            (exchange.start, exchange.batches),
+            is_last=self.batches_total is not None and exchange.batches >= self.batches_total,
+        )
 
     # ---- a report ------------------------------------------------------------------------------------
 
-    def _report(self, averages: dict[str, Any], begun: Exchange) -> None:
-        runtime, batches = self._runtime, begun.batches
-        if not begun.is_deferred and any(wrapped.for_training for wrapped in runtime.wrapped_reducers):
+    def _report(self, averages: dict[str, Any], exchange: Exchange) -> None:
+        batches = exchange.batches
+        if not exchange.is_deferred and self._training_reducers:
             reduced = self._context.reduce_metrics(for_training=True)
             averages.update(pytorch._convert_metrics_to_numpy(reduced))
-        batch_metrics = [] if begun.is_deferred else self._window.batches()
         if not self._callbacks.is_empty:
-            with self._heartbeat.during(Phase.CALLBACK, self._progress.batches_trained):
+            batch_metrics = [] if exchange.is_deferred else self._window.batches()
+            with heartbeat().during(Phase.CALLBACK, self._progress.batches_trained):
                 self._callbacks.call(
                     "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=batch_metrics
                 )
         if self._is_chief:
             metrics = dict(averages)
-            seconds = max(begun.seconds, 1e-9)
-            metrics.setdefault("batches_per_second", (batches - begun.start) / seconds)
-            metrics.setdefault("samples_per_second", self._count_records(begun.start, batches) / seconds)
+            seconds = max(exchange.seconds, 1e-9)
+            metrics.setdefault("batches_per_second", (batches - exchange.start) / seconds)
+            metrics.setdefault("samples_per_second", self._count_records(exchange.start, batches) / seconds)
             self.submit_training(batches, metrics)
             if not self._has_reported:
                 self.writer.flush()  # it imports TensorBoard, and no code of the user's should run beside that
             self._has_reported = True
         if self._sinks.is_upload_due():
             self.upload()
-        if not begun.is_deferred:
+        if not exchange.is_deferred:
             self._close_window()
 
     def submit_training(self, batches: int, metrics: Mapping[str, Any]) -> None:
         """Have a report of training metrics written. Ranks: the chief."""
-        # Of the user's: a reducer, for one, may use its arrays again.
-        mine = {name: copied(value) for name, value in metrics.items()}
-        self.writer.submit(functools.partial(self._write, batches, mine))
+        # The user may change the values meanwhile: a reducer, for one, may use its arrays again.
+        own = {name: copied(value) for name, value in metrics.items()}
+        self.writer.submit(functools.partial(self._write_training, batches, own))
+
+    def _write_training(self, batches: int, metrics: Mapping[str, Any]) -> None:
+        self._core.train.report_training_metrics(steps_completed=batches, metrics=dict(metrics))
+        if self.batches_total is not None:
+            self._core.train.report_progress(min(batches / self.batches_total, 1.0))
+        self._sinks.report("training", batches, metrics)
 
     def report_validation(
         self,
@@ -339,19 +359,19 @@ class ReportExchange:
         self._progress.last_validation = batches
         return bool(saves)
 
-    def _report_telemetry(self, samples: Sequence[str | None], begun: Exchange) -> None:
+    def _report_telemetry(self, samples: Sequence[str | None], exchange: Exchange) -> None:
         if self._telemetry is None or None in samples:
             return
         found = [RankSample.unpack(sample) for sample in samples if sample is not None]
-        num_records = self._count_records(begun.batches - found[0].num_batches, begun.batches)
-        skipped = sum(count.num_skipped for count in begun.counts)
+        num_records = self._count_records(exchange.batches - found[0].num_batches, exchange.batches)
+        _, skipped = sum_steps(exchange.counts)
         self.writer.submit(
-            functools.partial(self._telemetry.write, found, begun.batches, num_records, skipped)
+            functools.partial(self._telemetry.write, found, exchange.batches, num_records, skipped)
         )
 
     def _record_telemetry(self, batches: int, metrics: dict[str, Any]) -> None:
         self._core.train.report_metrics(GROUP, steps_completed=batches, metrics=metrics)
-        self._sinks.report_telemetry(batches, metrics)
+        self._sinks.report(GROUP, batches, metrics)
 
     def _keep_telemetry(self, totals: Mapping[str, Any]) -> None:
         if (kept := self._runtime.kept_reports) is not None:
@@ -360,29 +380,20 @@ class ReportExchange:
     def finish_telemetry(self) -> None:
         """Measure the device's peak if no run on this machine has.
 
-        Called after the last save, when nobody waits for the device.
+        Called after the last save, when nothing waits for the device.
         """
         if self._telemetry is not None and self._instruments is not None:
-            measure = self._instruments.measured_peak
             self.writer.flush()
-            self._telemetry.finish(measure)
+            self._telemetry.finish(self._instruments.measured_peak)
 
     def _close_window(self) -> None:
         """Begin the next report's window at the current batch."""
-        runtime = self._runtime
         self._window.reset()
-        for wrapped in runtime.wrapped_reducers:
-            if wrapped.for_training:
-                wrapped.reset()
-        runtime.reductions_of_absent_ranks.clear()
+        for wrapped in self._training_reducers:
+            wrapped.reset()
+        self._runtime.reductions_of_absent_ranks.clear()
         self._window_seconds = 0.0
         self._window_start = self._progress.batches_trained
-
-    def _write(self, batches: int, metrics: Mapping[str, Any]) -> None:
-        self._core.train.report_training_metrics(steps_completed=batches, metrics=dict(metrics))
-        if self.batches_total is not None:
-            self._core.train.report_progress(min(batches / self.batches_total, 1.0))
-        self._sinks.report("training", batches, metrics)
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
         """Raise, on all ranks together, a failure of any rank's writing thread."""
@@ -412,3 +423,8 @@ def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> No
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
     """Return the optimizer steps of every engine that has an optimizer."""
     return [StepCounts.of(engine) for engine in context.models if engine.optimizer is not None]
+
+
+def sum_steps(counts: Sequence[StepCounts]) -> tuple[int, int]:
+    """Return the optimizer steps taken and those of them that were skipped."""
+    return sum(count.num_steps for count in counts), sum(count.num_skipped for count in counts)

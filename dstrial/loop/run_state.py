@@ -1,8 +1,7 @@
-"""What a checkpoint holds of a run besides its engines."""
+"""The state of a run besides its engines, as checkpoints hold it."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import logging
@@ -14,16 +13,14 @@ import torch
 
 from dstrial.loop.boundaries import Progress
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.metrics import MetricWindow
+from dstrial.loop.metrics import MetricWindow, copied
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
 
-_IMMUTABLE = (float, int, str, bool, type(None))
-
-# What a reducer may hold a reference to, but what is never part of its state.
+# Objects that a reducer may refer to and that are not part of its state.
 _NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
 
 
@@ -66,7 +63,7 @@ class Snapshot:
 
     def __init__(self, reducers: Iterable[Any]) -> None:
         self._kept = [
-            (reducer, {name: copied(value) for name, value in vars(reducer).items()}) for reducer in reducers
+            (reducer, {name: _copied(value) for name, value in vars(reducer).items()}) for reducer in reducers
         ]
 
     def restore(self) -> None:
@@ -75,22 +72,15 @@ class Snapshot:
             vars(reducer).update(attributes)
 
 
-def copied(value: Any) -> Any:
-    """Return a copy that shares nothing with ``value``; itself if it has none."""
-    if type(value) in _IMMUTABLE:
-        return value
-    if isinstance(value, _NOT_STATE):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001  # user objects fail to copy in any way they like
-        return value
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, _NOT_STATE) else copied(value)
 
 
 def reducer_state(reducer: Any) -> dict[str, Any]:
     """Return the attributes of a reducer that go into a checkpoint.
 
-    Functions, models and the context come back with the trial; any other attribute that cannot be pickled is warned of.
+    Functions, models and the context are left out, because the trial creates them again. Other attributes that cannot be pickled
+    cause a warning.
     """
     state = {}
     for name, value in vars(reducer).items():
@@ -107,7 +97,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return what another rank's training reducers would add to the next report."""
+    """Return the values of another rank's training reducers for the next report."""
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:

@@ -1,8 +1,7 @@
-"""The points of a run at which all ranks decide together whether to go on.
+"""Batches after which all ranks exchange payloads and decide whether to stop.
 
-Everything that crosses ranks at such a point travels in one exchange: each rank's share of the metrics if a report is due,
-each rank's stop request, and rank 0's choice of the next point. Between its beginning, which waits for nobody, and its end
-the loop may train the next batch.
+All communication of a sync point is one all-gather: each rank's payload (metrics if a report is due), each rank's stop request,
+and rank 0's choice of the next sync point. ``begin`` does not block; the loop may train the next batch before ``end``.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from dstrial.ranks.channel import PendingGather
 from dstrial.ranks.control_channel import ControlChannel
 from dstrial.visible_text import cut_text
 
-INTERVAL_S = 5.0
-"""How long, in seconds, a request to stop may wait for the next point of agreement."""
+INTERVAL_S = 5.0  # the longest that a stop request should wait for the next sync point
 
-_MAX_GROWTH = 8
+_MAX_GROWTH = (
+    8  # of the distance between sync points, so that one fast batch does not postpone the next by minutes
+)
 
-FAST_BATCHES = 8
-"""Where so many batches or more lie between points of agreement, training goes on for one while ranks exchange."""
+FAST_BATCHES = 8  # from this distance on, an exchange may end one batch late
 
 
 class StopReason(enum.Enum):
@@ -39,28 +38,22 @@ class StopReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What all ranks know after an exchange.
+    """What all ranks know after a sync point; ``stop`` is None to go on."""
 
-    Attributes:
-        shares: index = rank: what each rank handed in.
-        stop: why to stop after this batch; None to go on.
-    """
-
-    shares: list[Any]
+    payloads: list[Any]  # by rank
     stop: StopReason | None
 
 
 class SyncPoints:
-    """Keeps the schedule of agreements, identical on all ranks.
+    """Schedules sync points, the same on all ranks.
 
-    The first is after the first batch. Rank 0 then sets the distance from how long batches take, at most
-    eight times the distance before, so that one fast batch does not postpone the next point by minutes.
+    The first is after the first batch. Rank 0 then sets the distance from the time that batches take.
 
     Args:
-        stop_request: returns this rank's reason to stop, or None; cheap, called at points of agreement and, with a single
-            rank, after every batch.
+        stop_request: returns this rank's reason to stop, or None; cheap, called at sync points and, with a single rank, after
+            every batch.
         clock: seconds, monotonic.
-        interval_s: how long a stop request may wait for the next point.
+        interval_s: how long a stop request may wait for the next sync point.
     """
 
     def __init__(
@@ -74,7 +67,7 @@ class SyncPoints:
         self._distributed = distributed
         self._stop_request = stop_request
         self._clock = clock
-        self._is_single_rank = bool(distributed.size == 1)
+        self.is_single_rank = bool(distributed.size == 1)
         self._distance = 1
         self._next: int | None = None
         self._mark: tuple[int, float] | None = None
@@ -90,54 +83,47 @@ class SyncPoints:
 
     @property
     def next_batch(self) -> int:
-        """Finished batches at which ranks agree next, the same everywhere."""
+        """Finished batches at the next sync point, the same on all ranks."""
         assert self._next is not None, "start() comes first"
         return self._next
 
     @property
     def may_wait(self) -> bool:
-        """Whether an agreement may come one batch late; the same on all ranks.
+        """Whether an exchange may end one batch late; the same on all ranks.
 
         Not with slow batches: a stop request would wait long, and an exchange costs next to nothing.
         """
-        is_channel = self._is_single_rank or isinstance(self._distributed, ControlChannel)
+        is_channel = self.is_single_rank or isinstance(self._distributed, ControlChannel)
         return self._distance >= FAST_BATCHES and is_channel
-
-    @property
-    def is_single_rank(self) -> bool:
-        return self._is_single_rank
 
     def is_stop_requested(self) -> bool:
         return self._stop_request() is not None
 
-    def agree(self, batches_trained: int, share: Any = None) -> SyncResult:
-        """Exchange shares and stop requests, and decide. Ranks: all, collectively."""
-        self._own = self._payload(batches_trained, share)
+    def agree(self, batches_trained: int, payload: Any = None) -> SyncResult:
+        """Exchange payloads and stop requests. Ranks: all, collectively."""
+        self.begin(batches_trained, payload)
         return self.end()
 
-    def begin(self, batches_trained: int, share: Any = None) -> None:
+    def begin(self, batches_trained: int, payload: Any = None) -> None:
         """Start the exchange; does not block on a control channel. Ranks: all."""
-        self._own = self._payload(batches_trained, share)
+        is_chief = self._distributed.rank == 0
+        proposal = self._proposed_distance(batches_trained) if is_chief else 0
+        self._begun_at = batches_trained
+        self._mark = (batches_trained, self._clock())
+        self._own = (payload, self._stop_request(), proposal)
         if isinstance(self._distributed, ControlChannel):
             self._gather = self._distributed.begin_allgather(self._own)
 
     def end(self) -> SyncResult:
         """Wait for the exchange and return its result. Ranks: all, collectively."""
         gather, self._gather = self._gather, None
-        return self._decide(self._distributed.allgather(self._own) if gather is None else gather.wait())
-
-    def _payload(self, batches_trained: int, share: Any) -> tuple[Any, StopReason | None, int]:
-        is_chief = self._distributed.rank == 0
-        proposal = self._proposed_distance(batches_trained) if is_chief else 0
-        self._begun_at = batches_trained
-        self._mark = (batches_trained, self._clock())
-        return share, self._stop_request(), proposal
-
-    def _decide(self, gathered: list[Any]) -> SyncResult:
+        gathered = self._distributed.allgather(self._own) if gather is None else gather.wait()
         self._distance = gathered[0][2]
         self._next = self._begun_at + self._distance
         stop_requests = [request for _, request, _ in gathered if request is not None]
-        return SyncResult([share for share, _, _ in gathered], stop_requests[0] if stop_requests else None)
+        return SyncResult(
+            [payload for payload, _, _ in gathered], stop_requests[0] if stop_requests else None
+        )
 
     def _proposed_distance(self, batches_trained: int) -> int:
         if self._mark is None or batches_trained <= self._mark[0]:

@@ -1,4 +1,4 @@
-"""One validation: every record once, weighted by records, reduced over ranks once."""
+"""Validate on each record once; metrics are weighted by records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Validation:
     """Runs validations of one trial.
 
     Args:
-        stream: the validation records of this rank, which may be none.
+        stream: the validation records of this rank; may be empty.
         max_rounds: evaluate at most this many rounds, for test runs; None for all.
     """
 
@@ -182,7 +182,7 @@ class Validation:
         items: Iterator[Any] | None,
         window: loop_metrics.MetricWindow,
     ) -> int:
-        """Call the user once; return the records of this replica that counted."""
+        """Call ``evaluate_batch`` once; return how many records of this replica counted."""
         if validation_round.num_micro_batches == 0:
             return 0
         for adapter in self._runtime.adapters:

@@ -1,4 +1,4 @@
-"""What a run tells of itself: time, memory, speed and FLOPs, by rank.
+"""Measure time, memory, speed and FLOPs of every rank.
 
-Never ends a training, and changes no number of it.
+Instruments never end training and change no result.
 """

@@ -1,4 +1,4 @@
-"""The instruments of one rank: they listen to training and measure it.
+"""The instruments of one rank, and the chief's report of all ranks' measurements.
 
 Nothing here synchronises a device, talks to another rank or ends a training. What crosses ranks is a ``RankSample``, which
 travels with the exchange of the report (``loop/report_exchange``).
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,15 +19,17 @@ from deepspeed.accelerator import get_accelerator
 from dstrial.engine.deepspeed_internals.engines import compute_dtype
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.engine.model_flops import FlopCount, FlopCounter, why_uncountable
-from dstrial.telemetry.matmul_peak import known_peak, measured_peak
+from dstrial.telemetry.matmul_peak import cache_path, known_peak, measured_peak
 from dstrial.telemetry.memory import FirstBatchMemory, memory_now
 from dstrial.telemetry.phase_timer import Event, PhaseTimer
-from dstrial.telemetry.samples import Peak, RankSample
-from dstrial.trial.token_count import tokens_in
+from dstrial.telemetry.samples import Peak, RankSample, RunTotals, report_metrics
+from dstrial.trial.trial import tokens_in
 
 logger = logging.getLogger("dstrial.telemetry")
 
 ResultT = TypeVar("ResultT")
+
+_KEEP_PERIOD_S = 5.0  # totals are a file, which takes longer to write than a report
 
 
 def timed_events(accelerator: Any) -> Callable[[], Event] | None:
@@ -45,19 +47,19 @@ class AsyncSample:
     def __init__(self, sample: dict[str, Any], norm: Any) -> None:
         self._sample = sample
         self._norm = norm
-        self._has_left: Any = None
+        self._is_copied: Any = None
         if isinstance(norm, torch.Tensor) and norm.device.type == "cuda":
             host = torch.empty((), dtype=norm.dtype, pin_memory=True)
             with torch.cuda.device(norm.device):
                 host.copy_(norm.detach().reshape(()), non_blocking=True)
-                self._has_left = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._has_left.record()
+                self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._is_copied.record()
             self._norm = host
 
     def wait(self) -> RankSample:
         """Return the sample; blocks like ``AsyncTotals.wait``."""
-        if self._has_left is not None:
-            self._has_left.synchronize()
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
         norm = None if self._norm is None else float(self._norm)
         return RankSample(gradient_norm=norm, **self._sample)
 
@@ -107,7 +109,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     def __exit__(self, *_exception: object) -> None:
         self._stack.close()
 
-    # ---- what the loop tells -------------------------------------------------------------------------
+    # ---- calls of the loop ---------------------------------------------------------------------------
 
     def begin(self, batches_trained: int) -> None:
         self._start = batches_trained
@@ -225,3 +227,66 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         except (RuntimeError, OSError) as error:
             logger.info("the peak of %s is not measured: %s", self._device, error)
             return None
+
+
+class TelemetryReports:
+    """Records samples, and keeps their totals. Ranks: the chief."""
+
+    def __init__(
+        self,
+        record: Callable[[int, dict[str, Any]], None],
+        keep: Callable[[Mapping[str, Any]], None],
+        peak: Peak | None,
+    ) -> None:
+        self._record = record
+        self._keep = keep
+        self._peak = peak
+        self._totals = RunTotals()
+        self._has_failed = False
+        self._kept_s = -_KEEP_PERIOD_S
+
+    def write(
+        self, samples: Sequence[RankSample], batches_trained: int, num_records: int, num_skipped: int
+    ) -> None:
+        """Write one report; never raises.
+
+        ``num_records`` is of all replicas in the samples' batches, ``num_skipped`` of all steps of the run.
+        """
+        try:
+            self._totals.add(samples, num_records)
+            self._record(batches_trained, report_metrics(samples, num_records, num_skipped, self._peak))
+            if time.monotonic() - self._kept_s >= _KEEP_PERIOD_S:
+                self._keep_totals()
+        except Exception as error:  # noqa: BLE001  # instruments never end a training
+            self._warn(error)
+
+    def keep(self) -> None:
+        """Keep the totals of now; never raises."""
+        try:
+            self._keep_totals()
+        except Exception as error:  # noqa: BLE001  # likewise
+            self._warn(error)
+
+    def finish(self, measure: Callable[[], Peak | None]) -> None:
+        """Measure the peak if FLOPs are known and none is cached, or this run beats it."""
+        if not self._totals.knows_flops:
+            return
+        is_beaten = self._totals.to_json(self._peak).get("hfu", 0.0) > 1.0
+        if self._peak is None or is_beaten:
+            self._peak = measure() or self._peak
+
+    def _keep_totals(self) -> None:
+        self._kept_s = time.monotonic()
+        totals = self._totals.to_json(self._peak)
+        if self._peak is not None:
+            totals["peak"]["file"] = str(cache_path())
+        self._keep(totals)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_failed:
+            logger.warning(
+                "what the run tells of itself could not be written (%s: %s); training goes on",
+                type(error).__name__,
+                error,
+            )
+        self._has_failed = True

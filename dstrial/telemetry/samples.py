@@ -1,4 +1,4 @@
-"""What ranks measured between two reports, and the metrics that come of it; pure.
+"""Measurements of ranks between two reports, and the metrics made of them; pure.
 
 Times are those of a whole batch. The first batch of a process, which compiles, allocates and is counted, is in none of them.
 """
@@ -25,7 +25,7 @@ _SLOW_SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSample:
-    """What one rank measured since the last report; plain Python that crosses ranks."""
+    """Measurements of one rank since the last report; plain Python, sent to rank 0."""
 
     num_batches: int  # without the first of the process
     seconds: float  # of these batches, without validations, checkpoints and reports
@@ -52,7 +52,7 @@ class RankSample:
         return cls(**fields, flops=None if flops is None else (flops[0], flops[1]))
 
     def times_ms(self) -> dict[str, float]:
-        """Return where a batch's time goes, in milliseconds; empty without a batch.
+        """Return milliseconds of a batch by phase; empty without a batch.
 
         On a device, the host waits for data while the device computes, so that parts may add up to more than the whole.
         """
@@ -162,7 +162,7 @@ def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Adds up what all ranks have measured in this attempt, without the first batch."""
+    """Sums of all ranks' measurements in this attempt, without the first batch."""
 
     num_batches: int = 0
     seconds: float = 0.0
@@ -183,7 +183,7 @@ class RunTotals:
         tokens = tokens_of(samples)
         self.num_tokens = None if tokens is None or self.num_tokens is None else self.num_tokens + tokens
         for parts, sample in zip(self._part_s, samples, strict=True):
-            # A rank's parts are of its own time: it may wait in them while another one, whose clock stands, writes a report.
+            # Shares refer to the rank's own time, which may include waiting for a rank that writes a report.
             parts["batch"] = parts.get("batch", 0.0) + sample.seconds
             if sample.data_wait_s is not None:
                 parts["data_wait"] = parts.get("data_wait", 0.0) + sample.data_wait_s

@@ -35,8 +35,7 @@ from dstrial.resume.apply import ResumedRun
 from dstrial.resume.metadata import given_settings
 from dstrial.trial.determined_errors import InvalidTrialError, NoSeedError, NotTrainingError
 from dstrial.trial.device_transfer import to_device
-from dstrial.trial.model_parallel_unit import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
-from dstrial.trial.runtime import TrialRuntime
+from dstrial.trial.runtime import ModelParallelUnit, TrialRuntime, make_data_parallel_mpu, make_deepspeed_mpu
 
 logger = logging.getLogger("dstrial.trial")
 

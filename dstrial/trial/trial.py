@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import determined as det
@@ -14,7 +14,19 @@ from determined import pytorch
 from dstrial.engine import state
 from dstrial.errors import TrialContractError
 from dstrial.trial.context import DeepSpeedTrialContext
-from dstrial.trial.token_count import tokens_in
+
+
+def tokens_in(micro_batch: Any) -> int | None:
+    """Return the elements of ``input_ids``, padding included; None without it.
+
+    Other integer tensors are not assumed to be tokens.
+    """
+    if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
+        micro_batch = micro_batch[0]
+    if not isinstance(micro_batch, Mapping):
+        return None
+    ids = micro_batch.get("input_ids")
+    return ids.numel() if isinstance(ids, torch.Tensor) else None
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
 import dstrial
-from dstrial.local.experiment_file import read_experiment
+from dstrial.local.script_variables import read_experiment
 
 OUTPUTS_NAME = "outputs.jsonl"
 

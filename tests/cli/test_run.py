@@ -40,7 +40,7 @@ CORE_API_SCRIPT = """
 import os, sys, time
 import determined
 from determined import core
-from dstrial.local.mirror import mirror
+from dstrial.local.core_context import mirror
 from dstrial.local.run_directory import RunDirectory
 
 rank = int(os.environ["RANK"])

@@ -26,7 +26,7 @@ import dstrial
 from dstrial.engine.checkpoint_reader.safe_load import LISTED
 from dstrial.engine.deepspeed_internals import PUBLIC_MODULES, engines, optimizers, process
 from dstrial.resume.metadata import EngineRecord
-from dstrial.trial.model_parallel_unit import ModelParallelUnit
+from dstrial.trial.runtime import ModelParallelUnit
 
 PACKAGE = Path(dstrial.__file__).parent
 INTERNALS = PACKAGE / "engine" / "deepspeed_internals"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from determined import core
+from determined import core, errors
 from determined.common import storage
 from rank_processes import names_in
 
@@ -34,80 +34,41 @@ def save(store: core.CheckpointContext, steps_completed: int, *, shard: bool = F
     return storage_id
 
 
+@pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("make_store", [local_store, determined_store])
-class TestCheckpointContextContract:
-    """What Determined's own context off the cluster and ours must both do on one rank."""
+def test_store_does_what_determineds_own_does(
+    make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path, shard: bool
+) -> None:
+    store = make_store(tmp_path / "store")
+    first, second = save(store, 10, shard=shard), save(store, 10, shard=shard)
+    assert first != second
+    with store.restore_path(first) as path:
+        assert (Path(path) / "state").read_text() == "10"
+        assert '"steps_completed": 10' in (Path(path) / "metadata.json").read_text()
 
-    @pytest.mark.parametrize("shard", [False, True])
-    def test_what_is_stored_is_restored(
-        self, make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path, shard: bool
-    ) -> None:
-        store = make_store(tmp_path)
-        storage_id = save(store, 10, shard=shard)
-        with store.restore_path(storage_id) as path:
-            assert (Path(path) / "state").read_text() == "10"
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    for name in ("deep/a file", "b", "c"):
+        (source / name).write_text(name)
+    uploaded = store.upload(source, {"steps_completed": 1}, shard=shard)
+    store.download(uploaded, tmp_path / "whole")
+    assert {name: (tmp_path / "whole" / name).read_text() for name in ("deep/a file", "b")} == {
+        "deep/a file": "deep/a file",
+        "b": "b",
+    }
+    chosen = store.upload(
+        source, {"steps_completed": 1}, shard=shard, selector=lambda name: name in ("b", "c")
+    )
+    store.download(chosen, tmp_path / "part", selector=lambda name: name == "b")
+    assert names_in(tmp_path / "part") == ["b"]
+    with store.restore_path(chosen) as path:
+        assert not (Path(path) / "deep").exists()
+    with pytest.raises((CheckpointError, RuntimeError)):
+        store.upload(None, {"steps_completed": 1}, shard=shard)
 
-    def test_metadata_lies_in_the_checkpoint(
-        self, make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path
-    ) -> None:
-        store = make_store(tmp_path)
-        with store.restore_path(save(store, 10)) as path:
-            assert '"steps_completed": 10' in (Path(path) / "metadata.json").read_text()
-
-    @pytest.mark.parametrize("shard", [False, True])
-    def test_a_directory_is_uploaded_and_downloaded_with_what_is_in_it(
-        self, make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path, shard: bool
-    ) -> None:
-        store = make_store(tmp_path / "store")
-        source = tmp_path / "source"
-        (source / "deep").mkdir(parents=True)
-        (source / "deep" / "a file").write_text("a")
-        (source / "b").write_text("b")
-        storage_id = store.upload(source, {"steps_completed": 1}, shard=shard)
-        store.download(storage_id, tmp_path / "target")
-        assert (tmp_path / "target" / "deep" / "a file").read_text() == "a"
-        assert (tmp_path / "target" / "b").read_text() == "b"
-
-    def test_a_selector_chooses_what_is_uploaded_and_downloaded(
-        self, make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path
-    ) -> None:
-        store = make_store(tmp_path / "store")
-        source = tmp_path / "source"
-        source.mkdir()
-        for name in "abc":
-            (source / name).write_text(name)
-        storage_id = store.upload(source, {"steps_completed": 1}, selector=lambda name: name in ("a", "b"))
-        store.download(storage_id, tmp_path / "target", selector=lambda name: name == "b")
-        assert names_in(tmp_path / "target") == ["b"]
-        with store.restore_path(storage_id) as path:
-            assert not (Path(path) / "c").exists()
-
-    def test_each_checkpoint_has_a_name_of_its_own(
-        self, make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path
-    ) -> None:
-        store = make_store(tmp_path)
-        assert save(store, 10) != save(store, 10)
-
-    def test_a_deleted_checkpoint_cannot_be_restored(
-        self, make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path
-    ) -> None:
-        store = make_store(tmp_path)
-        storage_id = save(store, 10)
-        store.delete(storage_id)
-        with pytest.raises((DstrialError, core_errors())), store.restore_path(storage_id):
-            pass
-
-    def test_uploading_nothing_is_an_error(
-        self, make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path
-    ) -> None:
-        with pytest.raises((CheckpointError, RuntimeError)):
-            make_store(tmp_path).upload(None, {"steps_completed": 1})
-
-
-def core_errors() -> type[Exception]:
-    from determined import errors
-
-    return errors.CheckpointNotFound
+    store.delete(first)
+    with pytest.raises((DstrialError, errors.CheckpointNotFound)), store.restore_path(first):
+        pass
 
 
 def test_the_uploaded_directory_is_not_changed(tmp_path: Path) -> None:
@@ -179,35 +140,40 @@ def test_a_completion_mark_of_something_else_is_named(tmp_path: Path) -> None:
         store.list()
 
 
-def test_metadata_without_steps_completed_leaves_nothing(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="expected the key 'steps_completed'"),
-        local_store(tmp_path).store_path({"a": 1}),
-    ):
-        pass
-    assert names_in(tmp_path) == []
+def raise_own(_path: Path) -> None:
+    raise KeyError("mine")
 
 
-def test_an_error_of_the_user_comes_through_as_it_is_and_leaves_nothing(tmp_path: Path) -> None:
-    store = local_store(tmp_path)
-    kept = save(store, 1)
-    with pytest.raises(KeyError, match="mine"), store.store_path({"steps_completed": 2}) as (path, _):
-        (path / "half").write_text("x")
-        raise KeyError("mine")
-    assert names_in(tmp_path) == [kept]
-
-
-def test_a_full_disk_names_the_rank_the_cause_and_the_free_bytes(tmp_path: Path) -> None:
-    store = local_store(tmp_path)
-    kept = save(store, 1)
-    with (
-        pytest.raises(
-            CheckpointError, match=r"rank 0: OSError: .*No space left on device.*\d+ bytes free in"
-        ),
-        store.store_path({"steps_completed": 2}),
-        Path("/dev/full").open("wb") as full,
-    ):
+def fill_disk(_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
         full.write(b"x")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "fail", "kind", "message"),
+    [
+        ({"a": 1}, Path.touch, ValueError, "expected the key 'steps_completed'"),
+        ({"steps_completed": 2}, raise_own, KeyError, "mine"),
+        (
+            {"steps_completed": 2},
+            fill_disk,
+            CheckpointError,
+            r"rank 0: OSError: .*No space left on device.*\d+ bytes free in",
+        ),
+    ],
+)
+def test_failed_save_says_why_and_leaves_nothing(
+    tmp_path: Path,
+    metadata: dict[str, Any],
+    fail: Callable[[Path], None],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    store = local_store(tmp_path)
+    kept = save(store, 1)
+    with pytest.raises(kind, match=message), store.store_path(metadata) as (path, _):
+        (path / "half").write_text("x")
+        fail(path / "half")
     assert names_in(tmp_path) == [kept]
     with store.restore_path(kept) as path:
         assert (path / "state").read_text() == "1"
@@ -244,7 +210,7 @@ def test_a_directory_that_is_made_anew_during_a_save_is_not_taken_for_the_one_th
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
-from determined import core
+from determined import core, errors
 from dstrial.local.checkpoint_store import open_checkpoint_store
 store = open_checkpoint_store(core.DummyDistributedContext(), Path(sys.argv[1]))
 with store.store_path({"steps_completed": 2}) as (path, _):
@@ -313,22 +279,16 @@ def test_a_directory_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None
     assert events.read_text() == "of a cluster with this id"
 
 
-def test_the_keep_policy_is_applied_after_each_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "expected"), [(KeepPolicy(1, 1), [1, 3]), (None, [1, 2, 3])])
+def test_keep_policy_is_applied_after_each_checkpoint(
+    tmp_path: Path, keep: KeepPolicy | None, expected: list[int]
+) -> None:
     validations = {1: 0.1, 2: 0.5, 3: 0.4}
-    store = local_store(
-        tmp_path, keep=KeepPolicy(1, 1), validations=lambda: validations, smaller_is_better=True
-    )
+    store = local_store(tmp_path, keep=keep, validations=lambda: validations, smaller_is_better=True)
     for steps_completed in (1, 2, 3):
         save(store, steps_completed)
-    assert [entry.steps_completed for entry in store.list()] == [1, 3]
-    assert len(names_in(tmp_path)) == 2
-
-
-def test_without_a_policy_everything_is_kept(tmp_path: Path) -> None:
-    store = local_store(tmp_path)
-    for steps_completed in range(4):
-        save(store, steps_completed)
-    assert [entry.steps_completed for entry in store.list()] == [0, 1, 2, 3]
+    assert [entry.steps_completed for entry in store.list()] == expected
+    assert len(names_in(tmp_path)) == len(expected)
 
 
 @pytest.mark.parametrize("form", ["{other}", "../{run}", "../b/{run}"])

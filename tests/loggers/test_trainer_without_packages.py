@@ -53,4 +53,4 @@ def test_a_logger_that_does_not_exist_is_refused_before_training(caplog: pytest.
         pytest.raises(ConfigError, match="expected one of wandb, mlflow, trackio"),
     ):
         fit(exp_conf=with_loggers(["wandbb"]))
-    assert "training at batch" not in caplog.text
+    assert "report_training_metrics" not in caplog.text

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dstrial.loggers import worker
+from dstrial.loggers import run_loggers
 from dstrial.loggers.logger import FinalState, LoggedRun, Report
 from dstrial.loggers.run_loggers import RunLoggers
 
@@ -22,7 +22,7 @@ RUN = LoggedRun("0" * 16, "run", "group", "project", {}, {}, Path("run"), Path("
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "LOOK_S", 0.02)
+    monkeypatch.setattr(run_loggers, "POLL_S", 0.02)
 
 
 class Kept:

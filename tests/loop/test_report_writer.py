@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dstrial.errors import DstrialError
-from dstrial.loop.report_writer import ReportWriter
+from dstrial.loop.metric_sinks import ReportWriter
 
 
 class Places:

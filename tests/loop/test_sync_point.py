@@ -45,23 +45,23 @@ def test_slow_batches_agree_after_every_one():
     assert [batches for batches, _ in points_at(20.0, 5, silent)] == [1, 2, 3, 4, 5]
 
 
-def test_a_wish_on_a_single_rank_is_seen_after_the_same_batch():
+def test_stop_request_on_one_rank_ends_that_batch():
     stop_request = lambda clock: StopReason.SIGNAL if clock.now_s > 1.005 else None  # noqa: E731
     assert points_at(0.01, 3000, stop_request)[-1] == (101, StopReason.SIGNAL)
 
 
-def test_shares_come_back_by_rank():
+def test_payloads_come_back_by_rank():
     points = SyncPoints(core.DummyDistributedContext(), lambda: None, Clock())
     points.start(0)
-    assert points.agree(1, share={"a": 1}).shares == [{"a": 1}]
+    assert points.agree(1, payload={"a": 1}).payloads == [{"a": 1}]
 
 
 def test_an_exchange_in_two_steps_decides_as_one_does():
     points = SyncPoints(core.DummyDistributedContext(), lambda: StopReason.REQUESTED, Clock())
     points.start(0)
-    points.begin(1, share="mine")
+    points.begin(1, payload="mine")
     agreement = points.end()
-    assert (agreement.shares, agreement.stop) == (["mine"], StopReason.REQUESTED)
+    assert (agreement.payloads, agreement.stop) == (["mine"], StopReason.REQUESTED)
     assert points.next_batch == 9
 
 
@@ -77,9 +77,9 @@ def test_begin_end_gather_over_determineds_own_context():
         ) as distributed:  # fmt: skip
             points = SyncPoints(distributed, lambda: StopReason.REQUESTED if rank == 1 else None, Clock())
             points.start(0)
-            points.begin(1, share=rank)
+            points.begin(1, payload=rank)
             agreement = points.end()
-            return agreement.shares, agreement.stop, points.may_wait
+            return agreement.payloads, agreement.stop, points.may_wait
 
     with concurrent.futures.ThreadPoolExecutor(2) as ranks:
         assert list(ranks.map(exchange, range(2))) == [([0, 1], StopReason.REQUESTED, False)] * 2

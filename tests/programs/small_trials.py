@@ -38,7 +38,7 @@ def kill_if_asked(rank, batch_idx):
 
 
 def kill_in_save_if_asked(rank):
-    """End this rank with SIGKILL while it writes its part of the save named in KILL_IN_SAVE (rank:number)."""
+    """End this rank with SIGKILL at the beginning of the save named in KILL_IN_SAVE (rank:number)."""
     of_rank, _, number = os.environ.get("KILL_IN_SAVE", "-1:0").partition(":")
     if int(of_rank) != rank:
         return
@@ -48,8 +48,7 @@ def kill_in_save_if_asked(rank):
     def watch():
         seen = set()
         while True:
-            # There from the beginning of a save until this rank has written its part.
-            seen |= {path.parent.name for path in checkpoints.glob(f"*.saving/rank{rank}")} - left
+            seen |= {path.parent.name for path in checkpoints.glob("*.saving/writer.json")} - left
             if len(seen) >= int(number):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.0005)

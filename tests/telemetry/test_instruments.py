@@ -7,7 +7,7 @@ import collections
 import pytest
 import torch
 
-from dstrial.trial.token_count import tokens_in
+from dstrial.trial.trial import tokens_in
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_samples import sample
 
-from dstrial.telemetry.reporting import TelemetryReports
+from dstrial.telemetry.instruments import TelemetryReports
 from dstrial.telemetry.samples import Peak
 
 SLOW, FAST = (Peak(rate, "a processor", "float32", 1024, 2) for rate in (1e-6, 1e18))

@@ -158,13 +158,6 @@ def test_wrong_metric_at_the_end_keeps_the_checkpoint_and_resumes(caplog):
     assert list(again.rows("validation")) == [4]
 
 
-def test_four_micro_batches_by_hand_instead_of_two_fail():
-    import small_trials
-
-    with pytest.raises(AssertionError, match="it trained 4 micro batches on rank 0"):
-        fit(small_trials.ByHandTrial, {"micro_batches": 4})
-
-
 def test_two_backwards_before_a_step_train_in_zero_0():
     import small_trials
 

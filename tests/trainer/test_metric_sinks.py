@@ -77,15 +77,3 @@ def test_sinks_are_closed_where_training_ends_with_an_error_even_if_one_cannot_b
         fit(trial=trial_type, metric_sinks=sinks, reporting_period=Batch(2))
     assert "the fourth batch is bad" in str(raised.value.__context__)
     assert [sink.calls for sink in sinks] == [["open", "training", "close"]] * 2
-
-
-def test_what_a_sink_raises_ends_training_as_a_callback_would(tmp_path):
-
-    class Full(JsonLines):
-        def report(self, group, batches_trained, metrics):
-            raise OSError(28, "No space left on device")
-
-    sink = Full(tmp_path / "full")
-    with pytest.raises(OSError, match="No space left"):
-        fit(metric_sinks=[sink], reporting_period=Batch(2))
-    assert sink.calls == ["open", "close"]

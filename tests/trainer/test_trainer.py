@@ -179,53 +179,36 @@ def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
     assert last[0] == last[1]
 
 
-def test_compile_before_initialize_under_zero_3_is_refused(monkeypatch):
+def compiled_first_layer(model):
+    return nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:])
+
+
+def partitioned(_model):
+    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(3)):
+        return nn.Linear(8, 4)
+
+
+COMPILED = r"wrapped by torch\.compile.*Call engine\.compile\(\) after"
+PARTITIONED = r"zero_optimization\.stage is 1; expected 3, as deepspeed\.zero\.Init"
+
+
+@pytest.mark.parametrize(
+    ("change", "stage", "kind", "message"),
+    [
+        (compiled_first_layer, 3, TrialContractError, COMPILED),
+        (partitioned, 1, ConfigError, PARTITIONED),
+    ],
+)
+def test_initialize_of_an_unfit_model_is_refused(monkeypatch, change, stage, kind, message):
     plain_initialize = deepspeed.initialize
 
     def initialize(model, **arguments):
-        model = nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:])
+        model = change(model)
         return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
 
     monkeypatch.setattr(deepspeed, "initialize", initialize)
-    with pytest.raises(
-        TrialContractError, match=r"wrapped by torch\.compile.*Call engine\.compile\(\) after"
-    ):
-        fit(hparams={"deepspeed_config": deepspeed_config(3)})
-
-
-def test_zero_init_below_stage_3_is_refused(monkeypatch):
-    plain_initialize = deepspeed.initialize
-
-    def initialize(model, **arguments):
-        with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(3)):
-            model = nn.Linear(8, 4)
-        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
-
-    monkeypatch.setattr(deepspeed, "initialize", initialize)
-    with pytest.raises(
-        ConfigError, match=r"zero_optimization\.stage is 1; expected 3, as deepspeed\.zero\.Init"
-    ):
-        fit(hparams={"deepspeed_config": deepspeed_config(1)})
-
-
-def test_callbacks_and_context_know_the_first_batch_after_a_resume():
-    told = []
-
-    class Startup(PyTorchCallback):
-        def on_trial_startup(self, first_batch_idx, checkpoint_uuid):
-            told.append((first_batch_idx, checkpoint_uuid is not None))
-
-    trial = trial_class(build_callbacks=lambda self: {"startup": Startup()})
-    first = fit(trial)
-    fit(trial, max_length=Batch(5), run_dir=first.directory.path, latest_checkpoint="latest")
-    assert told == [(0, False), (4, True)]
-
-
-def test_a_run_with_nothing_left_to_train_says_so(caplog):
-    first = fit()
-    again = fit(max_length=Batch(2), run_dir=first.directory.path, latest_checkpoint="latest")
-    assert again.result.batches_trained == 4
-    assert "nothing is left to train: 4 batches are done, and max_length is 2" in caplog.text
+    with pytest.raises(kind, match=message):
+        fit(hparams={"deepspeed_config": deepspeed_config(stage)})
 
 
 def test_nan_is_never_the_best():
@@ -280,6 +263,7 @@ def test_callbacks_are_called_and_their_state_is_restored():
     def recorded(name):
         return lambda self, *args, **kwargs: calls.append(name)
 
+    told = []
     methods = {
         name: recorded(name)
         for name in dir(PyTorchCallback)
@@ -288,6 +272,10 @@ def test_callbacks_are_called_and_their_state_is_restored():
 
     class Recording(type("Recorded", (PyTorchCallback,), methods)):
         count = 0
+
+        def on_trial_startup(self, first_batch_idx, checkpoint_uuid):
+            calls.append("on_trial_startup")
+            told.append((first_batch_idx, checkpoint_uuid is not None))
 
         def on_training_workload_end(self, avg_metrics, batch_metrics):
             calls.append("on_training_workload_end")
@@ -333,6 +321,7 @@ def test_callbacks_are_called_and_their_state_is_restored():
     )
     assert "on_checkpoint_load_start" in calls
     assert made[-1].count == 2 * 6
+    assert told == [(0, False), (4, True)]
 
 
 def test_wrapping_repeats_the_configuration_check_with_the_real_sizes():
@@ -393,10 +382,33 @@ def newest(done):
     return checkpoint.parent
 
 
-def test_asked_to_resume_without_a_checkpoint_fails(tmp_path):
+NO_SUCH_UUID = "00000000-0000-0000-0000-000000000000"
+ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.01}}
+REFUSED_RESUMES = (
+    ({"latest_checkpoint": NO_SUCH_UUID}, CheckpointNotFoundError, "00000000-0000"),
+    (
+        {"hparams": {"deepspeed_config": deepspeed_config(0, optimizer=ADAGRAD)}},
+        CheckpointLayoutError,
+        r"optimizer was AdamW, is .*set it back",
+    ),
+    (
+        {"hparams": {"num_records": 32}},
+        CheckpointError,
+        "epochs of 8 batches, and the training loader now has 4",
+    ),
+)
+
+
+def test_resume_of_another_run_is_refused_and_of_a_whole_one_trains_nothing(caplog):
     done = fit()
-    with pytest.raises(CheckpointNotFoundError, match="00000000-0000"):
-        fit(run_dir=done.directory.path, latest_checkpoint="00000000-0000-0000-0000-000000000000")
+    for arguments, kind, message in REFUSED_RESUMES:
+        with pytest.raises(kind, match=message):
+            fit(run_dir=done.directory.path, **{"latest_checkpoint": "latest", **arguments})
+
+    again = fit(max_length=Batch(2), run_dir=done.directory.path, latest_checkpoint="latest")
+    assert again.result.batches_trained == 4
+    assert "nothing is left to train: 4 batches are done, and max_length is 2" in caplog.text
+
     (newest(done) / "COMPLETE").unlink()
     with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint; expected one to resume"):
         fit(run_dir=done.directory.path, latest_checkpoint="latest")
@@ -436,23 +448,6 @@ def test_a_vouched_restore_changes_nothing_of_the_process():
 
     assert again.result.batches_trained == 2
     assert seen == [True, []]
-
-
-def test_another_optimizer_is_refused_with_both_names():
-    done = fit()
-    optimizer = {"type": "Adagrad", "params": {"lr": 0.01}}
-    with pytest.raises(CheckpointLayoutError, match=r"optimizer was AdamW, is .*set it back"):
-        fit(
-            hparams={"deepspeed_config": deepspeed_config(0, optimizer=optimizer)},
-            run_dir=done.directory.path,
-            latest_checkpoint="latest",
-        )
-
-
-def test_other_records_are_refused():
-    done = fit()
-    with pytest.raises(CheckpointError, match="epochs of 8 batches, and the training loader now has 4"):
-        fit(hparams={"num_records": 32}, run_dir=done.directory.path, latest_checkpoint="latest")
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it_usable():

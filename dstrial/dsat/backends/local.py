@@ -26,8 +26,8 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json
-from dstrial.local.measuring_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
+from dstrial.local.script_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 
 _REPRODUCIBLE = (
     FailureKind.DEVICE_OOM,

@@ -32,8 +32,8 @@ from dstrial.dsat.core.outcome import (
     score,
 )
 from dstrial.local.json_files import append_json_line, read_json_lines
-from dstrial.local.measuring_variables import BENCHMARK_KEY, SETTINGS_KEY
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
+from dstrial.local.script_variables import BENCHMARK_KEY, SETTINGS_KEY
 from dstrial.process_state import start_ticks
 
 logger = logging.getLogger("dstrial.dsat")

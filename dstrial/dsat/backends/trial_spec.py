@@ -17,7 +17,7 @@ from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.candidate import Candidate, layered
 from dstrial.dsat.methods import METHODS
 from dstrial.file_writes import replace_file
-from dstrial.local.measuring_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
+from dstrial.local.script_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
 _MEASURING_MODULE = "dstrial.dsat.rank"
 _SCRIPT_MODULE = "dstrial.dsat.rank.standalone_script"

@@ -16,7 +16,7 @@ from dstrial.dsat.predictor.inputs import NUM_BATCHES, UNDESCRIBED, PredictInput
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
-from dstrial.local.measuring_variables import MEASURING_KEYS
+from dstrial.local.script_variables import MEASURING_KEYS
 
 _DEADLINE_S = 900.0
 _MAX_PARALLEL = 4

@@ -21,7 +21,7 @@ from dstrial.dsat.rank.step_timer import MeasurementDone, NumericError, StepTime
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.errors import TrialContractError
 from dstrial.local.json_files import write_json_atomically
-from dstrial.local.measuring_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
+from dstrial.local.script_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
 from dstrial.ranks import process_group
 from dstrial.visible_text import cut_text
 

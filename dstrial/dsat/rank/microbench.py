@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
-from dstrial.local.measuring_variables import BENCHMARK_KEY
+from dstrial.local.script_variables import BENCHMARK_KEY
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.02  # larger products are not faster

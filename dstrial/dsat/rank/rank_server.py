@@ -31,7 +31,7 @@ from dstrial.dsat.rank.step_timer import Mode, StepTimer
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.launch.trial_import import import_trial
 from dstrial.local.json_files import JsonLinesTail, append_json_line
-from dstrial.local.measuring_variables import SETTINGS_KEY
+from dstrial.local.script_variables import SETTINGS_KEY
 from dstrial.loop.data.training import TrainingStream, agreed_epoch_length
 from dstrial.loop.loop import require_engine
 from dstrial.process_state import read_state

@@ -22,9 +22,8 @@ from determined import core
 
 from dstrial.local import core_context as local_context
 from dstrial.local.checkpoint_directory import KeepPolicy
-from dstrial.local.experiment_file import KnownExperiment, read_experiment
-from dstrial.local.measuring_variables import STAND_IN_CLUSTER
 from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir
+from dstrial.local.script_variables import STAND_IN_CLUSTER, KnownExperiment, read_experiment
 from dstrial.ranks.identity import RankIdentity, identify
 from dstrial.ranks.stop_signals import StopSignals
 

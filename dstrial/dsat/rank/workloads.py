@@ -39,7 +39,7 @@ from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.scratch import scratch_directory
 from dstrial.trial.context import DeepSpeedTrialContext
-from dstrial.trial.model_parallel_unit import ModelParallelUnit
+from dstrial.trial.runtime import ModelParallelUnit
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 _AUTO = "auto"

@@ -17,8 +17,8 @@ from dstrial.integrations.accelerate.accelerator_checkpoint import require_deeps
 from dstrial.integrations.accelerate.loaders import micro_batch_of
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker
 from dstrial.integrations.accelerate.trial_run import TrialRun
-from dstrial.local.experiment_file import read_experiment
 from dstrial.local.run_directory import RunState
+from dstrial.local.script_variables import read_experiment
 from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.identity import identify
 from dstrial.runtime import cluster_info

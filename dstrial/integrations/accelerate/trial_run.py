@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -24,13 +25,12 @@ from dstrial.integrations.accelerate.loaders import (
     warn_of_unrepeatable_order,
 )
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
-from dstrial.local.measuring_variables import is_measuring
 from dstrial.local.run_directory import TEST_VARIABLE
+from dstrial.local.script_variables import is_measuring
 from dstrial.loggers.run_loggers import loggers_of
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
-from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.report_exchange import ReportExchange
 from dstrial.loop.run_state import RunState
@@ -108,9 +108,7 @@ class TrialRun:
             self._window,
             self._sync_points,
             self._saver,
-            MetricSinks(context, self._loggers.sinks),
-            self._keep_progress,
-            lambda *_report: None,
+            self._loggers.sinks,
             self._instruments,
         )
 
@@ -177,8 +175,8 @@ class TrialRun:
                 self._core.preempt.acknowledge_preemption_signal()
             return
         if tracker.batches_trained:
-            self._keep_progress(tracker.batches_trained, tracker.batches_total)
-            self._core.train.report_progress(1.0)
+            self._reports.submit_progress()
+            self._reports.writer.submit(functools.partial(self._core.train.report_progress, 1.0))
         self._watch.close()
         self._reports.finish_telemetry()
         self._set_status("completed")
@@ -297,13 +295,6 @@ class TrialRun:
         own = MetricWindow(where)
         own.add(metrics)
         return dict(combine(self._core.distributed.allgather(own.totals()), where))
-
-    def _keep_progress(self, batches: int, total: int | None) -> None:
-        if total is None:
-            return
-        if self._runtime.kept_reports is not None:
-            self._runtime.kept_reports.report_batches(batches, total)
-        self._core.train.report_progress(min(batches / total, 1.0))
 
     def save(self) -> str:
         self._set_status("checkpointing")

@@ -27,11 +27,11 @@ from dstrial.engine.files import engine_files
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
+from dstrial.local.checkpoint_store import run_on_all_ranks
 from dstrial.loop.background_save import (
     base_metadata,
     complete_manifest,
     describe_failure,
-    run_on_all_ranks,
 )
 from dstrial.resume.metadata import EngineRecord, run_metadata
 

@@ -29,9 +29,8 @@ from dstrial.integrations.huggingface.argument_table import (
     reconcile,
     solve_sizes,
 )
-from dstrial.local.experiment_file import EXPERIMENT_VARIABLE
-from dstrial.local.measuring_variables import SETTINGS_KEY, is_measuring
 from dstrial.local.run_directory import RUN_DIR_VARIABLE
+from dstrial.local.script_variables import EXPERIMENT_VARIABLE, SETTINGS_KEY, is_measuring
 from dstrial.ranks.identity import identify
 from dstrial.resume.locate import saved_run_of_trial, saved_run_to_resume
 from dstrial.resume.metadata import SavedRun

@@ -28,7 +28,7 @@ from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
 from dstrial.errors import CheckpointError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
-from dstrial.loop.checkpoint_trust import trusts_code
+from dstrial.loop.checkpoint_loader import trusts_code
 from dstrial.resume.plan import plan_load
 from dstrial.scratch import scratch_directory
 

@@ -14,8 +14,7 @@ from determined import core
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.local.train_context import LocalTrainContext
-from dstrial.telemetry.instruments import Instruments
-from dstrial.telemetry.reporting import TelemetryReports
+from dstrial.telemetry.instruments import Instruments, TelemetryReports
 from dstrial.telemetry.samples import GROUP
 
 

@@ -22,10 +22,9 @@ from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import RunDescription
 from dstrial.integrations.huggingface.hf_args import keep_batch_sizes
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
-from dstrial.local.experiment_file import read_experiment
-from dstrial.local.measuring_variables import is_measuring, measuring_hyperparameters
-from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
+from dstrial.local.script_variables import is_measuring, measuring_hyperparameters, read_experiment
+from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.checkpoint_loader import settle_optimizer_settings
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.stop_signals import StopSignals
@@ -109,7 +108,7 @@ class TrialFacts:
         """
         found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info
-        is_mirrored = isinstance(context.train, MirroredTrainContext)
+        is_mirrored = info is not None and isinstance(context.train, LocalTrainContext)
         exp_conf = (info.trial._config if info is not None else None) or {}
         if found is not None and found.exp_conf is not None:
             exp_conf = found.exp_conf

@@ -39,7 +39,7 @@ _ZERO_GATHERS = "/deepspeed/runtime/zero/partition_parameters.py"
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _FETCH = "/torch/utils/data/_utils/fetch.py"
 _MASTER = ("/determined/common/api/",)
-_REPORT_WRITER = "/dstrial/loop/report_writer.py"
+_REPORT_WRITER = "/dstrial/loop/metric_sinks.py"
 _DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
 # C++ functions without Python frames: only the calling line shows them. On the CPU they take no time.
 _DEVICE_CALL = re.compile(r"\.(?:item|cpu|tolist|numpy|synchronize|nonzero)\(")

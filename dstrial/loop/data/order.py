@@ -1,4 +1,4 @@
-"""Which records make up which batch.
+"""The records of each global batch.
 
 A pure function of seed, epoch, batch and global batch size: replicas and micro batches are slices of a global batch. A run
 may change their number and still see every record of an epoch once, in the same batches.
@@ -62,7 +62,7 @@ class _TensorSequence(Sequence[int]):
 class SamplerOrder:
     """The order of a user's sampler, replayed from epoch 0 as it may keep state.
 
-    Each epoch has random states of (seed, epoch).
+    Each epoch starts from random states of (seed, epoch).
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:

@@ -1,7 +1,7 @@
-"""Reads records as a user's loader would, with our random states and positions.
+"""Read records as a user's loader would, with reproducible random states.
 
-Of a ``determined.pytorch.DataLoader`` the data set, sampler and worker settings are used, not its dealing of batches, which
-depends on the number of ranks. Any other loader must be allowed by ``context.disable_dataset_reproducibility_checks()``.
+The data set, sampler and worker settings of a ``determined.pytorch.DataLoader`` are used, but not its sharding, which depends on
+the number of ranks. Any other loader must be allowed by ``context.disable_dataset_reproducibility_checks()``.
 """
 
 from __future__ import annotations

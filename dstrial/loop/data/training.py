@@ -1,4 +1,4 @@
-"""The training records of a rank: endless, from any position."""
+"""The endless stream of a rank's training records, from any position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CountingIterator:
     """An endless iterator over micro batches that counts the drawn ones.
 
     Attributes:
-        watch: called with each micro batch and the seconds that the loader took for it; None for nobody.
+        watch: called with each micro batch and the seconds that the loader took for it; None for no call.
     """
 
     def __init__(self, items: Iterator[Any], drawn: int, rank: int, per_batch: int) -> None:

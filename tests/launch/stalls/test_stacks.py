@@ -38,7 +38,7 @@ BARRIER = (
     f"{SITE}/torch/distributed/distributed_c10d.py:4820 barrier",
     f"{SITE}/torch/distributed/c10d_logger.py:83 wrapper",
     "/home/me/model_def.py:31 train_batch",
-    f"{SITE}/dstrial/loop/loop.py:360 _train_until",
+    f"{SITE}/dstrial/loop/loop.py:360 _train",
 )
 WORKER = dump(
     "/usr/lib/python3.12/threading.py:359 wait", head="Thread 0x00007f02 [worker] (most recent call first):\n"
@@ -85,20 +85,20 @@ def test_who_waits_for_reports_to_be_written_waits_for_what_the_writer_waits_for
     writer = dump(
         "/usr/lib/python3.12/ssl.py:1166 read",
         f"{SITE}/determined/common/api/_session.py:120 _do_request",
-        f"{SITE}/dstrial/loop/report_writer.py:227 _run",
+        f"{SITE}/dstrial/loop/metric_sinks.py:227 _run",
         "/usr/lib/python3.12/threading.py:1012 run",
         head="Thread 0x00007f03 (most recent call first):\n",
     )
     flush = dump(
         "/usr/lib/python3.12/threading.py:359 wait",
-        f"{SITE}/dstrial/loop/report_writer.py:260 flush",
-        f"{SITE}/dstrial/loop/loop.py:360 _train_until",
+        f"{SITE}/dstrial/loop/metric_sinks.py:260 flush",
+        f"{SITE}/dstrial/loop/loop.py:360 _train",
     )
     place = place_of(parse_stacks(writer + flush), 0x7F01)
     assert place is not None
     assert place.wait is Wait.MASTER
 
-    training = dump("/home/me/model_def.py:40 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train_until")
+    training = dump("/home/me/model_def.py:40 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train")
     place = place_of(parse_stacks(writer + training), 0x7F01)
     assert place is not None
     assert place.wait is Wait.UNKNOWN
@@ -185,7 +185,7 @@ SYNCHRONIZE = dump(
     f"{SITE}/deepspeed/accelerator/cuda_accelerator.py:80 synchronize",
     "/home/me/model_def.py:44 train_batch",
 )
-ITEM = dump("/home/me/model_def.py:45 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train_until")
+ITEM = dump("/home/me/model_def.py:45 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train")
 OVERFLOW = dump(
     f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:1900 has_overflow",
     "/home/me/model_def.py:46 train_batch",
