@@ -318,7 +318,7 @@ def _check_each(
     what: tuple[str, str],
     findings: Diagnostics,
 ) -> None:
-    """Report entries of a list that are no text of a pattern; ``what`` is expected, and the fix."""
+    """Report entries of a list that do not fit; ``what`` is expected, and the fix."""
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
             findings.problem((*path, index), render(entry), *what)
