@@ -137,10 +137,7 @@ class Services:
 
         has_devices = wants_devices(self.settings.slurm)
         slurm = SlurmEngine(
-            self.state_dir / "slurm",
-            self.cluster_id,
-            self.settings.slurm,
-            wants_devices=has_devices,
+            self.state_dir / "slurm", self.cluster_id, self.settings.slurm, wants_devices=has_devices
         )
         return self._over_engine(local, slurm, wants_devices=has_devices)
 

@@ -18,13 +18,7 @@ TOPIC = "webhooks"  # published when webhooks are created or deleted
 
 EVENTS_TOPIC = "webhook_events"  # published when an event is enqueued
 
-STATES = (
-    "ACTIVE",
-    "PAUSED",
-    "COMPLETED",
-    "CANCELED",
-    "ERROR",
-)  # experiment states that a trigger may name
+STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")  # experiment states that a trigger may name
 
 MAX_PENDING = 1000  # pending events per webhook; further ones are dropped and counted
 

@@ -82,9 +82,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     assert browser.page.evaluate("window.isSame")
 
 
-def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
-    browser: Browser,
-) -> None:
+def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(browser: Browser) -> None:
     browser.show(f"/det/searches/{ENDED}", "tbody tr.best")
     facts = browser.text(".facts")
     assert "100.0 % better than its own configuration" in facts
