@@ -90,7 +90,7 @@ def test_a_process_that_ends_by_itself_ends_its_command(
     assert (store.state(task_id), store.row(task_id).exit_status) == (state, status)
     with store.database.read() as connection:
         assert connection.execute("SELECT end_us FROM tasks WHERE id = ?", (task_id,)).fetchone()[0] > 0
-        assert commands.context(connection, task_id) == b""
+        assert commands.context(connection, task_id) is None
 
 
 def test_what_waits_is_paused_and_killed_at_once(store: Store) -> None:
@@ -241,4 +241,4 @@ def test_logs_of_commands_are_kept_as_long_as_those_of_trials(store: Store) -> N
 
     assert (store.text(old), "resources exited successfully" in store.text(new)) == ("", True)
     with store.database.read() as connection:
-        assert [commands.context(connection, one) for one in (old, new, living)] == [b"", b"files", b"files"]
+        assert [commands.context(connection, one) for one in (old, new, living)] == [None, b"files", b"files"]
