@@ -75,10 +75,7 @@ class MasterServer(uvicorn.Server):
     """uvicorn server without signal handlers; calls ``on_ready`` once it serves."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        on_ready: Callable[[], None],
-        owner_listener: socket.socket,
+        self, config: uvicorn.Config, on_ready: Callable[[], None], owner_listener: socket.socket
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready

@@ -126,46 +126,39 @@ class Services:
             fork_servers,
             is_warm=settings.warm,
             forks_with_accelerators=settings.warm_accelerators,
-            on_exit=lambda: self.pubsub.publish(("scheduler",)),
+            on_exit=self._wake_scheduler,
         )
         (self.state_dir / "engine.json").unlink(missing_ok=True)  # stale file of an earlier master
-        if self.settings.backend == "slurm":
-            self.backend = self._over_slurm(own)
-        elif self.settings.backend == "ray":
-            self.backend = self._over_ray(own)
-        else:
-            self.backend = self._over_hosts(own) if self.hosts else self._without_hosts(own)
+        self.backend = self._over_hosts(own) if settings.backend == "agent" else self._over_engine(own)
 
-    def _over_slurm(self, own: LocalBackend) -> Backend:
-        from dstrial.master.backends.queued.slurm import SlurmEngine, wants_devices
+    def _wake_scheduler(self) -> None:
+        self.pubsub.publish(("scheduler",))
 
-        has_devices = wants_devices(self.settings.slurm)
-        slurm = SlurmEngine(
-            self.state_dir / "slurm",
-            self.cluster_id,
-            self.settings.slurm,
-            wants_devices=has_devices,
-        )
-        return self._over_engine(own, slurm, wants_devices=has_devices)
-
-    def _over_ray(self, own: LocalBackend) -> Backend:
-        from dstrial.master.backends.queued.ray import RayEngine
-
-        ray = RayEngine(self.settings.ray_address, self.cluster_id)
-        return self._over_engine(own, ray, wants_devices=ray.wants_devices())
-
-    def _over_engine(self, own: LocalBackend, engine: Engine, *, wants_devices: bool) -> Backend:
+    def _over_engine(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.backend import QueuedBackend
 
+        settings = self.settings
+        if settings.backend == "slurm":
+            from dstrial.master.backends.queued.slurm import SlurmEngine, wants_devices
+
+            has_devices = wants_devices(settings.slurm)
+            engine: Engine = SlurmEngine(
+                self.state_dir / "slurm", self.cluster_id, settings.slurm, wants_devices=has_devices
+            )
+        else:
+            from dstrial.master.backends.queued.ray import RayEngine
+
+            engine = ray = RayEngine(settings.ray_address, self.cluster_id)
+            has_devices = ray.wants_devices()
         self.engine = engine.name
         return QueuedBackend(
             own,
             engine,
             self._agent_settings(),
             lambda names: self.database.write(lambda tx: nodes.ids_of(tx, names)),
-            lambda: self.pubsub.publish(("scheduler",)),
+            self._wake_scheduler,
             self.state_dir,
-            wants_devices=wants_devices,
+            wants_devices=has_devices,
         )
 
     def _agent_settings(self) -> AgentSettings:
@@ -183,25 +176,17 @@ class Services:
             transport=self.transport or SshTransport(),
         )
 
-    def _without_hosts(self, own: LocalBackend) -> Backend:
-        """Return the local back end; delete the host list of an earlier master."""
-        (self.state_dir / HOSTS_NAME).unlink(missing_ok=True)
-        return own
-
     def _over_hosts(self, own: LocalBackend) -> Backend:
-        """Return the back end of hosts; node and slot ids of a host never change."""
+        """Return the back end of hosts, whose ids never change; the local one without."""
         from dstrial.master.backends.hosts.backend import HostsBackend
 
+        if not self.hosts:
+            (self.state_dir / HOSTS_NAME).unlink(missing_ok=True)  # stale file of an earlier master
+            return own
         names = [host.name for host in self.hosts]
         ids = self.database.write(lambda tx: nodes.ids_of(tx, names))
         hosts = {ids[host.name]: host for host in self.hosts}
-        return HostsBackend(
-            own,
-            hosts,
-            self._agent_settings(),
-            lambda: self.pubsub.publish(("scheduler",)),
-            self.state_dir,
-        )
+        return HostsBackend(own, hosts, self._agent_settings(), self._wake_scheduler, self.state_dir)
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -75,9 +75,7 @@ _SETTINGS = Section(
         "task_container_defaults": _TASK_DEFAULTS,
         "tensorboard_timeout": _integer(default=DEFAULT_TENSORBOARD_TIMEOUT_S, minimum=0),
         "tensorboard_memory_mib": _integer(default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64),
-        "retention_policy": _section(
-            log_retention_days=_integer(minimum=-1, maximum=32767),
-        ),
+        "retention_policy": _section(log_retention_days=_integer(minimum=-1, maximum=32767)),
         "detached_timeout_s": _integer(default=300, minimum=1),
         "warm": _boolean(default=True),
         "warm_accelerators": _boolean(default=False),
@@ -86,7 +84,7 @@ _SETTINGS = Section(
             token=_section(
                 default_lifespan_days=_integer(default=DEFAULT_TOKEN_DAYS, minimum=-1, maximum=36500),
                 max_lifespan_days=_integer(default=-1, minimum=-1, maximum=36500),
-            ),
+            )
         ),
         "webhooks": _section(signing_key=_STRING, base_url=_STRING),
         "limits": _section(
@@ -99,11 +97,7 @@ _SETTINGS = Section(
         "hostfile": _STRING,
         "hosts_python": _STRING,
         "backend": Rule(types=("string",), enum=BACKENDS),
-        "slurm": _section(
-            sbatch_args=_LIST,
-            slots_per_node=_integer(minimum=1),
-            gpu_type=_STRING,
-        ),
+        "slurm": _section(sbatch_args=_LIST, slots_per_node=_integer(minimum=1), gpu_type=_STRING),
         "ray": _section(address=Rule(types=("string",), default=DEFAULT_RAY_ADDRESS)),
     }
 )
@@ -318,7 +312,7 @@ def _check_each(
     what: tuple[str, str],
     findings: Diagnostics,
 ) -> None:
-    """Report entries of a list that are no text of a pattern; ``what`` is expected, and the fix."""
+    """Report entries of a list that do not fit; ``what`` is expected, and the fix."""
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
             findings.problem((*path, index), render(entry), *what)

@@ -9,9 +9,9 @@ import json
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from rows import add
@@ -25,6 +25,7 @@ from dstrial.master.settings import MasterSettings
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Database, Transaction
 
+T = TypeVar("T")
 NUM_SLOTS = 4
 
 
@@ -91,6 +92,9 @@ class Master:
     def get(self, path: str, token: str | None = "determined") -> Answer:
         return self.send("GET", path, token=token)
 
+    def write(self, function: Callable[[Transaction], T]) -> T:
+        return self.services.database.write(function)
+
     def change(self, sql: str, *parameters: Any) -> None:
         """Run one statement in the writer, and let tokens be looked up again."""
 
@@ -98,7 +102,7 @@ class Master:
             tx.execute(sql, parameters)
             tx.publish(tokens.TOPIC)
 
-        self.services.database.write(write)
+        self.write(write)
 
     def rows(self, sql: str, *parameters: Any) -> list[dict[str, Any]]:
         with self.services.database.read() as connection:

@@ -91,9 +91,7 @@ def master_and_shift(
 
 
 @pytest.fixture
-def shifted(
-    master_and_shift: tuple[MasterForTest, Path],
-) -> tuple[MasterForTest, Callable[[int], None]]:
+def shifted(master_and_shift: tuple[MasterForTest, Path]) -> tuple[MasterForTest, Callable[[int], None]]:
     """The master, and what sets its clock to so many seconds from where it is at the beginning of the test."""
     master, path = master_and_shift
     (before,) = SECONDS.unpack(path.read_bytes())

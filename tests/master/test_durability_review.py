@@ -112,16 +112,7 @@ def test_only_the_port_that_trials_report_to_takes_back_the_trials_of_a_killed_m
 @pytest.mark.process
 def test_a_trial_that_floods_its_log_can_be_killed_while_others_run(master: MasterForTest) -> None:
     mark = f"flood{os.getpid()}"
-    flood = submit(
-        master,
-        config(
-            [
-                sys.executable,
-                "-c",
-                f"{mark!r}\nwhile True: print('x' * 4000)",
-            ]
-        ),
-    )
+    flood = submit(master, config([sys.executable, "-c", f"{mark!r}\nwhile True: print('x' * 4000)"]))
     logs = (master.state.path / "allocations").glob
     wait_for(lambda: sum(log.stat().st_size for log in logs("*/output.log")) > 20_000_000)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,20 +168,6 @@ def test_a_single_trial_with_invalid_hyperparameters_is_an_error(master: MasterF
     found = trials(master, experiment_id)
     assert len(found) == 1
     assert "its hyperparameters are invalid" in log_of(master, experiment_id)
-
-
-def test_max_slots_limits_how_many_trials_run_at_once(master: MasterForTest) -> None:
-    searcher = {"name": "random", "metric": "score", "max_trials": 3, "max_concurrent_trials": 3}
-    given = config(searcher=searcher, resources={"max_slots": 1}, hyperparameters={"steps": 3, "sleep": 0.1})
-    experiment_id = submit(master, given)
-    most = 0
-    while experiment(master, experiment_id)["endTime"] is None:
-        tasks = master.client().get("/api/v1/tasks")["allocationIdToSummary"].values()
-        most = max(most, sum(task["name"].startswith("Trial ") for task in tasks))
-        time.sleep(0.05)
-
-    assert most == 1
-    assert len(trials(master, experiment_id)) == 3
 
 
 def test_a_killed_trial_that_waits_never_starts(master: MasterForTest) -> None:

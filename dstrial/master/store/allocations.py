@@ -59,28 +59,21 @@ def require(connection: sqlite3.Connection, allocation_id: str) -> Allocation:
     return required(get(connection, allocation_id), f"allocation {allocation_id}", Hint.LIST_ALLOCATIONS)
 
 
+def _where(connection: sqlite3.Connection, condition: str, *values: object) -> list[Allocation]:
+    return fetch_all(Allocation, connection, f"SELECT * FROM allocations WHERE {condition}", values)  # noqa: S608 - ours
+
+
 def live(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
     """Return a trial's active allocation; a trial has at most one."""
-    return fetch_one(
-        Allocation,
-        connection,
-        "SELECT * FROM allocations WHERE trial_id = ? AND state != 'TERMINATED'",
-        (trial_id,),
-    )
+    return next(iter(_where(connection, "trial_id = ? AND state != 'TERMINATED'", trial_id)), None)
 
 
 def all_live(connection: sqlite3.Connection) -> list[Allocation]:
-    return fetch_all(
-        Allocation,
-        connection,
-        "SELECT * FROM allocations WHERE state IN ('ASSIGNED', 'RUNNING') ORDER BY start_us",
-    )
+    return _where(connection, "state IN ('ASSIGNED', 'RUNNING') ORDER BY start_us")
 
 
 def not_ended(connection: sqlite3.Connection) -> list[Allocation]:
-    return fetch_all(
-        Allocation, connection, "SELECT * FROM allocations WHERE state != 'TERMINATED' ORDER BY id"
-    )
+    return _where(connection, "state != 'TERMINATED' ORDER BY id")
 
 
 class _Supervisor(Protocol):
@@ -130,18 +123,12 @@ def insert(
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
     """Return a trial's allocations up to and including a run, newest first."""
-    return fetch_all(
-        Allocation,
-        connection,
-        "SELECT * FROM allocations WHERE trial_id = ? AND run_id <= ? ORDER BY run_id DESC LIMIT ?",
-        (trial_id, run_id, limit),
-    )
+    condition = "trial_id = ? AND run_id <= ? ORDER BY run_id DESC LIMIT ?"
+    return _where(connection, condition, trial_id, run_id, limit)
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Allocation]:
-    return fetch_all(
-        Allocation, connection, "SELECT * FROM allocations WHERE experiment_id = ?", (experiment_id,)
-    )
+    return _where(connection, "experiment_id = ?", experiment_id)
 
 
 def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) -> int:

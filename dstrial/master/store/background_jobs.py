@@ -42,13 +42,11 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
     """Return the oldest pending job except those with ids in ``but``."""
-    return fetch_one(
-        BackgroundJob,
-        connection,
+    sql = (
         "SELECT * FROM work WHERE ended_us IS NULL AND id NOT IN (SELECT value FROM json_each(?)) "
-        "ORDER BY id LIMIT 1",
-        (json.dumps(list(but)),),
+        "ORDER BY id LIMIT 1"
     )
+    return fetch_one(BackgroundJob, connection, sql, (json.dumps(list(but)),))
 
 
 def done(tx: Transaction, work_id: int) -> None:
@@ -60,9 +58,5 @@ def done(tx: Transaction, work_id: int) -> None:
 
 def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
     """Return file jobs of experiments that are pending, running or just ended."""
-    return fetch_all(
-        BackgroundJob,
-        connection,
-        "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id",
-        (now_us() - _SHOWN_US,),
-    )
+    sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id"
+    return fetch_all(BackgroundJob, connection, sql, (now_us() - _SHOWN_US,))

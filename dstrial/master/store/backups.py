@@ -54,10 +54,7 @@ def make_copy(database: Path, target: Path) -> None:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
         try:
-            with (
-                sqlite_file.reading(database) as source,
-                _copied(source, temporary) as made,
-            ):
+            with sqlite_file.reading(database) as source, _copied(source, temporary) as made:
                 problem = sqlite_file.check_whole(made)
                 if problem:
                     raise sqlite3.DatabaseError(problem)

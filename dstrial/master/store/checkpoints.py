@@ -144,13 +144,11 @@ def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointI
 
 def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
     """Return a trial's complete checkpoint with the most batches, newest on ties."""
-    return fetch_one(
-        Checkpoint,
-        connection,
+    sql = (
         "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' "
-        "ORDER BY steps DESC, report_us DESC LIMIT 1",
-        (trial_id,),
+        "ORDER BY steps DESC, report_us DESC LIMIT 1"
     )
+    return fetch_one(Checkpoint, connection, sql, (trial_id,))
 
 
 def in_use(connection: sqlite3.Connection) -> dict[str, str]:
@@ -255,13 +253,11 @@ def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: in
 def users_of_version(
     connection: sqlite3.Connection, model_id: int, version: int, kind: str | None
 ) -> list[int]:
-    return fetch_column(
-        int,
-        connection,
+    sql = (
         "SELECT DISTINCT trial_id FROM trial_source_versions "
-        "WHERE model_id = ? AND version = ? AND (? IS NULL OR type = ?)",
-        (model_id, version, kind, kind),
+        "WHERE model_id = ? AND version = ? AND (? IS NULL OR type = ?)"
     )
+    return fetch_column(int, connection, sql, (model_id, version, kind, kind))
 
 
 def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:
@@ -281,21 +277,16 @@ def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
 
 
 def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
-    return exists(
-        connection,
+    sql = (
         "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
-        "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)",
-        (allocation_id, trial_id, uuid, uuid),
+        "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)"
     )
+    return exists(connection, sql, (allocation_id, trial_id, uuid, uuid))
 
 
 def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
-    return fetch_all(
-        Checkpoint,
-        connection,
-        "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us",
-        (trial_id,),
-    )
+    sql = "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us"
+    return fetch_all(Checkpoint, connection, sql, (trial_id,))
 
 
 def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:

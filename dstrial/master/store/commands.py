@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrial.config.experiment_config.command import NAMES, CommandConfig, CommandKind
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_column, fetch_one, fetch_value
+from dstrial.master.store.database import Transaction, fetch_all, fetch_column, fetch_value
 from dstrial.master.store.errors import Hint, NotFoundError
 
 ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})  # terminal states
@@ -22,6 +22,7 @@ _SELECT = (
     "a.resources_id, a.slots, a.ports FROM commands c JOIN users u ON u.id = c.owner_id "
     "LEFT JOIN allocations a ON a.task_id = c.task_id AND a.state != 'TERMINATED'"
 )
+_IN_ORDER = "ORDER BY c.priority, c.queue_position, c.task_id"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,8 +108,12 @@ def insert(tx: Transaction, new: NewCommand) -> str:
     return task_id
 
 
+def _where(connection: sqlite3.Connection, condition: str, *values: object) -> list[CommandInfo]:
+    return fetch_all(CommandInfo, connection, f"{_SELECT} WHERE {condition}", values)
+
+
 def get(connection: sqlite3.Connection, task_id: str) -> CommandInfo | None:
-    return fetch_one(CommandInfo, connection, f"{_SELECT} WHERE c.task_id = ?", (task_id,))
+    return next(iter(_where(connection, "c.task_id = ?", task_id)), None)
 
 
 def require(
@@ -128,52 +133,34 @@ def context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
     """Return a kind's commands, active or ended within a day, oldest first."""
-    return fetch_all(
-        CommandInfo,
-        connection,
-        f"{_SELECT} WHERE c.kind = ? AND (c.end_us IS NULL OR c.end_us > ?) ORDER BY c.start_us, c.task_id",
-        (kind, now - _SHOWN_US),
-    )
+    condition = "c.kind = ? AND (c.end_us IS NULL OR c.end_us > ?) ORDER BY c.start_us, c.task_id"
+    return _where(connection, condition, kind, now - _SHOWN_US)
 
 
 def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
     """Return the newest commands and all active ones."""
-    return fetch_all(
-        CommandInfo,
-        connection,
-        f"{_SELECT} WHERE c.end_us IS NULL OR c.task_id IN (SELECT task_id FROM commands ORDER BY start_us DESC LIMIT ?) "  # noqa: S608 - a constant
-        "ORDER BY c.start_us DESC, c.task_id",
-        (limit,),
-    )
+    recent = "SELECT task_id FROM commands ORDER BY start_us DESC LIMIT ?"
+    condition = f"c.end_us IS NULL OR c.task_id IN ({recent}) ORDER BY c.start_us DESC, c.task_id"
+    return _where(connection, condition, limit)
 
 
 def queued(connection: sqlite3.Connection) -> list[CommandInfo]:
     """Return running and pending commands, highest priority first."""
-    return fetch_all(
-        CommandInfo,
-        connection,
-        f"{_SELECT} WHERE c.state = 'ACTIVE' OR a.id IS NOT NULL ORDER BY c.priority, c.queue_position, c.task_id",
-    )
+    return _where(connection, f"c.state = 'ACTIVE' OR a.id IS NOT NULL {_IN_ORDER}")
 
 
 def waiting(connection: sqlite3.Connection) -> list[CommandInfo]:
     """Return pending commands, highest priority first."""
-    return fetch_all(
-        CommandInfo,
-        connection,
-        f"{_SELECT} WHERE c.state = 'ACTIVE' AND a.id IS NULL ORDER BY c.priority, c.queue_position, c.task_id",
-    )
+    return _where(connection, f"c.state = 'ACTIVE' AND a.id IS NULL {_IN_ORDER}")
 
 
 def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
     """Return the ids of a task and all its descendants."""
-    return fetch_column(
-        str,
-        connection,
+    sql = (
         "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT c.task_id FROM commands c JOIN below b ON c.parent_id = b.id) "
-        "SELECT id FROM below",
-        (task_id,),
+        "SELECT id FROM below"
     )
+    return fetch_column(str, connection, sql, (task_id,))
 
 
 def root(connection: sqlite3.Connection, task_id: str) -> str:

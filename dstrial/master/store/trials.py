@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_column, fetch_one, fetch_value
+from dstrial.master.store.database import Transaction, fetch_all, fetch_column, fetch_value
 from dstrial.master.store.errors import Hint, required
 from dstrial.master.store.experiments import Experiment
 from dstrial.search import Create
@@ -56,8 +56,16 @@ class Trial:
     is_node_excluded: int
 
 
+def _where(connection: sqlite3.Connection, condition: str, *values: object) -> list[Trial]:
+    return fetch_all(Trial, connection, f"SELECT * FROM trials WHERE {condition}", values)  # noqa: S608 - ours
+
+
+def _one(connection: sqlite3.Connection, condition: str, *values: object) -> Trial | None:
+    return next(iter(_where(connection, condition, *values)), None)
+
+
 def get(connection: sqlite3.Connection, trial_id: int) -> Trial | None:
-    return fetch_one(Trial, connection, "SELECT * FROM trials WHERE id = ?", (trial_id,))
+    return _one(connection, "id = ?", trial_id)
 
 
 def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
@@ -66,28 +74,16 @@ def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
 
 def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
     """Return the trial with the searcher's request id."""
-    return fetch_one(
-        Trial,
-        connection,
-        "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?",
-        (experiment_id, request_id),
-    )
+    return _one(connection, "experiment_id = ? AND request_id = ?", experiment_id, request_id)
 
 
 def by_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
     """Return the trial with an external id, which detached runs set."""
-    return fetch_one(
-        Trial,
-        connection,
-        "SELECT * FROM trials WHERE experiment_id = ? AND external_id = ?",
-        (experiment_id, external_id),
-    )
+    return _one(connection, "experiment_id = ? AND external_id = ?", experiment_id, external_id)
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
-    return fetch_all(
-        Trial, connection, "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
-    )
+    return _where(connection, "experiment_id = ? ORDER BY id", experiment_id)
 
 
 def ids_of(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
@@ -168,12 +164,7 @@ def _insert_task(tx: Transaction, task_id: str, experiment_id: int, trial_id: in
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
-    return fetch_one(
-        Trial,
-        connection,
-        "SELECT trials.* FROM tasks JOIN trials ON trials.id = tasks.trial_id WHERE tasks.id = ?",
-        (task_id,),
-    )
+    return _one(connection, "id = (SELECT trial_id FROM tasks WHERE id = ?)", task_id)
 
 
 def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
@@ -183,12 +174,7 @@ def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
 
 def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
     """Return active detached trials without a heartbeat since a time."""
-    return fetch_all(
-        Trial,
-        connection,
-        "SELECT * FROM trials WHERE state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id",
-        (before_us,),
-    )
+    return _where(connection, "state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id", before_us)
 
 
 def update(tx: Transaction, trial_id: int, **columns: Any) -> None:

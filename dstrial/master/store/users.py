@@ -25,10 +25,7 @@ _COST = 2**12  # scrypt's N: about 10 ms, as every ``det`` command without a sto
 
 _MAX_NAME = 256
 
-FIRST_USERS = {
-    "determined": False,
-    "admin": True,
-}  # users of a new master -> whether administrator
+FIRST_USERS = {"determined": False, "admin": True}  # users of a new master -> whether administrator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,13 +76,7 @@ def _scrypt(hashed: str, salt: bytes, cost: int) -> bytes:
 
 
 def create_user(
-    tx: Transaction,
-    *,
-    username: str,
-    admin: bool,
-    password: str,
-    display_name: str = "",
-    active: bool = True,
+    tx: Transaction, *, username: str, admin: bool, password: str, display_name: str = "", active: bool = True
 ) -> int:
     """Create a user; ``password`` is the client's hash, or blank."""
     _check_name(username)

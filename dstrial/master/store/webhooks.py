@@ -18,13 +18,7 @@ TOPIC = "webhooks"  # published when webhooks are created or deleted
 
 EVENTS_TOPIC = "webhook_events"  # published when an event is enqueued
 
-STATES = (
-    "ACTIVE",
-    "PAUSED",
-    "COMPLETED",
-    "CANCELED",
-    "ERROR",
-)  # experiment states that a trigger may name
+STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")  # experiment states that a trigger may name
 
 MAX_PENDING = 1000  # pending events per webhook; further ones are dropped and counted
 
@@ -216,13 +210,11 @@ def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
     """Return the triggers of a type (and condition), with their webhooks."""
-    return fetch_all(
-        TriggeredWebhook,
-        connection,
+    sql = (
         f"SELECT {_TRIGGERED} FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "  # noqa: S608 - a constant
-        "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id",
-        (kind, condition, condition),
+        "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id"
     )
+    return fetch_all(TriggeredWebhook, connection, sql, (kind, condition, condition))
 
 
 def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
@@ -289,15 +281,13 @@ class LineTrigger(TriggeredWebhook):
 
 
 def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
-    return fetch_one(
-        LineTrigger,
-        connection,
+    sql = (
         f"SELECT {_TRIGGERED}, k.type AS task_type, k.trial_id, k.experiment_id, "  # noqa: S608 - a constant
         "c.workspace_id AS command_workspace "
         "FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id JOIN tasks k ON k.id = ? "
-        "LEFT JOIN commands c ON c.task_id = k.id WHERE t.id = ?",
-        (task_id, trigger_id),
+        "LEFT JOIN commands c ON c.task_id = k.id WHERE t.id = ?"
     )
+    return fetch_one(LineTrigger, connection, sql, (task_id, trigger_id))
 
 
 def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
@@ -316,10 +306,8 @@ class NotifiedExperiment(Experiment):
 
 
 def notified_experiment(connection: sqlite3.Connection, experiment_id: int) -> NotifiedExperiment | None:
-    return fetch_one(
-        NotifiedExperiment,
-        connection,
+    sql = (
         "SELECT e.*, p.name AS project_name, w.id AS workspace_id, w.name AS workspace_name FROM experiments e "
-        "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id WHERE e.id = ?",
-        (experiment_id,),
+        "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id WHERE e.id = ?"
     )
+    return fetch_one(NotifiedExperiment, connection, sql, (experiment_id,))

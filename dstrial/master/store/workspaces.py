@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import (
-    Transaction,
-    exists,
-    fetch_all,
-    fetch_column,
-    fetch_one,
-    fetch_value,
-)
+from dstrial.master.store.database import Transaction, exists, fetch_all, fetch_column, fetch_one, fetch_value
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, required
 
 DEFAULT_ID = 1  # the default workspace, which cannot be deleted

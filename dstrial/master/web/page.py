@@ -1,4 +1,4 @@
-"""The web page with its static files and events, the login form, and pages of pending tasks."""
+"""The page with its files and events, the login form, and pages of pending tasks."""
 
 from __future__ import annotations
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import time
+from pathlib import Path
 from typing import Any
 
 from serving import Master
@@ -54,6 +57,15 @@ class Browser:
 
     def texts(self, selector: str) -> list[str]:
         return [str(text) for text in self.page.locator(selector).all_inner_texts()]
+
+    def saved(self, button: Any) -> bytes:
+        """Press a button, given itself or by a selector, and return the file that it gives."""
+        with self.page.expect_download() as waiting:
+            (self.page.locator(button).first if isinstance(button, str) else button).click()
+        return Path(waiting.value.path()).read_bytes()
+
+    def csv(self, button: Any) -> list[dict[str, str]]:
+        return list(csv.DictReader(io.StringIO(self.saved(button).decode(), newline="")))
 
     def until(self, condition: str) -> None:
         """Wait until an expression of JavaScript is true."""

@@ -47,12 +47,7 @@ def open_window(
 ) -> tuple[Browser, Any]:
     """Return a window, logged in, that notes what is wrong in it, and its context, which is to be closed."""
     context = chromium.new_context(
-        **{
-            "viewport": {"width": 1300, "height": 900},
-            "accept_downloads": True,
-            "locale": "en-US",
-            **options,
-        }
+        **{"viewport": {"width": 1300, "height": 900}, "accept_downloads": True, "locale": "en-US", **options}
     )
     context.set_default_timeout(20_000)
     if token is not None:

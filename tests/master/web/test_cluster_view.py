@@ -30,7 +30,7 @@ def busy(seeded_master: Master) -> dict[str, str]:
             "big": add_task(tx, name="big", num_slots=8),
         }
 
-    return seeded_master.services.database.write(fill)
+    return seeded_master.write(fill)
 
 
 def test_the_endpoint_tells_who_holds_which_slot_and_why_others_wait(
@@ -134,7 +134,7 @@ def job_of(master: Master, name: str) -> str:
 def test_webhooks_are_shown_without_what_of_their_address_may_be_secret(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
-    number = seeded_master.services.database.write(lambda tx: add_webhook(tx, HTML))
+    number = seeded_master.write(lambda tx: add_webhook(tx, HTML))
     answer = seeded_master.get("/page/webhooks")
     (shown,) = [one for one in answer.json["webhooks"] if one["id"] == number]
     assert shown["url"] == "https://hooks.example/********"
@@ -171,7 +171,7 @@ def test_a_webhook_of_a_workspace_is_shown_to_who_may_see_it(seeded_master: Mast
         tx.execute("UPDATE webhooks SET workspace_id = (SELECT id FROM workspaces WHERE name = 'theirs')")
         return number
 
-    number = seeded_master.services.database.write(fill)
+    number = seeded_master.write(fill)
     try:
         names = {
             token: [one["name"] for one in seeded_master.get("/page/webhooks", token=token).json["webhooks"]]

@@ -32,7 +32,7 @@ def seeded(seeded_master: Master) -> Seeded:
         row = tx.execute("SELECT best_trial_id FROM experiments WHERE id = ?", (second,)).fetchone()
         return Seeded(first, second, trials_of(tx, first), row["best_trial_id"])
 
-    return seeded_master.services.database.write(fill)
+    return seeded_master.write(fill)
 
 
 def curves(number: int) -> str:
@@ -78,7 +78,7 @@ def test_experiments_stand_for_their_best_trials_and_their_configs_are_compared(
 
 def test_code_that_differs_is_side_by_side(browser: Browser, seeded: Seeded, seeded_master: Master) -> None:
     both = "import torch\n" + "".join(f"line_{number}\n" for number in range(40))
-    seeded_master.services.database.write(
+    seeded_master.write(
         lambda tx: (
             give_files(
                 tx, seeded.first, {"model_def.py": both + "lr = 1\n", "same.py": "x\n", "only/here.py": "y\n"}

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from browsing import Browser
@@ -70,16 +66,9 @@ def seeded(seeded_master: Master, tmp_path_factory: pytest.TempPathFactory) -> S
         tx.execute("UPDATE experiments SET parent_id = ? WHERE id = ?", (search, fork))
         return Seeded(search, fork, whole, broken)
 
-    found = seeded_master.services.database.write(fill)
+    found = seeded_master.write(fill)
     (storage / found.broken / "weights.pt").write_bytes(b"short")
     return found
-
-
-def saved(browser: Browser, button: Any) -> bytes:
-    """Press a button and return the file that it gives."""
-    with browser.page.expect_download() as waiting:
-        button.click()
-    return Path(waiting.value.path()).read_bytes()
 
 
 def tab(experiment: int, name: str) -> str:
@@ -118,19 +107,15 @@ def test_a_range_marked_on_an_axis_keeps_trials_and_stays_in_the_address(
     mouse.move(x, box["y"] + box["height"] - 100, steps=4)
     mouse.up()
     browser.until("document.body.innerText.includes('of 30 trials')")
-    rows = list(
-        csv.reader(
-            io.StringIO(saved(browser, browser.page.get_by_label("CSV of parallel coordinates")).decode())
-        )
-    )
-    assert rows[0] == ["trial", "lr", "layers", "optimizer", "loss"]
-    limit = max(float(row[4]) for row in rows[1:])
-    assert 1 < len(rows) - 1 < 30
+    rows = kept(browser)
+    assert [*rows[0]] == ["trial", "lr", "layers", "optimizer", "loss"]
+    limit = max(float(row["loss"]) for row in rows)
+    assert 1 < len(rows) < 30
     browser.page.reload()
     browser.until("document.body.innerText.includes('of 30 trials')")
-    assert f"{len(rows) - 1} of 30 trials" in browser.text("main")
-    best = seeded_best(browser, seeded)
-    assert best <= limit
+    assert f"{len(rows)} of 30 trials" in browser.text("main")
+    [best] = browser.master.rows("SELECT best_metric FROM experiments WHERE id = ?", seeded.search)
+    assert best["best_metric"] <= limit
     browser.page.get_by_label("Remove the range of loss").click()
     browser.until("!document.body.innerText.includes('of 30 trials')")
     assert "ranges=" not in browser.page.url
@@ -146,10 +131,9 @@ def tab_to(browser: Browser, name: str) -> None:
     raise AssertionError(f"Tab does not come to {name!r}")
 
 
-def kept(browser: Browser) -> list[list[str]]:
+def kept(browser: Browser) -> list[dict[str, str]]:
     """Return the rows of the trials that parallel coordinates keep."""
-    data = saved(browser, browser.page.get_by_label("CSV of parallel coordinates")).decode()
-    return list(csv.reader(io.StringIO(data)))[1:]
+    return browser.csv(browser.page.get_by_label("CSV of parallel coordinates"))
 
 
 def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser, seeded: Seeded) -> None:
@@ -169,7 +153,7 @@ def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser
     limit = float(focused.get_attribute("aria-valuetext"))
     rows = kept(browser)
     assert 1 < len(rows) < 30
-    assert rows == [row for row in everything if float(row[4]) <= limit * 1.001]
+    assert rows == [row for row in everything if float(row["loss"]) <= limit * 1.001]
     assert f"{len(rows)} of 30 trials" in browser.text(".ranges [role=status]")
     label = browser.page.locator("canvas").first.get_attribute("aria-label")
     assert f"{len(rows)} within the marked ranges" in label
@@ -190,7 +174,7 @@ def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser
     browser.until("location.search.includes('optimizer')")
     last = browser.page.locator(":focus").get_attribute("aria-valuetext")
     assert last != "adam"
-    assert kept(browser) == [row for row in rows if row[3] == last]
+    assert kept(browser) == [row for row in rows if row["optimizer"] == last]
     tab_to(browser, "optimizer at least")  # Taking the file has taken the focus.
     press("Delete")
     browser.until("!location.search.includes('optimizer')")
@@ -198,15 +182,6 @@ def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser
     press("Escape")
     browser.until("!location.search.includes('ranges')")
     assert kept(browser) == everything
-
-
-def seeded_best(browser: Browser, seeded: Seeded) -> float:
-    with browser.master.services.database.read() as connection:
-        return float(
-            connection.execute(
-                "SELECT best_metric FROM experiments WHERE id = ?", (seeded.search,)
-            ).fetchone()[0]
-        )
 
 
 def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
@@ -226,26 +201,16 @@ def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
 
 def test_pairs_are_a_heat_map_of_the_best_and_a_picture(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "hyperparameters") + "?across=layers&down=optimizer", "canvas")
-    rows = list(
-        csv.DictReader(
-            io.StringIO(
-                saved(browser, browser.page.get_by_label("CSV of best loss by layers and optimizer")).decode()
-            )
-        )
-    )
-    with browser.master.services.database.read() as connection:
-        trials = connection.execute(
-            "SELECT hparams, searcher_metric_value FROM trials WHERE experiment_id = ?", (seeded.search,)
-        ).fetchall()
+    rows = browser.csv(browser.page.get_by_label("CSV of best loss by layers and optimizer"))
     expected: dict[tuple[str, str], float] = {}
-    for hparams, value in trials:
-        own = json.loads(hparams)
+    for trial in browser.master.rows("SELECT * FROM trials WHERE experiment_id = ?", seeded.search):
+        own, value = json.loads(trial["hparams"]), trial["searcher_metric_value"]
         key = str(own["layers"]), own["optimizer"]
         expected[key] = min(value, expected.get(key, value))
     assert {(row["layers"], row["optimizer"]): float(row["best loss"]) for row in rows} == pytest.approx(
         expected
     )
-    picture = saved(browser, browser.page.get_by_label("PNG of best loss by layers and optimizer"))
+    picture = browser.saved(browser.page.get_by_label("PNG of best loss by layers and optimizer"))
     assert picture.startswith(b"\x89PNG")
 
 
@@ -259,12 +224,10 @@ def test_few_trials_or_equal_ones_say_so(browser: Browser, seeded: Seeded, seede
         tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps({"lr": "fast"}), three))
         return experiment
 
-    browser.show(tab(seeded_master.services.database.write(fill), "hyperparameters"), "canvas")
+    browser.show(tab(seeded_master.write(fill), "hyperparameters"), "canvas")
     assert "Not enough trials: 2 of 20" in browser.text("main")
     assert "1 of 3 trials have no finite loss" in browser.text("main")
-    browser.page.goto(
-        browser.address + tab(seeded_master.services.database.write(add_experiment), "hyperparameters")
-    )
+    browser.page.goto(browser.address + tab(seeded_master.write(add_experiment), "hyperparameters"))
     browser.until("document.body.innerText.includes('nothing to compare yet')")
 
 
@@ -329,12 +292,11 @@ def test_a_checkpoint_is_deleted_only_after_a_question(
     def fill(tx: Transaction) -> str:
         return add_checkpoint(tx, seeded.search, trials_of(tx, seeded.search)[1], 10)
 
-    name = seeded_master.services.database.write(fill)
+    name = seeded_master.write(fill)
 
     def is_asked_for() -> bool:
-        with seeded_master.services.database.read() as connection:
-            jobs = connection.execute("SELECT payload FROM work WHERE kind = 'delete_checkpoints'")
-            return any(name in row["payload"] for row in jobs)
+        jobs = seeded_master.rows("SELECT payload FROM work WHERE kind = 'delete_checkpoints'")
+        return any(name in row["payload"] for row in jobs)
 
     browser.show(tab(seeded.search, f"checkpoints?checkpoint={name}"), "section.details")
     browser.page.click("section.details button.danger")
@@ -346,7 +308,7 @@ def test_a_checkpoint_is_deleted_only_after_a_question(
     browser.until("document.body.innerText.includes('being deleted')")
     assert is_asked_for()
     # What follows is the scheduler's, which this master does not have.
-    seeded_master.services.database.write(lambda tx: set_resources(tx, name, {}))
+    seeded_master.write(lambda tx: set_resources(tx, name, {}))
     browser.until("!document.querySelector('section.details button.danger')")
 
 
@@ -356,7 +318,7 @@ def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
     browser.show(tab(seeded.search, "config"), ".code")
     assert "# What is searched for" in browser.text(".code")
     assert "HF_TOKEN=********" in browser.text(".code")
-    text = saved(browser, browser.page.locator("button:has-text('Download')")).decode()
+    text = browser.saved("button:has-text('Download')").decode()
     assert text == CONFIG_TEXT.replace("[HF_TOKEN=very-secret-2]", '["HF_TOKEN=********"]')
     browser.page.click("text=In effect, with origins")
     browser.page.wait_for_selector("[aria-label='Values of deepspeed_config'] tbody tr[data-idx]")
@@ -404,9 +366,7 @@ def test_an_experiment_that_is_not_there_to_compare_with_is_told(
 def test_notes_labels_name_and_description_are_edited(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
-    experiment = seeded_master.services.database.write(
-        lambda tx: add_experiment(tx, name="before", labels=("old",))
-    )
+    experiment = seeded_master.write(lambda tx: add_experiment(tx, name="before", labels=("old",)))
     browser.show(tab(experiment, "notes"), "textarea")
     browser.page.fill("textarea", "<script>alert(1)</script>\nsecond line")
     browser.page.click("text=Save notes")
@@ -425,17 +385,16 @@ def test_notes_labels_name_and_description_are_edited(
     assert old.get_attribute("aria-label") == "Remove label old"
     browser.page.get_by_label("Remove label old").click()
     browser.until("document.body.innerText.includes('label old: removed')")
-    with seeded_master.services.database.read() as connection:
-        row = connection.execute(
-            "SELECT name, description, notes, labels FROM experiments WHERE id = ?", (experiment,)
-        ).fetchone()
-    assert tuple(row) == ("after", "why", "<script>alert(1)</script>\nsecond line", '["a/b & c"]')
+    [row] = seeded_master.rows(
+        "SELECT name, description, notes, labels FROM experiments WHERE id = ?", experiment
+    )
+    assert (*row.values(),) == ("after", "why", "<script>alert(1)</script>\nsecond line", '["a/b & c"]')
 
 
 def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
     browser: Browser, seeded_master: Master
 ) -> None:
-    experiment = seeded_master.services.database.write(add_experiment)
+    experiment = seeded_master.write(add_experiment)
     browser.show(tab(experiment, "notes"), "textarea")
     browser.page.fill("textarea", "mine")
 
@@ -443,7 +402,7 @@ def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
         tx.execute("UPDATE experiments SET notes = 'theirs' WHERE id = ?", (experiment,))
         tx.publish(f"experiment:{experiment}")
 
-    seeded_master.services.database.write(change)
+    seeded_master.write(change)
     browser.page.wait_for_selector("text=changed meanwhile")
     assert browser.page.input_value("textarea") == "mine"
     browser.page.click("text=Discard changes")
@@ -453,7 +412,7 @@ def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
 def test_an_experiment_deleted_while_it_is_looked_at_says_so(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
-    experiment = seeded_master.services.database.write(add_experiment)
+    experiment = seeded_master.write(add_experiment)
     browser = open_browser()
     browser.open(tab(experiment, "checkpoints"), ".table")
 
@@ -466,7 +425,7 @@ def test_an_experiment_deleted_while_it_is_looked_at_says_so(
         tx.execute("DELETE FROM experiments WHERE id = ?", (experiment,))
         tx.publish(f"experiment:{experiment}")
 
-    seeded_master.services.database.write(remove)
+    seeded_master.write(remove)
     browser.page.wait_for_selector("p.problem")
     assert "is not found" in browser.text("p.problem >> nth=0")
     browser.problems[:] = [problem for problem in browser.problems if "404 (Not Found)" not in problem]
@@ -475,7 +434,7 @@ def test_an_experiment_deleted_while_it_is_looked_at_says_so(
 def test_actions_of_many_ask_the_master_as_its_protocol_has_it(
     browser: Browser, seeded_master: Master
 ) -> None:
-    experiment = seeded_master.services.database.write(add_experiment)
+    experiment = seeded_master.write(add_experiment)
     browser.show(tab(experiment, "notes"), ".tools")
     browser.page.click("button:text-is('Archive')")
     browser.page.wait_for_selector("button:text-is('Unarchive')")

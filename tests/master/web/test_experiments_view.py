@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def search(seeded_master: Master) -> int:
             )
         return add_experiment(tx, name=NAME, num_trials=16, num_points=50, seed=7)
 
-    return seeded_master.services.database.write(fill)
+    return seeded_master.write(fill)
 
 
 def test_the_list_is_filtered_sorted_and_kept_in_the_address(browser: Browser, search: int) -> None:
@@ -80,7 +79,7 @@ def test_a_change_is_shown_without_loading_the_page_again(
 ) -> None:
     browser.show("/?filter=appears", "td.empty")
     browser.page.evaluate("window.isSame = true")
-    seeded_master.services.database.write(lambda tx: add_experiment(tx, name="appears later"))
+    seeded_master.write(lambda tx: add_experiment(tx, name="appears later"))
     browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 1")
     assert browser.page.evaluate("window.isSame")
 
@@ -114,9 +113,7 @@ def test_curves_go_on_while_a_search_makes_trials(browser: Browser, seeded_maste
     for _ in range(20):  # As often as a change is shown.
         database.write(lambda tx: add_trial(tx, experiment))
         browser.page.wait_for_timeout(700)
-        with browser.page.expect_download() as download:
-            browser.page.click(".chart button:has-text('CSV')")
-        if ",500,0.015625" in Path(download.value.path()).read_text():
+        if b",500,0.015625" in browser.saved(".chart button:has-text('CSV')"):
             return
     pytest.fail("A curve was not asked for again while its search made trials.")
 
@@ -165,7 +162,7 @@ def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(browser: Br
 def test_ten_thousand_trials_are_listed_filtered_and_drawn_in_part(
     browser: Browser, seeded_master: Master
 ) -> None:
-    experiment = seeded_master.services.database.write(
+    experiment = seeded_master.write(
         lambda tx: add_experiment(tx, name="many", num_trials=10_000, num_points=2, seed=1)
     )
     browser.show(f"/det/experiments/{experiment}/overview", "tbody tr[data-idx]")

@@ -42,7 +42,7 @@ def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
 
 
 def test_models_and_versions_are_edited_archived_and_deleted(browser: Browser, seeded_master: Master) -> None:
-    seeded_master.services.database.write(
+    seeded_master.write(
         lambda tx: add_model(tx, "digits", seeded_master.checkpoints[1], seeded_master.checkpoints[2])
     )
     browser.show("/det/models/digits", "tbody tr[data-idx='1']")
@@ -81,7 +81,7 @@ def test_what_others_change_is_shown_and_a_model_that_goes_is_said_to_be_gone(
 ) -> None:
     browser = open_browser()
     browser.open("/det/models?filter=label:later", "td.empty")
-    seeded_master.services.database.write(lambda tx: add_model(tx, "made later", labels=("later",)))
+    seeded_master.write(lambda tx: add_model(tx, "made later", labels=("later",)))
     browser.page.wait_for_selector("tbody a:has-text('made later')")
     browser.page.click("tbody a")
     browser.page.wait_for_selector("h2:has-text('Versions')")

@@ -36,7 +36,7 @@ def cookie(seeded_master: Master) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def experiment_id(seeded_master: Master) -> int:
-    return seeded_master.services.database.write(lambda tx: add_experiment(tx, name=NAME))
+    return seeded_master.write(lambda tx: add_experiment(tx, name=NAME))
 
 
 def test_page_without_a_login_is_only_the_form(seeded_master: Master, experiment_id: int) -> None:

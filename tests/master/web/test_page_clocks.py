@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,38 +54,23 @@ def seeded(seeded_master: Master) -> Seeded:
         add_runs(tx, wrong_trial, [(0, 2, 1, "lost"), (200, 2, 0, "stopped"), (300, 2, None, "")])
         add_search(tx)
         hour_us = HOUR_S * 1_000_000
-        for sql, *values in (
+        of_wrong, now = f"WHERE trial_id = {wrong_trial}", now_us()
+        for sql in (
             # The times that a master sends with its answers are of whole seconds: nothing began an hour ago to the second.
-            ("UPDATE experiments SET start_us = start_us - ?", hour_us // 60),
-            ("UPDATE trials SET start_us = start_us - ?", hour_us // 60),
+            f"experiments SET start_us = start_us - {hour_us // 60}",
+            f"trials SET start_us = start_us - {hour_us // 60}",
             # It begins in an hour, and one of its trials has ended before it began.
-            ("UPDATE experiments SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong),
-            ("UPDATE trials SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong_trial),
-            ("UPDATE trials SET end_us = start_us - ? WHERE id = ?", hour_us, ended),
+            f"experiments SET start_us = {now + hour_us} WHERE id = {wrong}",
+            f"trials SET start_us = {now + hour_us} WHERE id = {wrong_trial}",
+            f"trials SET end_us = start_us - {hour_us} WHERE id = {ended}",
             # Its second run ended before it began, its third begins in a day.
-            (
-                "UPDATE allocations SET end_us = start_us - ? WHERE trial_id = ? AND run_id = 2",
-                hour_us,
-                wrong_trial,
-            ),
-            (
-                "UPDATE allocations SET start_us = start_us + ? WHERE trial_id = ? AND run_id = 3",
-                24 * hour_us,
-                wrong_trial,
-            ),
+            f"allocations SET end_us = start_us - {hour_us} {of_wrong} AND run_id = 2",
+            f"allocations SET start_us = start_us + {24 * hour_us} {of_wrong} AND run_id = 3",
             # From batch 200 on its node's clock is an hour behind, from batch 300 on two days ahead.
-            (
-                "UPDATE metrics SET end_us = end_us - ? WHERE trial_id = ? AND steps BETWEEN 200 AND 299",
-                hour_us,
-                wrong_trial,
-            ),
-            (
-                "UPDATE metrics SET end_us = end_us + ? WHERE trial_id = ? AND steps >= 300",
-                48 * hour_us,
-                wrong_trial,
-            ),
+            f"metrics SET end_us = end_us - {hour_us} {of_wrong} AND steps BETWEEN 200 AND 299",
+            f"metrics SET end_us = end_us + {48 * hour_us} {of_wrong} AND steps >= 300",
         ):
-            tx.execute(sql, values)
+            tx.execute(f"UPDATE {sql}")
         add_lines(
             tx, task_of(tx, wrong_trial), wrong_trial, [(0, "INFO", f"step {idx}") for idx in range(30)]
         )
@@ -98,7 +81,7 @@ def seeded(seeded_master: Master) -> Seeded:
         )
         return Seeded(experiment, trial, wrong, wrong_trial)
 
-    return seeded_master.services.database.write(fill)
+    return seeded_master.write(fill)
 
 
 def took(browser: Browser, name: str) -> str:
@@ -133,7 +116,7 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     JUMPS[jump](browser.page.clock)
     # What happens after the jump is shown, and ages are as old as they were.
     for number, name in enumerate(("renamed", "runs")):
-        seeded_master.services.database.write(
+        seeded_master.write(
             lambda tx, name=name: (
                 tx.execute("UPDATE experiments SET name = ? WHERE id = ?", (name, seeded.experiment)),
                 tx.publish(f"experiment:{seeded.experiment}"),
@@ -150,18 +133,8 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     assert TOOK.match(took(browser, "gpt"))
 
 
-def rows_of(browser: Browser, button: str, directory: Path) -> list[dict[str, str]]:
-    """Return the CSV that a button downloads."""
-    with browser.page.expect_download() as download:
-        browser.page.click(button)
-    target = directory / "found.csv"
-    download.value.save_as(target)
-    with target.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_charts_by_time_never_go_back_when_the_clock_of_a_node_did(
-    open_browser: Callable[..., Browser], seeded: Seeded, tmp_path: Path
+    open_browser: Callable[..., Browser], seeded: Seeded
 ) -> None:
     browser = open_browser()
     for path in (
@@ -170,7 +143,7 @@ def test_charts_by_time_never_go_back_when_the_clock_of_a_node_did(
         f"/det/compare?trials={seeded.wrong_trial}&x=time",
     ):
         browser.show(path, ".chart .plot:not([aria-label$=': 0 curves'])")
-        rows = rows_of(browser, ".chart button:has-text('CSV')", tmp_path)
+        rows = browser.csv(".chart button:has-text('CSV')")
         xs = [
             float(row["time since the start"])
             for row in rows
@@ -184,7 +157,7 @@ def test_charts_by_time_never_go_back_when_the_clock_of_a_node_did(
 
 
 def test_no_view_shows_a_time_below_zero_of_a_master_whose_times_are_wrong(
-    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, tmp_path: Path
+    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded
 ) -> None:
     browser = open_browser()
     for path in (
@@ -205,7 +178,7 @@ def test_no_view_shows_a_time_below_zero_of_a_master_whose_times_are_wrong(
         (f"/det/trials/{seeded.wrong_trial}/runs", "tbody tr[data-idx='2']"),
     ):
         browser.show(path, row)
-        found = [one["Took"] for one in rows_of(browser, ".table button:has-text('CSV')", tmp_path)]
+        found = [one["Took"] for one in browser.csv(".table button:has-text('CSV')")]
         assert [value for value in found if float(value) < 0] == [], path
     use = seeded_master.get("/page/cluster/usage?hours=24").json
     assert 0 <= min(use["used"]) <= max(use["used"])

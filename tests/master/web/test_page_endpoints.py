@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def search(seeded_master: Master) -> int:
-    return seeded_master.services.database.write(
+    return seeded_master.write(
         lambda tx: add_experiment(tx, name="<b>", num_trials=3, num_points=5000, labels=("long",))
     )
 
@@ -59,7 +59,7 @@ def test_a_curve_has_at_most_the_points_that_are_asked_for_and_its_ends(
 
 def test_values_that_are_not_finite_and_names_of_any_kind_are_told(seeded_master: Master) -> None:
     name = 'größe a."b\\c [0]'
-    experiment = seeded_master.services.database.write(
+    experiment = seeded_master.write(
         lambda tx: add_experiment(tx, num_points=3, metrics=("loss", name, "größe"))
     )
     (trial,) = trials_of(seeded_master, experiment)
@@ -138,7 +138,7 @@ def test_events_tell_what_has_changed_and_which_master_it_is(
 ) -> None:
     assert events.getheader("content-type") == "text/event-stream"
     assert next_event(events) == {"master": seeded_master.services.master_id}
-    experiment = seeded_master.services.database.write(lambda tx: add_experiment(tx, name="new"))
+    experiment = seeded_master.write(lambda tx: add_experiment(tx, name="new"))
     assert next_event(events) == {"topics": [f"experiment:{experiment}"]}
     seeded_master.services.pubsub.publish(["tokens", *(f"trial:{number}" for number in range(1000))])
     assert next_event(events) == {"all": True}

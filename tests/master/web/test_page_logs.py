@@ -51,7 +51,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
             add_lines(tx, task, None, [(None, None, "of a command")])
             return Seeded(master, trial, other, task)
 
-        yield master.services.database.write(fill)
+        yield master.write(fill)
 
 
 def test_pages_go_in_both_directions_without_gap_or_repetition(seeded: Seeded) -> None:
@@ -127,7 +127,7 @@ def test_a_line_is_whole_or_cut_with_its_length(seeded: Seeded, text: str) -> No
         add_lines(tx, task, None, [(None, None, text)])
         return task
 
-    task = seeded.master.services.database.write(fill)
+    task = seeded.master.write(fill)
     (line,) = seeded.master.get(f"/page/logs?task={task}").json["lines"]
     shown = text.replace("\x00", r"\x00")
     if len(text.encode()) > log_pages.MAX_BYTES:
@@ -187,7 +187,7 @@ def test_only_users_are_answered(seeded: Seeded, path: str) -> None:
 
 def test_of_many_ranks_those_that_stand_out_have_curves(seeded: Seeded) -> None:
     master = seeded.master
-    master.services.database.write(lambda tx: add_instruments(tx, seeded.other, 100, num_reports=3))
+    master.write(lambda tx: add_instruments(tx, seeded.other, 100, num_reports=3))
     found = master.get(f"/page/trials/{seeded.other}/instruments/series?name=process_memory_bytes").json
     assert found["ranks"] == 100
     assert [curve["rank"] for curve in found["curves"]] == list(range(36, 100))
@@ -210,7 +210,7 @@ def test_instruments_of_runs_with_other_numbers_of_ranks_are_one_history(seeded:
         add_metric(tx, trial, "telemetry", rows)
         return trial
 
-    trial = seeded.master.services.database.write(fill)
+    trial = seeded.master.write(fill)
     curves = seeded.master.get(f"/page/trials/{trial}/instruments/series?name=batch_ms").json["curves"]
     assert [(curve["batches"], curve["values"]) for curve in curves] == [
         ([10, 20, 30], [1.0, 4.0, "NaN"]),
@@ -225,7 +225,7 @@ def test_an_experiment_stands_for_its_best_trial_and_is_named_without_one(seeded
         best = add_experiment(tx, num_trials=3, seed=5)
         return best, add_experiment(tx, num_trials=1, num_points=0)
 
-    best, without = seeded.master.services.database.write(fill)
+    best, without = seeded.master.write(fill)
     found = seeded.master.get(
         f"/page/compare?experiments={best}&experiments={without}&experiments=999999&trials={seeded.trial}"
     ).json

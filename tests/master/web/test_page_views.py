@@ -64,7 +64,7 @@ async (url) => {
 
 @pytest.fixture(scope="module")
 def shown(seeded_master: Master) -> Shown:
-    return seeded_master.services.database.write(fill_every_view)
+    return seeded_master.write(fill_every_view)
 
 
 @pytest.fixture(scope="module")

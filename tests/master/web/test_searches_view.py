@@ -18,7 +18,7 @@ CURVES = "[...document.querySelectorAll('.plot')].map((one) => one.getAttribute(
 
 @pytest.fixture(scope="module", autouse=True)
 def _filled(seeded_master: Master) -> None:
-    seeded_master.services.database.write(
+    seeded_master.write(
         lambda tx: (add_search(tx, search_id=LIVE), add_search(tx, search_id=ENDED, has_report=True))
     )
 
@@ -40,7 +40,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
             "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{TOLD}-search%",)
         ).fetchone()[0]
 
-    worker = seeded_master.services.database.write(fill)
+    worker = seeded_master.write(fill)
 
     def tell(num_measured: int) -> None:
         running = {"state": "running", **dict.fromkeys(("value", "throughput", "step_s", "memory_bytes"))}
@@ -60,7 +60,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
             tx.execute("UPDATE experiments SET notes = ? WHERE id = ?", (notes, worker))
             tx.publish(f"experiment:{worker}")
 
-        seeded_master.services.database.write(write)
+        seeded_master.write(write)
 
     tell(11)
     browser.show(f"/det/searches/{TOLD}", "tbody tr.best")
@@ -82,9 +82,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     assert browser.page.evaluate("window.isSame")
 
 
-def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
-    browser: Browser,
-) -> None:
+def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(browser: Browser) -> None:
     browser.show(f"/det/searches/{ENDED}", "tbody tr.best")
     facts = browser.text(".facts")
     assert "100.0 % better than its own configuration" in facts
@@ -111,7 +109,7 @@ def test_a_search_that_an_error_has_ended_is_not_called_completed(
             (told, told + r", \"is_failure\": true", f"%dsat-{FAILED}-results%"),
         )
 
-    seeded_master.services.database.write(fill)
+    seeded_master.write(fill)
     browser.show(f"/det/searches/{FAILED}", "tbody tr.best")
     assert browser.text(".facts .state") == "error"
     browser.open(f"/det/searches/{ENDED}", "tbody tr.best")
@@ -141,7 +139,7 @@ def test_without_a_report_the_experiments_say_what_became_of_a_search(
         for state, label in ((others, f"%dsat-{search_id}-%"), (first, f"%dsat-{search_id}-1%")):
             tx.execute("UPDATE experiments SET state = ? WHERE labels LIKE ?", (state, label))
 
-    seeded_master.services.database.write(fill)
+    seeded_master.write(fill)
     assert seeded_master.get(f"/page/searches/{search_id}").json["search"]["state"] == shown
 
 

@@ -28,7 +28,7 @@ def tasks(seeded_master: Master) -> dict[str, str]:
             "failed": add_task(tx, name="failed", state="ERROR"),
         }
 
-    return seeded_master.services.database.write(fill)
+    return seeded_master.write(fill)
 
 
 def test_tasks_are_told_with_where_they_answer(seeded_master: Master, tasks: dict[str, str]) -> None:
@@ -88,7 +88,7 @@ def test_a_task_is_killed_after_a_question_and_shown_as_it_is_then(
 def test_what_cannot_be_done_is_said_and_the_list_stays(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
-    gone = seeded_master.services.database.write(lambda tx: add_task(tx, name="gone soon", slots=()))
+    gone = seeded_master.write(lambda tx: add_task(tx, name="gone soon", slots=()))
     browser = open_browser()
     browser.open("/det/tasks", "button[aria-label='Kill gone soon']")
     seeded_master.change("DELETE FROM commands WHERE task_id = ?", gone)

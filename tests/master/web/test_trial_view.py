@@ -50,7 +50,7 @@ def seeded(seeded_master: Master) -> Seeded:
         add(tx, "checkpoints", **own, **files, report_us=now_us())
         return Seeded(experiment, trial)
 
-    return seeded_master.services.database.write(fill)
+    return seeded_master.write(fill)
 
 
 def test_every_metric_has_a_chart_in_its_group_with_what_happened_marked(
@@ -159,7 +159,7 @@ def test_a_trial_with_ten_thousand_metrics_is_searched(browser: Browser, seeded_
         add_metric(tx, trial, "many", [(10, {f"metric_{idx:05}": idx for idx in range(10_000)})])
         return trial
 
-    trial = seeded_master.services.database.write(fill)
+    trial = seeded_master.write(fill)
     browser.show(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
     assert "2,000 or more metrics" in browser.text(".filters")
     browser.page.fill("input[aria-label='Find metrics']", "METRIC_0999")
@@ -179,7 +179,7 @@ def test_charts_that_are_drawn_when_they_are_seen_move_nothing(
         add_metric(tx, trial, "many", [(10, {f"metric_{idx:02}": idx for idx in range(60)})])
         return trial
 
-    trial = seeded_master.services.database.write(fill)
+    trial = seeded_master.write(fill)
     browser.show(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
     heights = (
         "[...new Set([...document.querySelectorAll('main .charts > div')].map((one) => one.offsetHeight))]"
@@ -203,10 +203,10 @@ def test_a_trial_that_is_deleted_while_it_is_looked_at_stays_with_a_word(
         experiment = add_experiment(tx, name="goes", num_points=5)
         return Seeded(experiment, trials_of(tx, experiment)[0])
 
-    gone = seeded_master.services.database.write(fill)
+    gone = seeded_master.write(fill)
     browser = open_browser()
     browser.open(f"/det/trials/{gone.trial}", ".chart")
-    seeded_master.services.database.write(lambda tx: experiments.forget(tx, gone.experiment))
+    seeded_master.write(lambda tx: experiments.forget(tx, gone.experiment))
     browser.until("document.querySelector('main').innerText.includes('This trial has been deleted')")
     assert browser.page.locator("main h1").inner_text().startswith(f"Trial {gone.trial}")
     browser.forgive("404")

@@ -44,7 +44,7 @@ class Admitted:
 
 
 def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
-    """Return the part of a report within the limit; log a warning when the limit is reached.
+    """Return the part of a report within the limit; warn when it is reached.
 
     The searcher metric is always admitted.
     """

@@ -176,12 +176,7 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
 
 
 def _note(
-    tx: Transaction,
-    trial: Trial,
-    group: str,
-    steps: int,
-    report_id: int,
-    admitted: metric_summaries.Admitted,
+    tx: Transaction, trial: Trial, group: str, steps: int, report_id: int, admitted: metric_summaries.Admitted
 ) -> None:
     """Update a trial's summaries, batches, and best and latest validation."""
     metric_summaries.add(tx, trial.id, group, admitted)

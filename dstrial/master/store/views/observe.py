@@ -70,14 +70,10 @@ class Start:
     since_s: float  # epoch time
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stalled:
-    """A trial whose ranks have stalled."""
+class Stalled(Start):
+    """How ranks have stalled, for example ``rank 1 is stopped at batch 81``."""
 
-    trial_id: int
-    experiment_id: int
-    text: str  # for example ``rank 1 is stopped (SIGSTOP) at batch 81 in train_batch``
-    since_s: float  # since the epoch
+    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,14 +117,11 @@ WHERE trials.experiment_id = ? ORDER BY trials.id
 
 def experiment_view(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
     with _connection(state) as connection:
-        experiment = connection.execute(
-            "SELECT state, progress, end_reason FROM experiments WHERE id = ?", (experiment_id,)
-        ).fetchone()
-        if experiment is None:
+        row = connection.execute("SELECT * FROM experiments WHERE id = ?", (experiment_id,)).fetchone()
+        if row is None:
             return None
-        trials = fetch_all(TrialView, connection, _TRIALS, (experiment_id,))
-    state_name, progress, end_reason = experiment
-    return ExperimentView(experiment_id, state_name, progress, end_reason, tuple(trials))
+        trials = tuple(fetch_all(TrialView, connection, _TRIALS, (experiment_id,)))
+    return ExperimentView(experiment_id, row["state"], row["progress"], row["end_reason"], trials)
 
 
 _LIVE = "SELECT trial_id, experiment_id, directory FROM allocations WHERE state != 'TERMINATED' AND trial_id > 0 ORDER BY id"
@@ -163,12 +156,8 @@ def stalled(state: StateDirectory) -> list[Stalled]:
     """Return trials whose ranks have stalled."""
     with _connection(state) as connection:
         live = connection.execute(_LIVE).fetchall()
-    found = []
-    for row in live:
-        report = stall_in(Path(row["directory"]))
-        if report is not None:
-            found.append(Stalled(row["trial_id"], row["experiment_id"], *report))
-    return found
+    found = [(row, stall_in(Path(row["directory"]))) for row in live]
+    return [Stalled(row["trial_id"], row["experiment_id"], *told) for row, told in found if told is not None]
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:

@@ -166,13 +166,11 @@ class StoredFiles:
 
 
 def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
-    return fetch_one(
-        StoredFiles,
-        connection,
+    sql = (
         "SELECT c.uuid, c.state, c.resources, c.manifest_sha256, e.config "
-        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.uuid = ?",
-        (uuid,),
+        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.uuid = ?"
     )
+    return fetch_one(StoredFiles, connection, sql, (uuid,))
 
 
 # Searches of dsat are found by the labels of their experiments.

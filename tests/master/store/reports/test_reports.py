@@ -140,9 +140,7 @@ def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
     assert summary["name"] == {"count": 2, "last": "y", "type": "string"}
 
 
-def test_metric_names_beyond_the_limit_are_left_out(
-    store: Store,
-) -> None:
+def test_metric_names_beyond_the_limit_are_left_out(store: Store) -> None:
     """The limit holds for all groups of a trial together; the log says once that names are left out."""
     names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES + 5)]
 
