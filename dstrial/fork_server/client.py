@@ -223,7 +223,7 @@ class ForkServer:
                 raise ForkRefusedError(self._problem)
             return True
 
-    def why_not(self, environment: Mapping[str, str]) -> str:
+    def mismatch(self, environment: Mapping[str, str]) -> str:
         """Return why a program with this environment cannot be a fork; empty if it can."""
         names = differing(self.key, environment)
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
@@ -281,7 +281,7 @@ class OwnForkServer:
         """
         with self._lock:
             try:
-                if self._server is None or self._server.why_not(environment):
+                if self._server is None or self._server.mismatch(environment):
                     self._close()
                     self._server = ForkServer(environment, self._modules, log=Path(os.devnull))
                     atexit.register(self._server.close)

@@ -19,7 +19,7 @@ class RayNode:
     is_alive: bool
     total: Mapping[str, float]  # resources by name, in use or not
     free: Mapping[str, float]  # those that are not reserved
-    why_dead: str = ""  # Ray's reason, empty without one
+    death_reason: str = ""  # Ray's reason, empty without one
     is_draining: bool = False  # whether it was asked to leave soon
 
     def num_slots(self, kind: str) -> int:

@@ -200,7 +200,7 @@ def rejection_of(script: Path) -> tuple[str, str] | None:
     text = errors or output
     said = text.lower()
     if code < 0 or code == 127 or (code and is_away(said)):
-        raise ConnectionError(why_away(text, "sbatch", code))
+        raise ConnectionError(away_reason(text, "sbatch", code))
     if not is_refusal(code, said):
         return None
     return f"sbatch says: {words_of(text)}", fix_for(said) or "Correct it, or ask who runs the cluster."
@@ -220,7 +220,7 @@ def is_away(said: str) -> bool:
     return any(words in said.lower() for words in _AWAY)
 
 
-def why_away(said: str, command: str, code: int) -> str:
+def away_reason(said: str, command: str, code: int) -> str:
     """Return why a query has failed, in one line. Pure."""
     lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in said.splitlines() if line.strip()]
     return f"{command} says: {'; '.join(lines)}" if lines else f"{command} ended with {code}"

@@ -22,7 +22,8 @@ class Hosts:
     """Machines of which the first has the master and the others are its hosts; engines add to it."""
 
     first = 2  # the number of the first machine with slots
-    keeps_trials = True  # whether trials go on while there is no master
+    keeps_trials = True  # whether trials continue while there is no master
+    returns_nodes = True  # whether a node that was cut off can be used again
 
     def __init__(self, made: Machines) -> None:
         self.machines = made
@@ -93,6 +94,8 @@ class Slurm(Hosts):
 
 class Allocation(Slurm):
     """A master in an allocation of three nodes."""
+
+    returns_nodes = False  # Slurm removes a node that was down from an allocation with --no-kill
 
     def __init__(self, cluster: SlurmCluster) -> None:
         super().__init__(cluster)

@@ -39,7 +39,7 @@ def test_a_dead_node_leaves_its_name_to_the_one_that_follows_it() -> None:
     dead = node("a", "10.0.0.1", Alive=False, Resources={}, DeathReasonMessage="health check failed")
     nodes = parse_nodes(seen([dead, node("b", "10.0.0.1", 12)]))
     assert [(one.name, one.is_alive) for one in nodes] == [("10.0.0.1", False), ("10.0.0.1", True)]
-    assert nodes[0].why_dead == "health check failed"
+    assert nodes[0].death_reason == "health check failed"
 
 
 def test_what_is_free_and_drained_is_known_by_id() -> None:

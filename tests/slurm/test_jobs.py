@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.slurm.client import is_away, is_not_yet, refused, why_away
+from dstrial.slurm.client import away_reason, is_away, is_not_yet, refused
 from dstrial.slurm.jobs import (
     Job,
     explained,
@@ -105,11 +105,11 @@ def test_options_that_would_give_it_to_another_cluster() -> None:
 def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
     said = "squeue: error: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
     assert is_away(said)
-    assert why_away(said, "squeue", 1) == (
+    assert away_reason(said, "squeue", 1) == (
         "squeue says: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
     )
     assert not is_away("sbatch: error: invalid partition specified: none")
-    assert why_away("", "squeue", 1) == "squeue ended with 1"
+    assert away_reason("", "squeue", 1) == "squeue ended with 1"
 
 
 def test_nodes_of_which_a_fresh_controller_knows_nothing_yet_count() -> None:

@@ -174,7 +174,7 @@ class Backend(Protocol):
     def job_text(self, key: Key) -> str:
         """Return the state of the engine's job for a key; empty without one."""
 
-    def why_leaving(self, run: RunRef) -> str | None:
+    def leaving_reason(self, run: RunRef) -> str | None:
         """Return why a run must give its slots back soon; None if it need not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
@@ -246,7 +246,7 @@ class OwnNodes:
         del key
         return ""
 
-    def why_leaving(self, run: RunRef) -> str | None:
+    def leaving_reason(self, run: RunRef) -> str | None:
         del run
         return None
 

@@ -63,7 +63,7 @@ class _Running:
     is_broken: bool = False
 
     def serves(self, python: str, environment: Mapping[str, str]) -> bool:
-        return self.python == python and not self.server.why_not(environment)
+        return self.python == python and not self.server.mismatch(environment)
 
     def is_ready(self) -> bool:
         """Return whether the server can fork.
@@ -145,7 +145,7 @@ class ForkServers:
         """Start a server; evict the least recently used one if there are too many."""
         for other in self._running:
             if other.python == python:
-                logger.info("another fork server is needed: %s", other.server.why_not(environment))
+                logger.info("another fork server is needed: %s", other.server.mismatch(environment))
         while len(self._running) >= MAX_SERVERS:
             self._end(min(self._running, key=lambda one: one.used_s))
         try:

@@ -80,7 +80,7 @@ def prepare(
 ) -> None:
     """Make an allocation's directory, without starting its supervisor.
 
-    ``watch`` has the ``lease`` and ``agent`` that end it, see ``supervisor.why_over``.
+    ``watch`` has the ``lease`` and ``agent`` that end it, see ``supervisor.end_reason``.
 
     Raises:
         MasterError: the directory cannot be made.
@@ -206,10 +206,10 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
         if fork_servers is not None:
-            pid, why_not = fork_servers.start_supervisor(directory, spec, log.fileno(), _restore_limit)
+            pid, refusal = fork_servers.start_supervisor(directory, spec, log.fileno(), _restore_limit)
             if pid is not None:
                 return SupervisorHandle(pid, supervisor.start_time(pid) or "ended")
-            line = f"dstrial: the trial starts as a new process, not as a fork: {why_not}" if why_not else ""
+            line = f"dstrial: the trial starts as a new process, not as a fork: {refusal}" if refusal else ""
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, str(directory), line],

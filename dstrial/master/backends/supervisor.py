@@ -106,7 +106,7 @@ class _Requests:
         """
         if error.errno not in _FULL:
             return False
-        if self._lease is not None and why_over(self._lease, self._agent):
+        if self._lease is not None and end_reason(self._lease, self._agent):
             self.kill = True
         if not self.kill:
             time.sleep(_TICK_S)
@@ -216,7 +216,7 @@ class _Output:
         while True:
             self._wait(_TICK_S)
             self._reap()
-            why = "" if lease is None or self.is_given_up else why_over(lease, agent)
+            why = "" if lease is None or self.is_given_up else end_reason(lease, agent)
             if why:
                 self.is_given_up = self._requests.kill = True
                 self.say(f"{why}: everything that runs here is killed")
@@ -433,7 +433,7 @@ def start_time(pid: int) -> str | None:
         return f"{file.read().strip()}/{fields[19].decode()}"
 
 
-def why_over(lease: str, agent: "str | None") -> str:
+def end_reason(lease: str, agent: "str | None") -> str:
     """Return why everything has to end; empty while the lease and the agent live."""
     if lease_left_s(lease) < 0:
         return "nothing has been heard of the master for too long"

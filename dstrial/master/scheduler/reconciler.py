@@ -182,7 +182,7 @@ class Reconciler:
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
         """Preempt an allocation whose slots the back end will reclaim."""
         if row.preempt_us is None and row.kill_us is None:
-            why = self._backend.why_leaving(run)
+            why = self._backend.leaving_reason(run)
             if why is not None:
                 self._database.write(lambda tx: release(tx, row, why, is_kill=False))
 

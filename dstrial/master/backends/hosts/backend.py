@@ -49,7 +49,7 @@ class LinkedBackend(abc.ABC):
     def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
         """Return the link to a share's machine; None if it is gone."""
 
-    def _why_unlinked(self, run: RunRef, share: Share) -> str:
+    def _unlinked_reason(self, run: RunRef, share: Share) -> str:
         del run
         return (
             f"node {share.node_id} is no host of the master's any more; expected one of its hostfile. Start the master "
@@ -79,7 +79,7 @@ class LinkedBackend(abc.ABC):
     def _require_link(self, run: RunRef, share: Share) -> HostLink:
         link = self._link_to(run, share)
         if link is None:
-            raise MasterError(self._why_unlinked(run, share))
+            raise MasterError(self._unlinked_reason(run, share))
         return link
 
     def _new_part(
@@ -99,7 +99,7 @@ class LinkedBackend(abc.ABC):
         for share in run.shares:
             link = self._link_to(run, share)
             if link is None:
-                gone = NodeExit(share.node_id, 137, 9, "lost", self._why_unlinked(run, share))
+                gone = NodeExit(share.node_id, 137, 9, "lost", self._unlinked_reason(run, share))
                 part = RemoteRun(self._mirror(run, share), None, (), "", exit=gone)
             else:
                 part = link.run(run.allocation_id) or link.recover(
@@ -135,7 +135,7 @@ class LinkedBackend(abc.ABC):
             return _whole(ended, first or ended[-1], self._terminating.get(run.allocation_id))
         if len(parts) > 1 and run.allocation_id not in self._terminating:
             for share, (link, part) in zip(run.shares, parts, strict=True):
-                if part.exit is None and link is not None and (why := link.why_lost()) is not None:
+                if part.exit is None and link is not None and (why := link.lost_reason()) is not None:
                     exit_ = NodeExit(share.node_id, 137, 9, "unreachable", why)
                     self._terminating.setdefault(run.allocation_id, exit_)
         if first is not None:

@@ -122,7 +122,7 @@ class HostLink:
         self._place = place
         ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
         self._ids = dict(zip(host.slots, ids, strict=True))
-        self._leaving_reason: str | None = None
+        self.leaving_reason: str | None = None  # why the host will be taken away soon, by its agent
         self._is_released = False
         self._lock = threading.RLock()
         self._runs: dict[str, RemoteRun] = {}
@@ -244,7 +244,7 @@ class HostLink:
             if self._runs.pop(name, None) is not None:
                 self._send({"do": "forget", "id": name})
 
-    def why_lost(self) -> str | None:
+    def lost_reason(self) -> str | None:
         """Return why the host is lost, None if it is not.
 
         After a disconnect it has time to reconnect: only its agent may be gone.
@@ -260,10 +260,6 @@ class HostLink:
     def is_silent(self) -> bool:
         """Whether nothing answers there; False where something answers and refuses."""
         return self._was_silent and self._why_down is not None
-
-    def why_leaving(self) -> str | None:
-        """Return why the host will be taken away soon, by its agent; None if it stays."""
-        return self._leaving_reason
 
     def lose_all(self, why: str) -> None:
         """Count what runs there as lost, because the host was taken away.
@@ -482,7 +478,7 @@ class HostLink:
         elif "open" in frame:
             self._open_stream(int(frame["open"]))
         elif "leaving" in frame:
-            self._leaving_reason = visible_line(str(frame["leaving"]))
+            self.leaving_reason = visible_line(str(frame["leaving"]))
             self._notify()
         else:
             with self._lock:

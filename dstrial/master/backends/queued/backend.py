@@ -185,7 +185,7 @@ class QueuedBackend(LinkedBackend):
         texts = [one.seen.text for one in jobs if one.end is None and not one.is_cancelled]
         return texts[-1] if texts else "" if waiting is None else waiting.text
 
-    def why_leaving(self, run: RunRef) -> str | None:
+    def leaving_reason(self, run: RunRef) -> str | None:
         with self._lock:
             job = self._find_job(run)
             return None if job is None or job.end is not None else job.leaving_reason()
@@ -265,7 +265,7 @@ class QueuedBackend(LinkedBackend):
             job = self._find_job(run)
             return None if job is None else job.links.get(share.node_id)
 
-    def _why_unlinked(self, run: RunRef, share: Share) -> str:
+    def _unlinked_reason(self, run: RunRef, share: Share) -> str:
         del share
         with self._lock:
             job = self._find_job(run)

@@ -93,7 +93,7 @@ class TrackedJob:
         """Return why it loses its nodes soon, according to the engine or an agent."""
         if self.seen.state == "leaving":
             return self.seen.text
-        reason = next(filter(None, (link.why_leaving() for link in self.links.values())), None)
+        reason = next(filter(None, (link.leaving_reason for link in self.links.values())), None)
         return None if reason is None else f"{self.name} is being ended: {reason}"
 
     def unusable_nodes(self) -> dict[int, str]:
@@ -101,7 +101,7 @@ class TrackedJob:
         return {
             node_id: reason
             for node_id, link in self.links.items()
-            if link.has_tried.is_set() and (reason := link.why_lost()) is not None
+            if link.has_tried.is_set() and (reason := link.lost_reason()) is not None
         }
 
     def slots_for(self, request: ResourceRequest) -> list[int] | None:
@@ -262,7 +262,7 @@ class NodeTable:
         up = {end.id for end in ends if end.why_down is None}
         # The engine may notice minutes later that a node is dead.
         self._silent = {
-            link.node_id: self._silent.get(link.node_id) or link.why_lost() or "silent"
+            link.node_id: self._silent.get(link.node_id) or link.lost_reason() or "silent"
             for link in links
             if link.is_silent and link.node_id not in up
         }

@@ -259,7 +259,9 @@ def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[
         why = "; ".join(f"{node.name} is dead{_reason(node)}" for node in dead)
         return EngineJob(group.id, key, "ended", f"{begin}: ended ({why or 'one of its nodes is gone'})")
     if group.state != "CREATED":
-        return EngineJob(group.id, key, "pending", f"{begin}: pending ({_why_waiting(counts, kind, nodes)})")
+        return EngineJob(
+            group.id, key, "pending", f"{begin}: pending ({_pending_reason(counts, kind, nodes)})"
+        )
     found = [known[one] for one in group.node_ids if one in known]
     parts = tuple(Part(node.name, count) for node, count in zip(found, counts, strict=True))
     names = ", ".join(node.name for node in found)
@@ -270,7 +272,7 @@ def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[
     return EngineJob(group.id, key, "running", f"{begin}: running on {names}", parts)
 
 
-def _why_waiting(counts: Sequence[int], kind: str, nodes: Sequence[RayNode]) -> str:
+def _pending_reason(counts: Sequence[int], kind: str, nodes: Sequence[RayNode]) -> str:
     sizes = sorted(set(counts), reverse=True)
     wanted = ", ".join(f"{_slots(size, kind)} on {_nodes(counts.count(size))}" for size in sizes)
     return f"asks for {wanted}; free now: {_amounts(usable(nodes), kind, is_free=True)}"
@@ -296,5 +298,5 @@ def _nodes(count: int) -> str:
 
 
 def _reason(node: RayNode) -> str:
-    text = " ".join(node.why_dead.split())
+    text = " ".join(node.death_reason.split())
     return f": {text}" if text else ""

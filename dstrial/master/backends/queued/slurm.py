@@ -95,7 +95,7 @@ class SlurmEngine:
         self._touch()  # also while Slurm does not answer: the jobs must not end
         code, output, errors = client.run_slurm(list(words))
         if code:
-            raise ConnectionError(client.why_away(errors or output, words[0], code))
+            raise ConnectionError(client.away_reason(errors or output, words[0], code))
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:

@@ -124,7 +124,7 @@ def test_what_waits_counts_only_nodes_that_live() -> None:
 def test_a_group_that_has_lost_a_node_is_over_though_ray_moves_it(
     lost: RayGroup, first: tuple[str, ...]
 ) -> None:
-    dead = node("b", is_alive=False, why_dead="health check failed\n")
+    dead = node("b", is_alive=False, death_reason="health check failed\n")
     job = job_of(lost, "trial-1", [node("a"), dead, node("c")], first)
     assert (job.state, job.parts) == ("ended", ())
     if "id-b" in (*lost.node_ids, *first):
