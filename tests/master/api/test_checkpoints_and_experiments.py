@@ -179,10 +179,12 @@ def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path
         path.mkdir()
     (path / "deep").write_bytes(b"deep")
 
-    connection, answer = _download(fresh_master)
-    content = io.BytesIO(answer.read())
-    connection.close()
-    remove_tree(directory)
+    try:
+        connection, answer = _download(fresh_master)
+        content = io.BytesIO(answer.read())
+        connection.close()
+    finally:
+        remove_tree(directory)  # pytest cannot remove so deep a tree
 
     with tarfile.open(fileobj=content) as tar:
         found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr] # files only
