@@ -6,9 +6,11 @@ import enum
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from dstrial.errors import RequestError
+
+T = TypeVar("T")
 
 _SNAKE = re.compile(r"_+([a-zA-Z0-9])")
 _MAX_INTEGER = 2**63 - 1
@@ -32,11 +34,14 @@ class Fields(dict[str, Any]):
         self.update({key: value for key, value in values.items() if "_" not in key})
         self._where = where
 
-    def text(self, name: str) -> str | None:
+    def _typed(self, name: str, kind: type[T], expected: str) -> T | None:
         value = self.get(name)
-        if value is None or isinstance(value, str):
+        if value is None or isinstance(value, kind):
             return value
-        raise self.wrong(name, "a string")
+        raise self.wrong(name, expected)
+
+    def text(self, name: str) -> str | None:
+        return self._typed(name, str, "a string")
 
     def required_text(self, name: str) -> str:
         value = self.text(name)
@@ -77,16 +82,10 @@ class Fields(dict[str, Any]):
         raise self.wrong(name, "a finite number")
 
     def flag(self, name: str) -> bool | None:
-        value = self.get(name)
-        if value is None or isinstance(value, bool):
-            return value
-        raise self.wrong(name, "true or false")
+        return self._typed(name, bool, "true or false")
 
     def items_of(self, name: str) -> list[Any] | None:
-        value = self.get(name)
-        if value is None or isinstance(value, list):
-            return value
-        raise self.wrong(name, "a list")
+        return self._typed(name, list, "a list")
 
     def ids(self, name: str) -> list[int]:
         values = self.items_of(name) or []
@@ -101,10 +100,7 @@ class Fields(dict[str, Any]):
         return value
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        value = self.get(name)
-        if value is None or isinstance(value, dict):
-            return value
-        raise self.wrong(name, "an object")
+        return self._typed(name, dict, "an object")
 
     def fields(self, name: str) -> Fields | None:
         value = self.mapping(name)

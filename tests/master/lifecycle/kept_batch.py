@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ def project(directory: Path, name: str, batches: int, sleep_s: float, **fields: 
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(given))
     return path, context
+
+
+def create(master: MasterForTest, paths: tuple[Path, Path]) -> int:
+    """Submit a project with ``det`` and return the experiment's id."""
+    created = master.det("e", "create", *map(str, paths))
+    assert created.returncode == 0, created.stdout + created.stderr
+    return int(re.findall(r"Created experiment (\d+)", created.stdout)[0])
 
 
 def state_of(master: MasterForTest, experiment_id: int) -> str:

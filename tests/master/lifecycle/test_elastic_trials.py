@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kept_batch import project, state_of, wait_for_end
+from kept_batch import create, project, state_of, wait_for_end
 from submitting import log_of
 from waiting import wait_for
 
@@ -59,12 +59,6 @@ def elastic(
             "pace_s": pace_s,
         },
     )
-
-
-def create(master: MasterForTest, paths: tuple[Path, Path]) -> int:
-    created = master.det("e", "create", *map(str, paths))
-    assert created.returncode == 0, created.stdout + created.stderr
-    return int(re.findall(r"Created experiment (\d+)", created.stdout)[0])
 
 
 def sizes_of(master: MasterForTest, trial_id: int) -> list[int]:

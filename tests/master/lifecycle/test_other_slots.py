@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kept_batch import SIZES_OF_ONE, batches_of, project, state_of, wait_for_end
+from kept_batch import SIZES_OF_ONE, batches_of, create, project, state_of, wait_for_end
 from submitting import log_of
 from waiting import wait_for
 
@@ -31,8 +31,7 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
     config, context = project(tmp_path, "kept", batches=60, sleep_s=0.25)
     log = tmp_path / "kept.log"
     with master_for_test(tmp_path, num_slots=2) as master:
-        created = master.det("e", "create", str(config), str(context))
-        assert created.returncode == 0, created.stdout + created.stderr
+        create(master, (config, context))
         wait_for(lambda: Path(f"{log}.0").exists() and len(batches_of(log)) >= 3, deadline_s=120)
         assert master.det("e", "pause", "1").returncode == 0
         wait_for(lambda: "resources exited successfully" in log_of(master, 1), deadline_s=120)
@@ -82,8 +81,7 @@ def test_a_trial_that_fails_goes_on_without_the_slot_that_was_drained_and_within
     )
     log = tmp_path / "drained.log"
     with master_for_test(tmp_path, num_slots=2) as master:
-        created = master.det("e", "create", str(config), str(context))
-        assert created.returncode == 0, created.stdout + created.stderr
+        create(master, (config, context))
         wait_for(lambda: Path(f"{log}.0").exists(), deadline_s=120)
         agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
         master.client("admin").post(f"/api/v1/agents/{agent}/slots/1/disable", {"drain": True})

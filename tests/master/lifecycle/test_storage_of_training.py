@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from submitting import experiment, log_of, trials
+from kept_batch import create, project, wait_for_end
+from submitting import log_of, trials
 from waiting import wait_for
 
 from dstrial.storage_guard import STORAGE_MARKER
@@ -16,7 +16,6 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
 
-DEFINITIONS = Path(__file__).parents[2] / "programs"
 DEEPSPEED = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,
@@ -28,29 +27,18 @@ NUM_BATCHES = 40
 
 def created(master: MasterForTest, directory: Path, name: str, storage: Path) -> int:
     """Submit a training with dropout that reports each batch and saves every second."""
-    context = directory / "context"
-    if not context.is_dir():
-        context.mkdir()
-        for module in ("small_trials.py", "small_records.py"):
-            shutil.copy(DEFINITIONS / module, context)
-    given = {
-        "name": name,
-        "entrypoint": "small_trials:DataParallelTrial",
-        "hyperparameters": {"deepspeed_config": DEEPSPEED, "batch_sleep_s": 0.15},
-        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": NUM_BATCHES}},
-        "resources": {"slots_per_trial": 2},
-        "scheduling_unit": 1,
-        "min_checkpoint_period": {"batches": 2},
-        "max_restarts": 0,
-        "reproducibility": {"experiment_seed": 5},
-        "checkpoint_storage": {"type": "shared_fs", "host_path": str(storage), "save_trial_latest": 99},
-    }
-    path = directory / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(given))
-    ended = master.det("e", "create", str(path), str(context))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = master.client().get("/api/v1/experiments?limit=-1")["experiments"]
-    return max(int(one["id"]) for one in found)
+    paths = project(
+        directory,
+        name,
+        batches=NUM_BATCHES,
+        sleep_s=0.15,
+        entrypoint="small_trials:DataParallelTrial",
+        hyperparameters={"deepspeed_config": DEEPSPEED, "batch_sleep_s": 0.15},
+        min_checkpoint_period={"batches": 2},
+        reproducibility={"experiment_seed": 5},
+        checkpoint_storage={"type": "shared_fs", "host_path": str(storage), "save_trial_latest": 99},
+    )
+    return create(master, paths)
 
 
 def losses(master: MasterForTest, experiment_id: int) -> dict[int, float]:
@@ -68,12 +56,6 @@ def losses(master: MasterForTest, experiment_id: int) -> dict[int, float]:
 def completed(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
     found = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
     return [one for one in found if one["state"] == "STATE_COMPLETED"]
-
-
-def wait_for_end(master: MasterForTest, experiment_id: int) -> None:
-    ends = ("STATE_COMPLETED", "STATE_ERROR", "STATE_CANCELED")
-    wait_for(lambda: experiment(master, experiment_id)["state"] in ends, deadline_s=200)
-    assert experiment(master, experiment_id)["state"] == "STATE_COMPLETED", log_of(master, experiment_id)
 
 
 @pytest.mark.timeout(500)
