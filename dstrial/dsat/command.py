@@ -25,7 +25,7 @@ from dstrial.dsat.driver.full_run import run_full
 from dstrial.dsat.methods import METHODS, search_method
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, table_rows
+from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan
 from dstrial.dsat.report.live import LiveTable, summary
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import LaunchError, SearchError
@@ -219,8 +219,8 @@ def _print(plan: HardwarePlan, title: str, note: str | None) -> None:
     table = Table(title=f"{title} (predicted, not measured)", title_justify="left")
     for idx, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if idx < 2 else "right")
-    for cells in table_rows(plan.rows):
-        table.add_row(*cells)
+    for row in plan.rows:
+        table.add_row(*row.cells())
     console.print(table)
     for number, row in enumerate(plan.best, 1):
         console.print(

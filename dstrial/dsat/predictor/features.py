@@ -17,12 +17,16 @@ from dstrial.engine.dryrun.values import Collective, DryRunResult, Line
 ASSUMED_LAYERS = 50
 """Modules with parameters of one size, where they are not counted."""
 
-
-_SIZES = (
-    *("reduce_elements", "gather_elements", "prefetch_elements", "persistent_elements"),
-    *("live_elements", "reuse_elements", "group_elements"),
-)
-
+_SIZES = {
+    "reduce_elements": ("reduce_bucket_size", 5e8),
+    "gather_elements": ("allgather_bucket_size", 5e8),
+    "prefetch_elements": ("stage3_prefetch_bucket_size", 5e7),
+    "persistent_elements": ("stage3_param_persistence_threshold", 1e5),
+    "live_elements": ("stage3_max_live_parameters", 1e9),
+    "reuse_elements": ("stage3_max_reuse_distance", 1e9),
+    "group_elements": ("sub_group_size", 1e9),
+}
+"""Feature -> DeepSpeed's key, and its default."""
 _KNOBS = (
     *_SIZES,
     *("host_share", "is_overlapping", "is_contiguous", "has_reduce_scatter", "is_round_robin"),
@@ -56,30 +60,24 @@ class ZeroFeatures:
     ) -> ZeroFeatures:
         zero = effective.get(ZERO) or {}
         stage = int(zero.get("stage") or 0)
-        on_host = _device(zero, "offload_optimizer") != "none" and stage > 0
-        ratio = float((zero.get("offload_optimizer") or {}).get("ratio") or 1.0) if on_host else 0.0
+        optimizer, params = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
+        is_on_host = stage > 0 and (optimizer.get("device") or "none") != "none"
         overlap = zero.get("overlap_comm")
-
-        def size(name: str, default: float) -> float:
-            return default if zero.get(name) is None else float(zero[name])
-
+        sizes = {
+            name: default if zero.get(key) is None else float(zero[key])
+            for name, (key, default) in _SIZES.items()
+        }
         return cls(
             stage=stage,
             replicas=replicas,
-            reduce_elements=size("reduce_bucket_size", 5e8),
-            gather_elements=size("allgather_bucket_size", 5e8),
             is_overlapping=stage == 3 if overlap is None else bool(overlap),
-            host_share=ratio,
-            has_host_params=stage == 3 and _device(zero, "offload_param") != "none",
+            host_share=float(optimizer.get("ratio") or 1.0) if is_on_host else 0.0,
+            has_host_params=stage == 3 and (params.get("device") or "none") != "none",
             bytes_per_value=bytes_per_value,
             is_contiguous=bool(zero.get("contiguous_gradients", True)),
             has_reduce_scatter=bool(zero.get("reduce_scatter", True)),
-            prefetch_elements=size("stage3_prefetch_bucket_size", 5e7),
-            persistent_elements=size("stage3_param_persistence_threshold", 1e5),
-            live_elements=size("stage3_max_live_parameters", 1e9),
-            reuse_elements=size("stage3_max_reuse_distance", 1e9),
-            group_elements=size("sub_group_size", 1e9),
             is_round_robin=stage in (1, 2) and bool(zero.get("round_robin_gradients")),
+            **sizes,
         )
 
     @property
@@ -102,7 +100,7 @@ class ZeroFeatures:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the gradient buckets: two with overlap in stages 1, 2, else one.
+        """Bytes of gradient buckets: two with overlap in stages 1 and 2, else one.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """
@@ -122,10 +120,6 @@ class ZeroFeatures:
         return min(0.5 * self.reuse_elements, self.live_elements, 0.9 * parameters)
 
 
-def _device(zero: Mapping[str, Any], section: str) -> str:
-    return str((zero.get(section) or {}).get("device") or "none")
-
-
 # ---- time ------------------------------------------------------------------------------------
 
 PARTS = (
@@ -142,27 +136,24 @@ PARTS = (
     "host_copies",
     "pressure",
 )
-"""Matrix products; what they take longer for not filling the device; operations as such, as far as the device waits for them;
-bytes of parameters and of gradients in collectives and their calls, as far as nothing can hide them; what of others is not
-hidden all the same; gradients copied to buckets; the optimizer on the device and on the host; copies between the two; what
-passes take longer where memory is nearly full (``StepParts.pressed``)."""
+"""Matrix products; what small ones lose by not filling the device; operations as such, as far as the device waits for them;
+bytes of parameters and of gradients in collectives, and their calls, as far as nothing can hide them; communication that could
+be hidden but is not; gradients copied to buckets; the optimizer on the device and on the host; copies between the two; what
+passes lose where memory is nearly full (``StepParts.pressed``)."""
 
 PHASES = ("forward", "backward", "step")
-"""Where measurements tell times apart."""
+"""Phases that are timed apart."""
 
 _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
-_FILLING_TOKENS, _FILLING_SHARE = 512.0, 0.25
-"""Tokens, or the share of a record where there are none, whose products fit into the time for which a device is not full."""
-_MAX_HIDDEN = 0.9
-"""Of computing, beside which something else can run."""
-_MIN_OVERHEAD, _UNSTREAMED = 0.1, 0.3
-_STEP_SHARE = 0.35
-"""Of the operations of a step without accumulation, the optimizer's share."""
-_COPIED_IN, _COPIED_OUT = 2.0, 0.8
-"""How often gradients are moved in memory with contiguous gradients and without."""
-_FULL = 0.9
-"""Share of the device's memory from which on its allocator begins to give back and ask anew; assumed."""
+_FILLING_TOKENS = 512.0  # a micro batch loses the time of so many tokens by not filling the device
+_FILLING_SHARE = 0.25  # the same as a share of a record, where there are no tokens
+_MAX_HIDDEN = 0.9  # share of computing that communication can overlap
+_MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
+_UNSTREAMED = 0.3  # share of prefetching that works without ``overlap_comm``
+_STEP_SHARE = 0.35  # the optimizer's share of the operations of a step without accumulation
+_COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguous gradients, and without
+_FULL = 0.9  # share of the device's memory above which its allocator frees and allocates again; assumed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

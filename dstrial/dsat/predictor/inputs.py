@@ -1,4 +1,4 @@
-"""What predictions start from: dry runs and how they are requested; the model as measured. Imports no torch."""
+"""Inputs of predictions: dry runs, the model as measured. Imports no torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def dry_run_request(
         stage: the stage to dry-run.
     """
     directory = str(context_dir.resolve())
-    options = {
+    options: dict[str, Any] = {
         "hparams": dict(hparams),
         "exp_conf": None if exp_conf is None else dict(exp_conf),
         "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),

@@ -1,9 +1,8 @@
-"""What is searched: structures, and how the batch is divided. Pure.
+"""The search space: structures, and divisions of the batch. Pure.
 
-A structure is a ZeRO stage and its live knobs.
+A structure is a ZeRO stage with its live knobs.
 
-Whether a configuration is legal, and whether a key in it does anything, is decided by
-``dstrial.config.check_deepspeed`` alone.
+``dstrial.config.check_deepspeed`` alone decides whether a configuration is legal and whether a key has any effect.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from dstrial.dsat.core.candidate import (
 )
 from dstrial.dsat.space.knobs import (
     ALL_STAGES,
+    KNOWN_PATHS,
     ZERO,
     Knob,
     drop_dead_keys,
@@ -48,13 +48,12 @@ from dstrial.dsat.space.pipeline import (
 from dstrial.search.random_state import SearchRandom
 
 _MAX_COMBINATIONS = 256
-_MAX_CHECKED = 1024
-"""Checks that are kept, because one candidate is often asked about several times in a row."""
+_MAX_CHECKED = 1024  # cached checks: callers ask about one candidate several times in a row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """Everything of a configuration but its batch."""
+    """A configuration without its batch."""
 
     stage: int
     settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted
@@ -129,16 +128,14 @@ class Space:
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
         """Return live knobs of a stage with their values, and those of ``--space``."""
-        known = live_knobs(stage, is_pipeline=self.sizes.has_pipeline_engine)
-        everywhere = {knob.path for one in ALL_STAGES for knob in live_knobs(one, is_pipeline=False)}
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
             if knob.path in self.extra
             else knob
-            for knob in known
+            for knob in live_knobs(stage, is_pipeline=self.sizes.has_pipeline_engine)
         ]
         for path, values in self.extra.items():
-            if path not in everywhere:
+            if path not in KNOWN_PATHS:
                 legal = tuple(value for value in values if self._refusal(stage, path, value) is None)
                 result += [Knob(path, legal)] if legal else []
         return tuple(sorted(result, key=lambda knob: knob.path))
@@ -161,15 +158,14 @@ class Space:
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a stage refuses a value, whatever goes with it; None if it does not."""
+        """Return why a stage refuses a value with any other settings; None if it does not."""
         key = (stage, path, repr(value))
-        if key not in self._refusals:
-            self._refusals[key] = self._new_refusal(stage, path, value)
-        return self._refusals[key]
-
-    def _new_refusal(self, stage: int, path: str, value: Any) -> str | None:
         if path.startswith(HYPERPARAMETERS):
             return None
+        if key in self._refusals:
+            return self._refusals[key]
+        self._refusals[key] = None
+        first: str | None = None
         section = path.rpartition(".")[0]
         beside = {
             knob.path: knob.values
@@ -178,13 +174,13 @@ class Space:
         } | {other: values for other, values in self.extra.items() if not other.startswith(HYPERPARAMETERS)}
         beside.pop(path, None)
         choices = [[None, *((other, one) for one in values)] for other, values in beside.items()]
-        first: str | None = None
         for chosen in itertools.islice(itertools.product(*choices), _MAX_COMBINATIONS):
             others = [pair for pair in chosen if pair is not None]
             reason = self.illegal_reason(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
             if reason is None:
                 return None
             first = first or reason
+        self._refusals[key] = first
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
@@ -284,14 +280,10 @@ class Space:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)
         if key not in self._reasons:
-            self._reasons[key] = self._reason(candidate)
+            self._reasons[key] = self.sizes_problem(candidate.settings) or refusal(
+                self.checked(candidate), candidate, self._own_warnings
+            )
         return self._reasons[key]
-
-    def _reason(self, candidate: Candidate) -> str | None:
-        problem = self.sizes_problem(candidate.settings)
-        if problem is not None:
-            return problem
-        return refusal(self.checked(candidate), candidate, self._own_warnings)
 
     def identity(self, candidate: Candidate) -> str:
         """Return a text that is equal for candidates that are the same to DeepSpeed."""
