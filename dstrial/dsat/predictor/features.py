@@ -184,7 +184,7 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return where a step's time goes; ``ran`` was dry-run, ``setup`` is asked for."""
+    """Return where the time of a step with ``setup`` goes; ``ran`` was dry-run."""
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
@@ -205,31 +205,47 @@ def step_parts(
     on_host = owned * setup.host_share
     often = accumulation if setup.stage >= 2 else 1
     down, up = _offload_s(machine, setup.bytes_per_value, on_host, often, backward_s)
-    copies = 0.0
-    if setup.stage:
-        moves = _COPIED_IN if setup.is_contiguous else _COPIED_OUT
-        copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s
-        copies *= often
+    moves = (_COPIED_IN if setup.is_contiguous else _COPIED_OUT) if setup.stage else 0.0
+    copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s * often
     on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
     on_host_s = on_host * _STATE_BYTES / machine.host_bytes_per_s
     if 0 < setup.host_share < 1:  # both shares of the optimizer run at the same time
         on_host_s = max(on_host_s - on_device_s, 0.0)
-    unhidden = [gathers[0].unhidden_s, gathers[1].unhidden_s + reduce.unhidden_s]
     phases = (
-        (
-            forward_s, filling / 3, overheads[0], gathers[0].moved_s, 0.0,
-            gathers[0].called_s, unhidden[0], 0.0, 0.0, 0.0, fetches[0], 0.0,
+        _phase(
+            compute=forward_s,
+            unfilled=filling / 3,
+            overhead=overheads[0],
+            transfer=gathers[0].moved_s,
+            calls=gathers[0].called_s,
+            unhidden=gathers[0].unhidden_s,
+            host_copies=fetches[0],
         ),
-        (
-            backward_s, filling * 2 / 3, overheads[1], gathers[1].moved_s, reduce.moved_s,
-            reduce.called_s + gathers[1].called_s, unhidden[1], copies, 0.0, 0.0, fetches[1] + down, 0.0,
+        _phase(
+            compute=backward_s,
+            unfilled=filling * 2 / 3,
+            overhead=overheads[1],
+            transfer=gathers[1].moved_s,
+            reduce=reduce.moved_s,
+            calls=reduce.called_s + gathers[1].called_s,
+            unhidden=gathers[1].unhidden_s + reduce.unhidden_s,
+            gradient_copies=copies,
+            host_copies=fetches[1] + down,
         ),
-        (
-            0.0, 0.0, overheads[2], stepped[0], 0.0, stepped[1], 0.0, 0.0,
-            on_device_s, on_host_s, up, 0.0,
+        _phase(
+            overhead=overheads[2],
+            transfer=stepped[0],
+            calls=stepped[1],
+            optimizer=on_device_s,
+            host_optimizer=on_host_s,
+            host_copies=up,
         ),
-    )  # fmt: skip
+    )
     return StepParts(phases)
+
+
+def _phase(**seconds: float) -> tuple[float, ...]:
+    return tuple(seconds.get(part, 0.0) for part in PARTS)
 
 
 def _gathers(
@@ -370,14 +386,12 @@ MEMORY_PARTS = (
     "overlapped",
     "held",
 )
-"""What lives between steps; what lives for a while whatever the micro batch, where gradients are whole, where they are divided
-(from stage 2 on), and where they are on their way to the host; what grows with the micro batch in forward, and in all other
-phases; the bucket of gradients, and those that overlapping adds; parameters that stages hold on to because their knobs let
-them."""
-_OVERLAPPED_STAGE_3 = 0.5
-_GATHERED = 0.5
-_WORTH_LOOKING = 0.6
-"""Phases whose peak is below this share of the greatest are no peak, whatever is learned."""
+"""What lives between steps; temporary bytes that do not depend on the micro batch, where gradients are whole, where they are
+divided (from stage 2 on), and where they are copied to the host; what grows with the micro batch in forward, and in all other
+phases; the bucket of gradients, and those that overlapping adds; gathered parameters that a stage keeps, as its knobs allow."""
+_OVERLAPPED_STAGE_3 = 0.5  # buckets that overlapping adds in stage 3
+_GATHERED = 0.5  # share of an all-gather bucket that is alive at the peak of a step
+_MIN_SHARE = 0.6  # of the greatest peak, below which a phase cannot become the greatest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -404,7 +418,7 @@ def peak_parts(
         line = max(each.lines, key=lambda one: one.at(micro_batch_size))
         found.append(PeakParts(each.phase, _split(run, setup, ran, each.phase, line, micro_batch_size)))
     found.sort(key=lambda one: -one.total_bytes)
-    return [one for one in found if one.total_bytes >= _WORTH_LOOKING * found[0].total_bytes]
+    return [one for one in found if one.total_bytes >= _MIN_SHARE * found[0].total_bytes]
 
 
 def _split(
@@ -431,14 +445,15 @@ def _split(
         others = max(others + 4.0 * change, 0.0)
     grown = max(line.per_record, 0.0) * micro_batch_size
     kept, grown = (grown, 0.0) if phase == "forward" else (0.0, grown)
-    whole = divided = offloading = 0.0
     if setup.stage >= 2:
-        divided = others
+        kind = "others_divided"
     elif setup.host_share and phase != "init":
-        offloading = others
+        kind = "others_offloading"
     else:
-        whole = others
-    return max(state + moved, 0.0), whole, divided, offloading, kept, grown, buckets, overlapped, held
+        kind = "others"
+    parts = {"state": max(state + moved, 0.0), kind: others, "kept": kept, "grown": grown}
+    parts |= {"buckets": buckets, "overlapped": overlapped, "held": held}
+    return tuple(parts.get(part, 0.0) for part in MEMORY_PARTS)
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:

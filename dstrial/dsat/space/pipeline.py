@@ -10,13 +10,12 @@ from dstrial.config import ParallelDims
 from dstrial.dsat.core.candidate import HYPERPARAMETERS, BatchSplit
 
 STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
-"""Hyperparameters that may say how many stages a trial makes; their value has to be that of ``data.dstrial.pipeline_stages``."""
-
+"""Hyperparameters that may set a trial's number of stages, if they equal ``data.dstrial.pipeline_stages``."""
 LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
-"""Hyperparameters that may say how many layers are divided between the stages."""
+"""Hyperparameters that may set the number of layers that stages share."""
 
-_WORTH_IT = 0.9
-_FOR_IT = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
+_MIN_EFFICIENCY = 0.9
+_PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
@@ -28,8 +27,8 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the micro batches of a step, above which larger ones are worth more."""
-    return 1 if num_stages == 1 else _FOR_IT * num_stages
+    """Return the micro batches of a step beyond which larger ones gain more."""
+    return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 
 def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
@@ -38,7 +37,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
         position
         for position, split in enumerate(splits)
         if split.accumulation >= enough_accumulation(num_stages)
-        or efficiency(split.accumulation, num_stages) >= _WORTH_IT
+        or efficiency(split.accumulation, num_stages) >= _MIN_EFFICIENCY
     ]
     return good[-1] if good else 0
 

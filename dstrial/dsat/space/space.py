@@ -204,14 +204,10 @@ class Space:
         words += changes_in_words(candidate, self._effective, self._hyperparameters)
         return ", ".join(words)
 
-    def structures(self, stage: int, knobs: Sequence[Knob] | None = None) -> Iterator[Structure]:
-        """Yield every combination of some knobs' values in a stage, legal or not.
-
-        All knobs of a stage may have tens of thousands.
-        """
-        chosen = self.knobs(stage) if knobs is None else tuple(knobs)
-        for values in itertools.product(*(knob.values for knob in chosen)):
-            yield self._structure(stage, list(zip((knob.path for knob in chosen), values, strict=True)))
+    def structures(self, stage: int, knobs: Sequence[Knob]) -> Iterator[Structure]:
+        """Yield every combination of some knobs' values in a stage, legal or not."""
+        for values in itertools.product(*(knob.values for knob in knobs)):
+            yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
         """Return where a search begins, at most ``last``; pipelines need accumulation."""
