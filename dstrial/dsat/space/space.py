@@ -36,19 +36,17 @@ from dstrial.dsat.space.knobs import (
     width_of,
     with_neutral_values,
 )
-from dstrial.dsat.space.pipeline import (
-    divided_anew,
-    efficiency,
-    enough_accumulation,
-    first_position,
-    stages_path,
-    uneven,
-    with_stages,
-)
 from dstrial.search.random_state import SearchRandom
 
 _MAX_COMBINATIONS = 256
 _MAX_CHECKED = 1024  # cached checks: callers ask about one candidate several times in a row
+_STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
+"""Hyperparameters that may set a trial's number of stages, if they equal ``data.dstrial.pipeline_stages``."""
+_LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
+"""Hyperparameters that may set the number of layers that stages share."""
+
+_MIN_EFFICIENCY = 0.9
+_PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ class Space:
             batch.data_parallel_size,
             max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pp)),
         )
-        self.stages_path = stages_path(tuple(self.extra), self._hyperparameters, sizes)
+        self.stages_path = _stages_path(tuple(self.extra), self._hyperparameters, sizes)
         self.replicas = batch.data_parallel_size
         legal = (0, 1) if sizes.has_pipeline_engine else ALL_STAGES
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
@@ -224,14 +222,14 @@ class Space:
         num_stages = self._num_stages(structure.settings)
         if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
             # Another number of stages has another number of replicas, which divide the same batch.
-            batch = divided_anew(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
+            batch = _redivide_batch(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
         return Candidate(structure.stage, structure.settings, batch)
 
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
         """Return how a candidate divides the ranks; as the user's own where it cannot."""
         if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
-        return with_stages(self.sizes, self._num_stages(candidate.settings))
+        return _with_stages(self.sizes, self._num_stages(candidate.settings))
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
         """Return why settings cannot divide ranks or layers; None if they can."""
@@ -239,11 +237,11 @@ class Space:
             return None
         num_stages = self._num_stages(settings)
         try:
-            with_stages(self.sizes, num_stages)
+            _with_stages(self.sizes, num_stages)
         except ValueError as error:
             return str(error)
         is_own = num_stages == self.sizes.pp
-        return None if is_own else uneven(num_stages, self._hyperparameters)
+        return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
     def _num_stages(self, settings: Sequence[tuple[str, Any]]) -> Any:
         return dict(settings).get(self.stages_path or "", self.sizes.pp)
@@ -295,3 +293,66 @@ class Space:
 
     def _structure(self, stage: int, settings: list[tuple[str, Any]]) -> Structure:
         return Structure(stage, with_neutral_values(settings, stage, self.base))
+
+
+# ---- pipeline stages as a knob ----------------------------------------------------------------
+
+
+def efficiency(accumulation: int, num_stages: int) -> float:
+    """Return the share of a step outside of filling and draining a pipeline.
+
+    Source: Huang et al. 2019 (GPipe), section 2.3; the same for 1F1B (Narayanan et al. 2021).
+    """
+    return accumulation / (accumulation + num_stages - 1)
+
+
+def enough_accumulation(num_stages: int) -> int:
+    """Return the micro batches of a step beyond which larger ones gain more."""
+    return 1 if num_stages == 1 else _PER_STAGE * num_stages
+
+
+def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
+    """Return the largest micro batch with enough of them in a step, else the smallest."""
+    good = [
+        position
+        for position, split in enumerate(splits)
+        if split.accumulation >= enough_accumulation(num_stages)
+        or efficiency(split.accumulation, num_stages) >= _MIN_EFFICIENCY
+    ]
+    return good[-1] if good else 0
+
+
+def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
+    """Return the ``--space`` path that changes pipeline stages; None without."""
+    for name in _STAGE_NAMES:
+        path = f"{HYPERPARAMETERS}{name}"
+        if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
+            return path
+    return None
+
+
+def _with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
+    """Return the sizes with other stages; ``ValueError`` if ranks are indivisible."""
+    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
+        raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
+    return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
+
+
+def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
+    """Return a batch as the replicas of another number of stages divide it."""
+    replicas = _with_stages(sizes, num_stages).dp
+    if is_free:
+        accumulation = max(batch.accumulation, enough_accumulation(num_stages))
+        total = batch.micro_batch_size * accumulation * replicas
+        return BatchSplit(batch.micro_batch_size, accumulation, total)
+    accumulation = max(batch.train_batch_size // (batch.micro_batch_size * replicas), 1)
+    return BatchSplit(batch.micro_batch_size, accumulation, batch.train_batch_size)
+
+
+def _layers_problem(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:
+    """Return why stages cannot share layers evenly; None if they can, or unknown."""
+    for name in _LAYER_NAMES:
+        num_layers = hyperparameters.get(name)
+        if isinstance(num_layers, int) and num_layers % num_stages:
+            return f"{num_layers} layers cannot be divided evenly between {num_stages} pipeline stages"
+    return None

@@ -12,8 +12,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, Measured, Outcome
 from dstrial.dsat.methods.base import Note
 from dstrial.dsat.space.filters import KnobEffect, best_knob_effects, knob_effects
-from dstrial.dsat.space.pipeline import efficiency, enough_accumulation, first_position
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space.space import Space, Structure, efficiency, enough_accumulation, first_position
 
 RECOMPUTES, UNREAD, WORKERS = (f"hyperparameters.{name}" for name in ("recomputes", "unread", "workers"))
 PIPELINE: dict[str, Any] = {
