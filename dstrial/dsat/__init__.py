@@ -46,20 +46,10 @@ __all__ = [
     "USE_DSAT_MODE_KEY",
 ]
 
-_DEFAULTS = "dstrial.dsat.compat"
 _HOMES = {
-    "ALL_SEARCH_METHOD_NAMES": _DEFAULTS,
-    "AUTOTUNING_ARG_DEFAULTS": _DEFAULTS,
-    "CONFIG_KEY": _DEFAULTS,
-    "DEFAULT_ZERO_SEARCH_SPACE": _DEFAULTS,
-    "GAS_DEFAULT": _DEFAULTS,
-    "LARGER_IS_BETTER_METRICS": _DEFAULTS,
-    "OVERWRITE_KEY": _DEFAULTS,
-    "SMALLER_IS_BETTER_METRICS": _DEFAULTS,
-    "USE_DSAT_MODE_KEY": _DEFAULTS,
+    **{name: "dstrial.dsat.compat" for name in __all__ if name != "METRIC_NAMES"},
     "dsat_reporting_context": "dstrial.dsat.rank.context",
     "get_hf_args_with_overwrites": "dstrial.integrations.huggingface.hf_args",
-    "get_ds_config_from_hparams": _DEFAULTS,
 }
 
 __getattr__ = lazily(__name__, _HOMES)

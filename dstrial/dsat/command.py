@@ -1,4 +1,4 @@
-"""What ``python3 -m dstrial.dsat`` and ``dstrial dsat`` do: read, search, print."""
+"""Run ``dstrial dsat`` and ``python3 -m dstrial.dsat``: a search, or a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dstrial.dsat.driver.full_run import run_full
 from dstrial.dsat.methods import METHODS, search_method
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, table_rows
+from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan
 from dstrial.dsat.report.live import LiveTable, summary
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import LaunchError, SearchError
@@ -32,7 +32,7 @@ from dstrial.local.json_files import write_json_atomically
 from dstrial.ranks.stop_signals import noted_signals
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DESCRIBING_S = 900.0
+_DESCRIBING_S = 900.0  # most time of the dry runs
 
 EPILOG = (
     "Exit status: 0 if the search finished and measured something; 1 if it could not, or the configuration is wrong; "
@@ -111,7 +111,7 @@ def _search(settings: SearchConfig) -> int:
 
 @contextlib.contextmanager
 def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
-    """Let a stop request end the block, because it leaves nothing half done."""
+    """Raise KeyboardInterrupt in the block at a stop signal."""
 
     def end(number: int, _frame: object) -> None:
         signals.append(signal.Signals(number))
@@ -128,7 +128,7 @@ def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
 
 
 def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> int:
-    """Return how many trials run at once; a replay needs the search's first answer."""
+    """Return how many trials run at once: for a resumed search the recorded number."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -144,7 +144,7 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
 
 
 def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> PredictInputs:
-    """Return the inputs of ``predict``: from the record, else found and recorded."""
+    """Return the inputs of ``predict``: recorded ones, else those of dry runs."""
     for event in record.events():
         if event["event"] == "inputs":
             return PredictInputs.from_json(event)
@@ -152,11 +152,11 @@ def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactor
     if not settings.flags.local:
         target = "cuda" if backend.master().has_accelerators else "cpu"
     began_s, budget_s = time.monotonic(), settings.flags.budget
-    # At least half of a budget is for measuring.
+    # At least half of a budget is left for measurements.
     deadline_s = _DESCRIBING_S if budget_s is None else min(_DESCRIBING_S, budget_s / 2)
     inputs = gather_inputs(settings, target=target, deadline_s=deadline_s, print_line=_print_line)
     for note in inputs.notes:
-        if not note.startswith("described by"):  # told already
+        if not note.startswith("described by"):  # already printed
             _print_line(f"note:          {note}")
     record.append("inputs", {**inputs.to_json(), "seconds": time.monotonic() - began_s})
     return inputs
@@ -216,8 +216,8 @@ def _print(plan: HardwarePlan, title: str, note: str | None) -> None:
     table = Table(title=f"{title} (predicted, not measured)", title_justify="left")
     for idx, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if idx < 2 else "right")
-    for cells in table_rows(plan.rows):
-        table.add_row(*cells)
+    for row in plan.rows:
+        table.add_row(*row.cells())
     console.print(table)
     for number, row in enumerate(plan.best, 1):
         console.print(

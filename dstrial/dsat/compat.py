@@ -1,6 +1,6 @@
 """The constants of ``determined.pytorch.dsat``, and a function for scripts.
 
-Constants that have to be looked up in a search's modules are so at first use: scripts import this, and measure nothing then.
+Constants that need a search's modules are computed at first use: scripts import this module, and measure nothing then.
 """
 
 from __future__ import annotations
@@ -39,30 +39,19 @@ __all__ = [
     "USE_DSAT_MODE_KEY",
 ]
 
-CONFIG_KEY = "deepspeed_config"
-"""The hyperparameter that names the DeepSpeed config."""
-OVERWRITE_KEY = "overwrite_deepspeed_args"
-"""The hyperparameter that is merged over it."""
-USE_DSAT_MODE_KEY = MEASURING_KEY
-"""The hyperparameter that is true in a measuring trial."""
-GAS_DEFAULT = 1
-"""Accumulation where a config gives none."""
+CONFIG_KEY = "deepspeed_config"  # the hyperparameter that names the DeepSpeed config
+OVERWRITE_KEY = "overwrite_deepspeed_args"  # the hyperparameter that is merged over it
+USE_DSAT_MODE_KEY = MEASURING_KEY  # the hyperparameter that is true in a measuring trial
+GAS_DEFAULT = 1  # accumulation where a config gives none
 
-SMALLER_IS_BETTER = True
-"""Which way a searcher compares its metric if it is not told."""
-SMALLER_IS_BETTER_METRICS = METRICS_TO_MINIMIZE
-"""Metrics that are times, in microseconds."""
-LARGER_IS_BETTER_METRICS = METRICS_TO_MAXIMIZE
-"""Metrics that are rates."""
+SMALLER_IS_BETTER = True  # how a searcher compares its metric by default
+SMALLER_IS_BETTER_METRICS = METRICS_TO_MINIMIZE  # times, in microseconds
+LARGER_IS_BETTER_METRICS = METRICS_TO_MAXIMIZE  # rates
 
+# Files of the old tool, which this one neither writes nor reads.
 ARGS_PKL_PATH = "args.pkl"
-"""Where the old tool kept its arguments; here they are those of the command, and nothing is pickled."""
 MODEL_INFO_PROFILING_PATH = "model_info.json"
-"""Where DeepSpeed's own profile goes in a trial of the old tool; here what is found is among the metrics."""
 AUTOTUNING_RESULTS_PATH = "autotuning_metric.json"
-"""Where DeepSpeed's own measurement goes; here it is not used, for it is that of a single step."""
-
-_NO_FLAGS = frozenset({"given", "search_method", "config_path", "model_dir"})
 
 
 def _method_names() -> tuple[str, ...]:
@@ -78,9 +67,9 @@ def _argument_defaults() -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for method in reversed(_method_names()):
         found |= vars(build_parser("dsat").parse_args([method, "CONFIG.yaml", "MODEL_DIR"]))
-    return MappingProxyType(
-        {name.replace("_", "-"): value for name, value in found.items() if name not in _NO_FLAGS}
-    )
+    for name in ("given", "search_method", "config_path", "model_dir"):
+        del found[name]
+    return MappingProxyType({name.replace("_", "-"): value for name, value in found.items()})
 
 
 def _results_experiment() -> Mapping[str, Any]:
@@ -90,23 +79,17 @@ def _results_experiment() -> Mapping[str, Any]:
 
 
 def _zero_search_space() -> Mapping[int, Mapping[str, tuple[Any, ...]]]:
-    """Return ZeRO stage -> key below ``zero_optimization`` -> values; no key left out."""
+    """Return ZeRO stage -> key below ``zero_optimization`` -> values."""
     from dstrial.dsat.space.knobs import ALL_STAGES, ZERO, live_knobs
 
-    return MappingProxyType(
-        {
-            stage: MappingProxyType(
-                {
-                    knob.path.removeprefix(f"{ZERO}."): knob.values
-                    for knob in live_knobs(stage, is_pipeline=False)
-                }
-            )
-            for stage in ALL_STAGES
-        }
-    )
+    found = {}
+    for stage in ALL_STAGES:
+        knobs = live_knobs(stage, is_pipeline=False)
+        found[stage] = MappingProxyType({knob.path.removeprefix(f"{ZERO}."): knob.values for knob in knobs})
+    return MappingProxyType(found)
 
 
-_LOOKED_UP = {
+_COMPUTED = {
     "ALL_SEARCH_METHOD_NAMES": _method_names,
     "AUTOTUNING_ARG_DEFAULTS": _argument_defaults,
     "DEFAULT_SEARCH_RUNNER_CONFIG": _results_experiment,
@@ -115,9 +98,9 @@ _LOOKED_UP = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOOKED_UP:
+    if name not in _COMPUTED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = _LOOKED_UP[name]()
+    value = globals()[name] = _COMPUTED[name]()
     return value
 
 
@@ -139,15 +122,10 @@ def get_ds_config_from_hparams(
 
     Ranks: any; no communication.
     """
-    given = hparams.get("deepspeed_config")
+    given = hparams.get(CONFIG_KEY)
     if given is None:
-        fix = "Add deepspeed_config: ds_config.json to the hyperparameters of the experiment."
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    "hyperparameters.deepspeed_config", "not given", "the path of a DeepSpeed JSON file", fix
-                )
-            ]
-        )
+        where = f"hyperparameters.{CONFIG_KEY}"
+        fix = f"Add {CONFIG_KEY}: ds_config.json to the hyperparameters of the experiment."
+        raise ConfigError([ConfigProblem(where, "not given", "the path of a DeepSpeed JSON file", fix)])
     base = dict(given) if isinstance(given, Mapping) else str(Path(base_dir) / str(given))
-    return overwrite_deepspeed_config(base, dict(hparams.get("overwrite_deepspeed_args") or {}))
+    return overwrite_deepspeed_config(base, dict(hparams.get(OVERWRITE_KEY) or {}))

@@ -233,7 +233,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems of ``--space`` paths without a legal value, warnings of illegal values."""
+    """Return problems of paths without a legal value, warnings of illegal values."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():
@@ -315,7 +315,7 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
 
 
 def _as_size(value: Any) -> Any:
-    """Return sizes as integers: YAML reads 1e9 as a float, and a quoted number as text."""
+    """Return sizes as integers: YAML reads 1e9 as a float, quoted numbers as text."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -328,7 +328,7 @@ def _as_size(value: Any) -> Any:
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a DeepSpeed config with numeric batch sizes, and warnings of assumed ones.
+    """Return a DeepSpeed config with numeric batch sizes, and warnings of defaults.
 
     A Trainer's sizes are those of its entrypoint's flags, else of hyperparameters of the same name (also below
     ``training_arguments``), else the Trainer's defaults, with a warning. A number in the config wins, as in
@@ -363,7 +363,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return a Trainer's arguments completed from the hyperparameters, and warnings of defaults."""
+    """Return arguments completed from hyperparameters, and warnings of defaults."""
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):

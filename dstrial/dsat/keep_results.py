@@ -1,7 +1,6 @@
-"""Keep the results of launched trials in a checkpoint.
+"""Store the results of launched trials in a checkpoint.
 
-``python3 -m dstrial.dsat.keep_results`` is what an experiment without slots runs, which has the files in its context. Not meant
-to be typed.
+``python3 -m dstrial.dsat.keep_results`` is the entrypoint of an experiment without slots that has the files in its context.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A search inside its trial on a master: ``python3 -m dstrial.dsat.search_trial``.
+"""Run a search inside its trial on a master.
 
-The command that has submitted it gives it the experiment, its flags and the journal so far, as files of the context. Every
-further event is reported to the master before it is acted on, so that a trial that is started again goes on where the journal
-ends. Ranks are started and ended within the trial. Not meant to be typed.
+``python3 -m dstrial.dsat.search_trial`` is the entrypoint. The submitting command puts the experiment, its flags and the journal
+so far into the context. Every further event is reported to the master before the search acts on it, so that a restarted trial
+resumes where the journal ends. The search starts and ends its ranks within the trial.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Journal:
         self.num_events = 0
 
     def events(self) -> list[dict[str, Any]]:
-        """Return what earlier processes of this trial have reported, in order."""
+        """Return the events that earlier processes of this trial have reported, in order."""
         rows = self._master.retry_until_available(self._rows)
         return [rows[number] for number in sorted(rows)]
 
@@ -103,9 +103,9 @@ class _Journal:
         return {int(row.steps_completed): json.loads(row.metrics["event"]) for row in rows}
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Report an event; the master has it when this returns.
+        """Store an event on the master before returning.
 
-        Not through the core context, which returns before the master has the row, and loses it where the master is away.
+        The core context would return before the master has stored the row, and lose it during an outage.
         """
         number = self.num_events + 1
         values = {**event.get("metrics", {}), "event": json.dumps(event)}
@@ -120,7 +120,7 @@ class _Journal:
 
         def report() -> None:
             nonlocal is_repeated
-            # The master may have stored the row and died before it answered; a row cannot be reported twice.
+            # The master may have died between storing the row and answering; a row cannot be reported twice.
             if not (is_repeated and number in self._rows()):
                 is_repeated = True
                 bindings.post_ReportTrialMetrics(
@@ -132,7 +132,7 @@ class _Journal:
 
 
 class _Ranks(PersistentRanks):
-    """Ranks of a trial, whose search shows its report and keeps its files there."""
+    """Persistent ranks of a trial that also publishes the report."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Ranks(PersistentRanks):
         self._master, self._journal, self._context = master, journal, context
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the ranks, and keep the files in a checkpoint of the trial."""
+        """End the ranks, and store the files in a checkpoint of the trial."""
         super().finish(results)
         self._master.show_results(self._journal.experiment, results)
 
@@ -160,7 +160,7 @@ class _Ranks(PersistentRanks):
         self._master.retry_until_available(store)
 
     def _end_ranks(self) -> None:
-        """End the ranks, whose output then is the trial's."""
+        """End the ranks, and copy their output to the trial's log."""
         was_running = self._launcher is not None
         super()._end_ranks()
         if was_running:
@@ -189,9 +189,9 @@ def _driver(settings: SearchConfig, record: SearchRecord, ranks: PersistentRanks
 
 
 def _watch_preemption(context: core.Context, signals: list[signal.Signals]) -> threading.Event:
-    """Stop the search, as at SIGTERM, when the master wants its slots back.
+    """Stop the search, as at SIGTERM, when the master preempts its trial.
 
-    Returns what is set then.
+    Returns an event that is set then.
     """
 
     def watch() -> None:

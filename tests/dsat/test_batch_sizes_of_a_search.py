@@ -87,7 +87,7 @@ def _own(settings: SearchConfig) -> tuple[int, ...]:
         ("", [], {"script": ACCELERATE, **FOR_ACCELERATE, "train_micro_batch_size_per_gpu": 4}, (8, 4, 1)),
     ],
 )
-def test_sizes_are_taken_from_whoever_decides_them(
+def test_batch_sizes_come_from_arguments_or_hyperparameters(
     arguments: str, flags: list[str], more: dict[str, Any], own: tuple[int, ...], tmp_path: Path
 ) -> None:
     settings = _settings(tmp_path, arguments, *flags, **more)
@@ -98,7 +98,7 @@ def test_sizes_are_taken_from_whoever_decides_them(
         assert settings.space.config(settings.space.own())["optimizer"]["params"]["lr"] == "auto"
 
 
-def test_the_trainers_defaults_are_taken_with_a_warning_that_says_what_to_write(tmp_path: Path) -> None:
+def test_trainer_default_batch_sizes_warn(tmp_path: Path) -> None:
     settings = _settings(tmp_path)
 
     assert _own(settings) == (16, 8, 1)
@@ -126,7 +126,7 @@ def test_the_trainers_defaults_are_taken_with_a_warning_that_says_what_to_write(
         ),
     ],
 )
-def test_sizes_that_cannot_be_read_are_refused_with_what_to_write(
+def test_unreadable_batch_sizes_are_refused(
     arguments: str, more: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=problem):

@@ -65,7 +65,7 @@ if __name__ == "__main__":
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_every_trial_of_the_search_is_measured(tmp_path: Path) -> None:
+def test_core_api_search_measures_every_trial(tmp_path: Path) -> None:
     model_def = tmp_path / "model"
     model_def.mkdir()
     for name in ("digits.py", "ds_config.json"):

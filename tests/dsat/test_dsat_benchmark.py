@@ -24,7 +24,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-def test_predict_finds_the_best_row_of_the_recorded_grid_though_it_is_not_sure_to_fit(load: Any) -> None:
+def test_predict_finds_best_of_recorded_grid(load: Any) -> None:
     benchmark = load("dsat")
     path = BENCHMARKS / "dsat_recorded" / "grid.json"
     best = load("dsat_grid").RecordedGrid.read(path).best.candidate
@@ -36,7 +36,7 @@ def test_predict_finds_the_best_row_of_the_recorded_grid_though_it_is_not_sure_t
         assert len(trials) <= 8
 
 
-def test_the_program_prints_a_table_and_keeps_every_search(load: Any, tmp_path: Path) -> None:
+def test_benchmark_prints_table_and_keeps_searches(load: Any, tmp_path: Path) -> None:
     kept = tmp_path / "lines.json"
     words = ["--workloads", "0", "--seeds", "1", "--methods", "predict", "asha", "--json", str(kept)]
     load("dsat").main(words)

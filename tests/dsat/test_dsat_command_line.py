@@ -71,7 +71,7 @@ OLD_DEFAULTS = {
 
 
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
-def test_the_old_defaults_hold(method: str) -> None:
+def test_flags_without_values_have_old_defaults(method: str) -> None:
     args = _parse(method, "exp.yaml", ".")
 
     assert {name: getattr(args, name) for name in OLD_DEFAULTS} == OLD_DEFAULTS
@@ -92,7 +92,7 @@ def test_the_old_defaults_hold(method: str) -> None:
         ("plan", {"sample-batch": "batch.pt"}),
     ],
 )
-def test_every_flag_is_read_in_both_spellings_as_its_type(method: str, flags: dict[str, object]) -> None:
+def test_flags_parse_in_both_spellings(method: str, flags: dict[str, object]) -> None:
     for flag, value in flags.items():
         name = flag.replace("-", "_")
         (text,) = value if isinstance(value, list) else [value]
@@ -103,7 +103,7 @@ def test_every_flag_is_read_in_both_spellings_as_its_type(method: str, flags: di
     assert _parse("predict", "exp.yaml", ".", "--budget", "30m").budget == 1800.0
 
 
-def test_short_flags_and_switches_are_those_of_the_old_tool() -> None:
+def test_short_flags_and_switches_parse() -> None:
     words = "-mt 3 -ms 4 -mct 1 -m throughput -z 0 2 -r 1 --run_full_experiment"
     args = _parse("asha", "exp.yaml", ".", *words.split())
 
@@ -113,7 +113,7 @@ def test_short_flags_and_switches_are_those_of_the_old_tool() -> None:
     assert _parse("asha", "e", ".", "--free_batch", "--local", "--fresh", "--no-gates").free_batch
 
 
-def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> None:
+def test_read_config_collects_all_problems(experiment: Path) -> None:
     path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed x.json")
     wrong = "--max-trials 0 --max-slots 1 --divisor 1 --start-profile-step 7 --include nothing.py --space none.yaml"
 
@@ -128,13 +128,13 @@ def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> N
 @pytest.mark.parametrize(
     "flag", ["--deepspeed", "--deepspeed ds.json", "--deepspeed --local", "--deepspeed_config=ds.json"]
 )
-def test_a_bare_or_equal_deepspeed_flag_in_the_entrypoint_is_right(experiment: Path, flag: str) -> None:
+def test_entrypoint_deepspeed_flag_bare_or_equal_is_accepted(experiment: Path, flag: str) -> None:
     path = _write(experiment.parent, entrypoint=f"python3 -m dstrial.launch train.py {flag}")
 
     assert settings_of(path).trial is None
 
 
-def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restarted(experiment: Path) -> None:
+def test_measuring_spec_is_single_experiment_without_restarts(experiment: Path) -> None:
     settings = settings_of(experiment, "-m", "latency")
     candidate = settings.space.smallest()
 
@@ -171,7 +171,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
         "python3 train.py --deepspeed ds.json",
     ],
 )
-def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, entrypoint: str) -> None:
+def test_local_command_of_script_uses_launcher(experiment: Path, entrypoint: str) -> None:
     path = _write(experiment.parent, entrypoint=entrypoint)
     settings = settings_of(path)
 
@@ -182,7 +182,7 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
     assert command == [*launch, *script]
 
 
-def test_module_paths_in_configs_of_dsat_are_importable(experiment: Path) -> None:
+def test_submitted_module_paths_are_importable(experiment: Path) -> None:
     trial = settings_of(experiment)
     script_path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed ds.json")
     script = settings_of(script_path)
@@ -203,7 +203,7 @@ def test_module_paths_in_configs_of_dsat_are_importable(experiment: Path) -> Non
         assert not name or hasattr(found, name)
 
 
-def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(experiment: Path) -> None:
+def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:
     def fingerprint(words: str = "", method: str = "asha") -> str:
         return settings_of(experiment, *words.split(), method=method).fingerprint
 
@@ -220,7 +220,7 @@ def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(ex
     assert fingerprint(method="predict") != fingerprint("--sample-batch 2", method="predict")
 
 
-def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Path) -> None:
+def test_train_batch_size_flag_replaces_accumulation(experiment: Path) -> None:
     settings = settings_of(experiment, "--train-batch-size", "64")
 
     assert isinstance(settings.space, Space)
@@ -229,7 +229,7 @@ def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Pa
 
 
 @pytest.mark.process
-def test_the_module_tells_of_a_wrong_config_without_importing_torch(experiment: Path) -> None:
+def test_wrong_config_is_reported_without_torch(experiment: Path) -> None:
     program = (
         "import sys; from dstrial.dsat.__main__ import main; status = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules; sys.exit(status)"
@@ -246,7 +246,7 @@ def test_the_module_tells_of_a_wrong_config_without_importing_torch(experiment: 
     assert "--max-trials is 0" in ended.stderr
 
 
-def test_a_typo_in_a_space_file_is_an_error_and_a_value_that_no_stage_takes_is_told(experiment: Path) -> None:
+def test_space_file_typo_fails_illegal_value_warns(experiment: Path) -> None:
     path = experiment.parent / "space.yaml"
     path.write_text("zero_optimization.sub_grup_size: [1e8]\noptimiser.params.lr: [0.1, 0.2]\n")
 
@@ -267,7 +267,7 @@ def test_a_typo_in_a_space_file_is_an_error_and_a_value_that_no_stage_takes_is_t
 
 @pytest.mark.parametrize("door", ["dstrial dsat", "python3 -m dstrial.dsat"])
 @pytest.mark.parametrize("words", [["CONFIG", "DIR"], ["--budget", "5m", "CONFIG", "DIR"]])
-def test_without_a_method_both_doors_predict(
+def test_command_without_method_predicts(
     door: str, words: list[str], experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {"CONFIG": str(experiment), "DIR": str(experiment.parent / "model")}
@@ -286,7 +286,7 @@ def test_without_a_method_both_doors_predict(
     assert with_method(["--help"]) == ["--help"]
 
 
-def test_the_constants_of_the_old_tool_are_there_under_their_names() -> None:
+def test_compat_has_constants_of_determined_dsat() -> None:
     assert set(dsat.__all__) <= set(dir(dsat))
     assert (dsat.CONFIG_KEY, dsat.OVERWRITE_KEY) == ("deepspeed_config", "overwrite_deepspeed_args")
     assert (dsat.USE_DSAT_MODE_KEY, dsat.GAS_DEFAULT) == ("_use_dsat_mode", 1)
@@ -304,7 +304,7 @@ def test_the_constants_of_the_old_tool_are_there_under_their_names() -> None:
 
 
 @pytest.mark.process
-def test_importing_the_constants_of_the_old_tool_builds_no_parser_and_knows_no_method() -> None:
+def test_importing_compat_builds_no_parser() -> None:
     program = (
         "import sys; from dstrial.dsat.compat import CONFIG_KEY; from dstrial.dsat import get_ds_config_from_hparams; "
         "print([name for name in ('dstrial.dsat.cli', 'dstrial.dsat.methods', 'numpy') if name in sys.modules])"
@@ -315,7 +315,7 @@ def test_importing_the_constants_of_the_old_tool_builds_no_parser_and_knows_no_m
     assert ended.stdout.strip() == "[]"
 
 
-def test_only_agents_of_the_experiments_pool_count_unless_none_says_to_be_in_it() -> None:
+def test_of_pool_selects_agents_of_pool_or_all() -> None:
     from determined.common.api import bindings
 
     from dstrial.dsat.backends.cluster import of_pool
@@ -336,7 +336,7 @@ def test_only_agents_of_the_experiments_pool_count_unless_none_says_to_be_in_it(
         ({"entrypoint": "python3 train.py --deepspeed ds.json"}, ["8"], "a script has no loader"),
     ],
 )
-def test_no_deepspeed_config_and_a_sample_batch_that_cannot_be_had_are_refused(
+def test_missing_deepspeed_config_or_sample_batch_is_refused(
     changes: dict[str, object], flags: list[str], problem: str, experiment: Path
 ) -> None:
     path = _write(experiment.parent, **changes)

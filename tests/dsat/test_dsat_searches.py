@@ -25,10 +25,8 @@ FLAGS = ["--metric", "throughput", "--measure-seconds", "0.2", "--max-trials"]
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.exhaustive(
-    "tests/dsat/test_dsat_searches.py::test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_what_it_has_found"
-)
-def test_a_search_whose_process_and_ranks_are_killed_and_that_is_interrupted_ends_with_a_config_that_trains(
+@pytest.mark.exhaustive("tests/dsat/test_dsat_searches.py::test_search_on_master_survives_pause_and_kill")
+def test_killed_and_interrupted_search_is_resumed(
     tmp_path: Path,
 ) -> None:
     output = tmp_path / "out"
@@ -114,9 +112,7 @@ def _is_running(pid: int) -> bool:
 
 @pytest.mark.exhaustive("[here]")
 @pytest.mark.parametrize("where", ["here", "master"])
-def test_an_error_in_the_training_code_ends_a_search_with_its_message(
-    where: str, tmp_path: Path, shared_master: MasterForTest
-) -> None:
+def test_training_code_error_ends_search(where: str, tmp_path: Path, shared_master: MasterForTest) -> None:
     model_dir = tmp_path / "model"
     model_dir.mkdir()
     for name in ("ds_config.json", "model_def.py"):
@@ -135,9 +131,7 @@ def test_an_error_in_the_training_code_ends_a_search_with_its_message(
     assert len(events(tmp_path / "out", "result")) == 1
 
 
-def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_what_it_has_found(
-    tmp_path: Path, shared_master: MasterForTest
-) -> None:
+def test_search_on_master_survives_pause_and_kill(tmp_path: Path, shared_master: MasterForTest) -> None:
     output = tmp_path / "out"
     config = yaml.safe_load(CONFIG.read_text())
     config["name"] = "dsat on a master"

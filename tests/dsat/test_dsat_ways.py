@@ -15,7 +15,7 @@ from dstrial.testing.master import MasterForTest
 
 
 @pytest.mark.parametrize("name", ["dsat_core_api", "dsat_hf"])
-def test_an_examples_readme_shows_its_whole_difference_to_a_plain_script(name: str) -> None:
+def test_example_readme_shows_diff_to_plain_script(name: str) -> None:
     folder = ROOT / "model_defs" / name
     plain, train = ((folder / file).read_text().splitlines() for file in ("plain.py", "train.py"))
 
@@ -24,12 +24,10 @@ def test_an_examples_readme_shows_its_whole_difference_to_a_plain_script(name: s
     assert "```diff\n" + "\n".join(difference) + "\n```" in (folder / "README.md").read_text()
 
 
-@pytest.mark.exhaustive(
-    "tests/dsat/test_core_api_step_by_step.py::test_every_trial_of_the_search_is_measured"
-)
+@pytest.mark.exhaustive("tests/dsat/test_core_api_step_by_step.py::test_core_api_search_measures_every_trial")
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-def test_a_core_api_script_is_measured_and_then_trained_without_a_master(tmp_path: Path) -> None:
+def test_local_core_api_script_is_tuned_and_trained(tmp_path: Path) -> None:
     output = tmp_path / "out"
 
     flags = ("--local", "--run-full-experiment", "-z", "1")
@@ -47,9 +45,7 @@ def test_a_core_api_script_is_measured_and_then_trained_without_a_master(tmp_pat
 
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-def test_a_script_of_the_trainer_whose_batch_is_auto_is_measured_and_then_trained_by_a_master(
-    tmp_path: Path, shared_master: MasterForTest
-) -> None:
+def test_trainer_script_with_auto_batch_is_tuned(tmp_path: Path, shared_master: MasterForTest) -> None:
     output = tmp_path / "out"
 
     ended = _search("dsat_hf", output, "1", shared_master.env, "--run-full-experiment")

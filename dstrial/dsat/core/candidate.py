@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-HYPERPARAMETERS = "hyperparameters."
-"""Prefix of a path that is a hyperparameter of the trial instead of a key of DeepSpeed's JSON."""
+HYPERPARAMETERS = "hyperparameters."  # prefix of a path that is no key of DeepSpeed's JSON
 
 _LARGEST_FREE_MICRO_BATCH = 4096
 
@@ -127,36 +126,34 @@ def setting_text(value: Any) -> str:
 
 
 class BatchSizeGrid:
-    """The micro batches that may be tried, in ascending order, by position from 0."""
+    """The micro batches that may be tried, in ascending order, by position from 0.
+
+    Without a ``train_batch_size`` the batch follows from the micro batch and the accumulation.
+    """
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
-        self._train_batch_size = train_batch_size
-        self._replicas = replicas
-        self._accumulation = accumulation
-        per_replica = (train_batch_size or 0) // replicas
-        self._divisors = tuple(size for size in range(1, per_replica + 1) if per_replica % size == 0)
-        self._splits = tuple(
-            BatchSplit(micro, (train_batch_size or 0) // (micro * replicas), train_batch_size or 0)
-            for micro in self._divisors
-        )
-
-    @property
-    def is_free(self) -> bool:
-        return self._train_batch_size is None
+        self.is_free = train_batch_size is None
+        self._replicas, self._accumulation = replicas, accumulation
+        total = train_batch_size or 0
+        per_replica = total // replicas
+        self._splits = [
+            BatchSplit(micro, total // (micro * replicas), total)
+            for micro in range(1, per_replica + 1)
+            if per_replica % micro == 0
+        ]
 
     @property
     def last(self) -> int:
-        return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._divisors) - 1
+        return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._splits) - 1
 
     def split(self, position: int) -> BatchSplit:
-        if self._train_batch_size is None:
-            micro = position + 1
-            return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
-        return self._splits[position]
+        if not self.is_free:
+            return self._splits[position]
+        micro = position + 1
+        return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
         """Return the position of the largest micro batch up to a size; 0 without one."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
-        below = [position for position, size in enumerate(self._divisors) if size <= micro_batch_size]
-        return below[-1] if below else 0
+        return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

@@ -1,21 +1,21 @@
-"""A search on disk: kill it anywhere, and the same command goes on.
+"""A search on disk, which the same command resumes after a kill at any moment.
 
 ``<output>/`` holds::
 
     search.json          what is searched: fingerprint, method, the search's id, when it began
     search.lock          held by the process that runs the search
-    events.jsonl         one line per event, append-only; the search is what follows from them
+    events.jsonl         one line per event, append-only; replaying them restores the search
     best_ds_config.json  the best DeepSpeed config so far, whole
     best_ds_metrics.json what it measured
     best_experiment.yaml the experiment config with it, hyperparameters that were found included
     trials.json          every trial of the search
     report.json          what was found; report.md is a rendering of it
     trials/<n>/          config, output and result of trial n, where it was launched on this machine
-    ranks/<n>/           tasks, results and output of the n-th ranks that lived on from task to task
+    ranks/<n>/           tasks, results and output of the n-th persistent ranks
 
 Events are ``inputs`` (of ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so that
-replaying the results in their order asks for the same trials again.
+``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so
+replaying the results in order requests the same trials again.
 """
 
 from __future__ import annotations
@@ -43,24 +43,18 @@ from dstrial.local.json_files import (
 from dstrial.local.run_directory import utc_now
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that takes nothing more; with room the same works."""
-
-SEARCH_FILE = "dsat_search.json"
-"""In the context of a search's trial: its flags, and the journal so far."""
-EVENTS_GROUP = "dsat"
-"""Metric group of a search's events; a row's number of steps is the event's place in the journal."""
-TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"
-"""Files in a directory of ranks: what the search asks of them, and what rank 0 answers."""
+SEARCH_FILE = "dsat_search.json"  # in the context of a search's trial: flags, and the journal so far
+EVENTS_GROUP = "dsat"  # metric group of a search's events; steps_completed is the index in the journal
+TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"  # queues to and from persistent ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """The files of one search; a value, holding nothing open."""
+    """The files of one search; holds nothing open."""
 
     path: Path
     search_id: str  # 8 characters by which its trials are found again
-    # called with an event after it is in the file, before anybody acts on it
-    on_event: Callable[[Mapping[str, Any]], None] | None = None
+    on_event: Callable[[Mapping[str, Any]], None] | None = None  # called after an event is written
 
     @property
     def events_path(self) -> Path:
@@ -163,7 +157,7 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a search that is killed as it begins does not leave such a file."""
+    """Return whether a file cannot be the remainder of a search killed at its start."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )

@@ -1,7 +1,7 @@
-"""How a measurement ended, in values or a known failure, and which is best. Pure.
+"""Outcomes of measurements: metrics, or a classified failure. Pure.
 
-A failing rank prints one line (``failure_line``) that every log carries, of a master's or of a file; where a rank
-could not, the end of the log tells (``failure_from_log``).
+A failing rank prints one line (``failure_line``) to the log; without that line the end of the log is classified
+(``failure_from_log``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
 _FAILED_FIRST = re.compile(r"rank \d+ failed first \(")
 _NO_ROOM = re.compile(r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]")
 _DEEPSPEED_FRAME = re.compile(r'File "[^"]*/deepspeed/[^"]*"')
-# How dstrial.launch.tracebacks names an innermost frame that it elides.
+# An innermost frame that dstrial.launch.tracebacks elides.
 _RAISED_IN_DEEPSPEED = re.compile(r"^  \[.*; raised in deepspeed/[^\]]*\]$", re.MULTILINE)
 # Repeats the line above it.
 _MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
@@ -56,23 +56,23 @@ class FailureKind(str, enum.Enum):
     """Why a measurement has no values."""
 
     DEVICE_OOM = "device out of memory"
-    """The accelerator's allocator refused; the same configuration would again."""
+    """The accelerator's allocator failed; the configuration would fail again."""
     HOST_OOM = "host out of memory"
     """The machine's memory ran out: an allocation was refused, or the kernel killed a rank."""
     BAD_CONFIG = "bad configuration"
     """DeepSpeed, or the check before it, refused the configuration."""
     USER_ERROR = "error in the training code"
-    """It would fail with every configuration, so the search stops."""
+    """Every configuration would fail, so the search stops."""
     COMMUNICATION = "communication"
-    """Ranks lost each other for no other known reason."""
+    """Ranks lost their connection for no other known reason."""
     TIMEOUT = "time-out"
     """It was ended after its deadline."""
     NUMERIC = "numeric"
     """The loss is not finite, or too many steps were skipped for overflow."""
     CANCELED = "canceled"
-    """Somebody else ended it."""
+    """The measurement was ended from outside."""
     NO_ROOM = "no room on the disk"
-    """It is repeated once there is room; a search has no such result."""
+    """It is repeated once there is room, so a search has no such result."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -88,7 +88,7 @@ class Measured:
     """What was measured, on rank 0.
 
     Metrics that can be searched for are ``throughput`` (samples/s of all ranks), ``latency``, ``forward`` and ``backward`` (µs
-    per batch) and ``FLOPS_per_gpu`` (model FLOP/s). Those that cannot be measured are missing. All: ``rank.step_timer``.
+    per batch) and ``FLOPS_per_gpu`` (model FLOP/s). ``rank.step_timer`` lists all; what cannot be measured is missing.
     """
 
     metrics: Mapping[str, float]
@@ -143,7 +143,7 @@ def smaller_is_better(metric: str) -> bool:
 
 
 def score(outcome: Outcome, metric: str) -> float | None:
-    """Return a number of which more is better; None where nothing was measured."""
+    """Return a number that grows with quality; None if nothing was measured."""
     value = outcome.value(metric) if isinstance(outcome, Measured) else None
     if value is None:
         return None
@@ -153,7 +153,7 @@ def score(outcome: Outcome, metric: str) -> float | None:
 def classify(text: str, *, phase: str = "") -> Failure:
     """Return the failure that an exception's traceback, or a log's end, describes.
 
-    An assertion of DeepSpeed's in phase ``init`` is a refused configuration, one later on may be anything.
+    An assertion of DeepSpeed in phase ``init`` is a refused configuration; a later one may be anything.
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     message = next(
@@ -196,11 +196,11 @@ def failure_line(failure: Failure) -> str:
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
     """Return the failure that the output of all ranks describes.
 
-    Lines that ranks wrote on purpose come first, and of those the ones that are no consequence of another rank's end.
-    Exit code 137 is a rank that the kernel killed.
+    Failure lines of ranks come first, and of those the ones that do not follow from another rank's end. Exit code 137 is
+    a rank that the kernel killed.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
-    said: list[Failure] = []
+    failures: list[Failure] = []
     for line in lines:
         _, mark, rest = line.partition(FAILURE_MARK)
         if mark:
@@ -209,9 +209,9 @@ def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> F
             except (ValueError, KeyError, TypeError):
                 continue
             if isinstance(found, Failure):
-                said.append(found)
-    if said:
-        return min(said, key=lambda failure: failure.kind is FailureKind.COMMUNICATION)
+                failures.append(found)
+    if failures:
+        return min(failures, key=lambda failure: failure.kind is FailureKind.COMMUNICATION)
     text = "\n".join(lines[-200:])
     if exit_code == 137 or "killed by SIGKILL" in text:
         return Failure(
@@ -232,8 +232,7 @@ def _plain_bytes(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-TIE = 0.01
-"""Share by which another configuration has to be better than the user's own to be called better."""
+TIE = 0.01  # gain up to which the user's own configuration counts as the best
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,8 +245,7 @@ class TrialResult:
     why: str
     outcome: Outcome | None = None
     seconds: float | None = None  # on its slots; None if unknown
-    # the backend's, such as its experiment's id
-    handle: dict[str, Any] = dataclasses.field(default_factory=dict)
+    handle: dict[str, Any] = dataclasses.field(default_factory=dict)  # the backend's, as its experiment's id
 
     def score(self, metric: str) -> float | None:
         return None if self.outcome is None else score(self.outcome, metric)

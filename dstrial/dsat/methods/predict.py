@@ -36,7 +36,7 @@ class _Effort:
     """When a search ends."""
 
     least_worth: float  # expected gain of a measurement, as a share of the best cost
-    patience: float  # so many measurements in a row without progress double it
+    patience: float  # measurements in a row without progress that double ``least_worth``
     most_contenders: int  # measured again before the search ends
     most_repeats: int  # measurements of a contender
 
@@ -44,17 +44,20 @@ class _Effort:
 _USUAL = _Effort(least_worth=0.0012, patience=2.0, most_contenders=0, most_repeats=1)
 _THOROUGH = _Effort(least_worth=0.0008, patience=3.0, most_contenders=3, most_repeats=2)
 _NEW, _FAR = 2.0, 2.0
-"""Worth of a measurement, times what it gains itself, where none of its group has run with a micro batch within a factor of
-``_FAR``: it tells about many others."""
-_PROGRESS = 1.005  # better than the best so far by less is no progress
+"""Factor on the worth of a measurement if none of its group has run with a micro batch within a factor of ``_FAR``: it tells
+about many others."""
+_PROGRESS = 1.005  # factor by which a cost has to beat the best so far to be progress
 _SURE_TO_FIT = 0.98  # probability, while nothing has run
-_MAX_REFUSED = 2
-_MAY_REPEAT = (
-    FailureKind.COMMUNICATION,
-    FailureKind.DEVICE_OOM,
-)  # smaller buckets may fit, although they differ in nothing else
-_LONGEST_STEPS, _MIN_S, _BUILD_S = 70, 6.0, 30.0
-_NEXT_SIZES = 2
+_MAX_REFUSED = 2  # structures that DeepSpeed refuses, after which their group is left out
+# Smaller buckets may fit, although they differ in nothing else.
+_MAY_REPEAT = (FailureKind.COMMUNICATION, FailureKind.DEVICE_OOM)
+_LONGEST_STEPS, _MIN_S, _BUILD_S = (
+    70,
+    6.0,
+    30.0,
+)  # steps of a measurement; seconds of all, of building an engine
+_NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
+_NUM_LEFT = 10  # unmeasured candidates that are reported
 _USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown
 
 _Costs = list[tuple[Candidate, float]]
@@ -75,33 +78,36 @@ class PredictSearch:
         self.predictor = Predictor(self.groups, given, options.metric)
         self.observations: dict[int, Observation] = {}
         self._effort = _THOROUGH if options.thorough else _USUAL
-        self._order: list[int] = []  # trials in the order in which they ended
-        self._forecasts: dict[int, dict[str, Any]] = {}
-        self._left: list[tuple[Candidate, float]] = []
-        self._barred: set[Structure] = set()
-        self._barred_groups: set[tuple[Any, ...]] = set()
+        self._forecasts: dict[int, dict[str, Any]] = {}  # trial -> prediction before it was measured
+        self._left: list[tuple[Candidate, float]] = []  # what could be measured next, and its likely gain
+        self._refused: set[Structure] = set()
+        self._refused_groups: set[tuple[Any, ...]] = set()
         self._skipped: set[Candidate] = set()
         self._acquisition = Acquisition(self.groups, self.predictor)
-        self._host_limit_bytes: float | None = None
+        self._host_limit_bytes: float | None = None  # what ran out of memory on the host
         self._is_finished = False
 
-    # ---- the contract ----------------------------------------------------------------------------
+    # ---- the contract of a method ----------------------------------------------------------------
 
     def start(self) -> list[Action]:
-        actions: list[Action] = [Note(text) for text in self.predictor.inputs.notes]
-        return [*actions, self._measure(self.space.own(), "your configuration")]
+        notes = map(Note, self.predictor.inputs.notes)
+        return [*notes, self._measure(self.space.own(), "your configuration")]
 
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
         if self._is_finished:
             return []
         candidate = self.observations[trial_id].candidate
-        self._learn(trial_id, candidate, outcome)
-        if isinstance(outcome, Failure) and outcome.kind.ends_search:
+        self.observations[trial_id] = Observation(candidate, outcome)
+        self.predictor.learn(candidate, outcome)
+        notes: list[Action] = []
+        if isinstance(outcome, Measured):
+            if candidate.is_own and self.predictor.info is not None:
+                notes += map(Note, log_lines(self.predictor.info, self.space))
+        elif outcome.kind.ends_search:
             return self._finish(f"{outcome.kind.value}: {outcome.message}")
-        actions: list[Action] = []
-        if candidate.is_own and isinstance(outcome, Measured) and self.predictor.info is not None:
-            actions += map(Note, log_lines(self.predictor.info, self.space))
-        return [*actions, *self._fill()]
+        else:
+            self._learn_failure(candidate, outcome.kind)
+        return [*notes, *self._fill()]
 
     def report_facts(self) -> ReportFacts:
         best = self.incumbent()
@@ -125,13 +131,13 @@ class PredictSearch:
         )
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
-        """Yield the bytes that larger micro batches lack, and its own if it failed."""
-        if observation.outcome is None:
+        """Yield the bytes that larger micro batches lack, or its own after an OOM."""
+        outcome, grid = observation.outcome, self.space.batch_size_grid
+        if outcome is None:
             return
-        ladder, outcome = self.space.batch_size_grid, observation.outcome
-        at = ladder.position(observation.candidate.batch.micro_batch_size)
-        has_run_out = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
-        for position in range(at + (not has_run_out), min(at + 1 + _NEXT_SIZES, ladder.last + 1)):
+        at = grid.position(observation.candidate.batch.micro_batch_size)
+        is_oom = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
+        for position in range(at + (not is_oom), min(at + 1 + _NEXT_SIZES, grid.last + 1)):
             one = self.space.candidate(structure_of(observation.candidate), position)
             margin, memory = self.predictor.margin_bytes(one), self.predictor.memory_of(one)
             if margin is not None and memory is not None:
@@ -144,34 +150,22 @@ class PredictSearch:
 
     # ---- learning --------------------------------------------------------------------------------
 
-    def _learn(self, trial_id: int, candidate: Candidate, outcome: Outcome) -> None:
-        self.observations[trial_id] = Observation(candidate, outcome)
-        self._order.append(trial_id)
-        self.predictor.learn(candidate, outcome)
-        if not isinstance(outcome, Failure) or outcome.kind is FailureKind.DEVICE_OOM:
-            return
-        if outcome.kind is FailureKind.HOST_OOM:
+    def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
+        """Leave out what fails whatever its memory: a structure, and then its group."""
+        if kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
             self._host_limit_bytes = min(needed, self._host_limit_bytes or needed)
+        if kind.is_out_of_memory:
             return
-        num_failed = sum(
-            one.candidate == candidate and isinstance(one.outcome, Failure)
-            for one in self.observations.values()
-        )
-        if outcome.kind is FailureKind.COMMUNICATION and num_failed == 1:
+        failed = [one for one in self.observations.values() if isinstance(one.outcome, Failure)]
+        if kind is FailureKind.COMMUNICATION and sum(one.candidate == candidate for one in failed) == 1:
             return
-        self._barred.add(structure_of(candidate))
+        self._refused.add(structure_of(candidate))
         group = self._group(candidate)
-        has_run = any(
-            isinstance(one.outcome, Measured) and self._group(one.candidate) == group
-            for one in self.observations.values()
-        )
-        num_barred = sum(self.groups.group(one) == group for one in self._barred)
-        if num_barred >= _MAX_REFUSED and not has_run:
-            self._barred_groups.add(group)
-
-    def _group(self, candidate: Candidate) -> tuple[Any, ...]:
-        return self.groups.group(structure_of(candidate))
+        has_run = any(self._group(one) == group for one in self._measured())
+        num_refused = sum(self.groups.group(one) == group for one in self._refused)
+        if num_refused >= _MAX_REFUSED and not has_run:
+            self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
         """Return identity -> measurements of candidates that DeepSpeed cannot tell apart."""
@@ -194,15 +188,20 @@ class PredictSearch:
         """
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
-        for trial_id in self._order:
-            one = self.observations[trial_id]
-            cost, group = self.predictor.cost(one.candidate, one.outcome), self._group(one.candidate)
+        for candidate, outcome in self.predictor.outcomes:
+            cost, group = self.predictor.cost(candidate, outcome), self._group(candidate)
             if cost is not None and cost * _PROGRESS < best:
                 number, best = 0, cost
             elif group in groups:
                 number += 1
             groups.add(group)
         return number if best < math.inf else 0
+
+    def _measured(self) -> list[Candidate]:
+        return [one.candidate for one in self.observations.values() if isinstance(one.outcome, Measured)]
+
+    def _group(self, candidate: Candidate) -> tuple[Any, ...]:
+        return self.groups.group(structure_of(candidate))
 
     def _identity(self, candidate: Candidate) -> tuple[Any, ...]:
         return self.groups.identity(candidate, self.predictor.num_params)
@@ -228,24 +227,27 @@ class PredictSearch:
         """Return the next measurement; append skipped candidates to ``actions``."""
         best = self.incumbent()
         for prediction in self._ranked(best, is_open):
-            verdict = self.filters.check(prediction.candidate, list(self.observations.values()))
-            if verdict is None:
-                return self._measure(prediction.candidate, self._why(prediction, best), prediction)
-            self._skipped.add(prediction.candidate)
-            if verdict.kind in ("illegal", "hopeless"):
-                actions.append(Skip(prediction.candidate, verdict.reason))
-        return self._smallest(best, is_open)
+            candidate = prediction.candidate
+            rejection = self.filters.check(candidate, list(self.observations.values()))
+            if rejection is None:
+                return self._measure(candidate, _why(prediction, best), prediction)
+            self._skipped.add(candidate)
+            if rejection.kind in ("illegal", "hopeless"):
+                actions.append(Skip(candidate, rejection.reason))
+        # Without predictions, the user's structure with the smallest micro batch is all that may fit.
+        smallest = self.space.smallest()
+        is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
+        if best is not None or is_open or not is_smaller or len(self.observations) > 1:
+            return None
+        return self._measure(smallest, "your structure with the smallest micro batch")
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
         """Return the candidates whose measurements are worth it, the most promising first."""
-        measured = [one.candidate for one in self.observations.values() if isinstance(one.outcome, Measured)]
-        tried = {
-            self._identity(one.candidate)
-            for one in self.observations.values()
-            if not isinstance(one.outcome, Failure) or one.outcome.kind not in _MAY_REPEAT
-        }
         found = self._acquisition.candidates(
-            self._positions(), self.predictor.fantasize(is_open), measured, None if best is None else best[1]
+            self._positions(),
+            self.predictor.fantasize(is_open),
+            self._measured(),
+            None if best is None else best[1],
         )
         if best is None:
             # Nothing has run yet: choose by the probability to fit, then by speed.
@@ -257,25 +259,25 @@ class PredictSearch:
             cost = max(best[1], known[0].cost) if known else best[1]
             # Predictions that disappointed are believed less and less.
             least = self._effort.least_worth * 2 ** (self._num_since_progress() / self._effort.patience)
-            pairs = [pair for pair in self._worths(found, measured, cost) if pair[1] >= least]
-        ranked = [
-            pair
-            for pair in sorted(pairs, key=lambda pair: -pair[1])
-            if self._may_measure(pair[0].candidate, tried)
-        ]
+            pairs = [pair for pair in self._worths(found, cost) if pair[1] >= least]
+        tried = {
+            self._identity(one.candidate)
+            for one in self.observations.values()
+            if not isinstance(one.outcome, Failure) or one.outcome.kind not in _MAY_REPEAT
+        }
+        pairs.sort(key=lambda pair: -pair[1])
+        ranked = [one for one, _ in pairs if self._may_measure(one.candidate, tried)]
         if best is not None:
             self._left = [
-                (one.candidate, cost / one.lower_confidence_bound(1.0) - 1) for one, _ in ranked[:10]
+                (one.candidate, cost / one.lower_confidence_bound(1.0) - 1) for one in ranked[:_NUM_LEFT]
             ]
-        return [one for one, _ in ranked]
+        return ranked
 
-    def _worths(
-        self, found: Sequence[Prediction], measured: Sequence[Candidate], cost: float
-    ) -> Iterator[tuple[Prediction, float]]:
+    def _worths(self, found: Sequence[Prediction], cost: float) -> Iterator[tuple[Prediction, float]]:
         failures = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
         num_failed = sum(failure.kind is FailureKind.DEVICE_OOM for failure in failures)
         sizes: dict[tuple[Any, ...], list[int]] = {}
-        for one in measured:
+        for one in self._measured():
             sizes.setdefault(self._group(one), []).append(one.batch.micro_batch_size)
         for prediction in found:
             candidate = prediction.candidate
@@ -284,33 +286,24 @@ class PredictSearch:
             yield prediction, (_NEW if is_new else 1.0) * worth(prediction, cost, num_failed)
 
     def _may_measure(self, candidate: Candidate, tried: set[tuple[Any, ...]]) -> bool:
+        limit = self._host_limit_bytes
         return (
             candidate not in self._skipped
-            and structure_of(candidate) not in self._barred
-            and self._group(candidate) not in self._barred_groups
+            and structure_of(candidate) not in self._refused
+            and self._group(candidate) not in self._refused_groups
             and self._identity(candidate) not in tried
-            and not self._is_too_large_for_host(candidate)
+            and not (limit and self.predictor.host_bytes(candidate) >= limit)
         )
 
     def _positions(self) -> Sequence[int]:
         if not self.space.batch_size_grid.is_free or self.predictor.capacity_bytes is not None:
             return positions(self.space)
-        ran = [one.candidate.batch for one in self.observations.values() if isinstance(one.outcome, Measured)]
-        return positions_near(self.space, ran)
-
-    def _smallest(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> Measure | None:
-        """Return the user's structure with the smallest micro batch, unpredicted."""
-        smallest = self.space.smallest()
-        is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
-        if best is not None or is_open or not is_smaller or len(self.observations) > 1:
-            return None
-        return self._measure(smallest, "your structure with the smallest micro batch")
+        return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
         """Return another measurement of one of the best until they separate."""
-        effort = self._effort
-        measured = self.measured_costs()
-        # Failures count too, so that a contender that fails is not ordered for ever.
+        effort, measured = self._effort, self.measured_costs()
+        # Failures count too, so that a contender that fails is not measured for ever.
         num_tried = Counter(self._identity(one.candidate) for one in self.observations.values())
         num_repeats = sum(num_tried[identity] - 1 for identity in measured)
         many = sorted(measured.values(), key=_mean_cost)[: effort.most_contenders]
@@ -324,6 +317,7 @@ class PredictSearch:
         return self._measure(fewest, f"one of the best {len(unsure) + 1}, which noise does not separate")
 
     def _are_separate(self, best: _Costs, other: _Costs) -> bool:
+        """Return whether two means differ by more than two standard errors."""
         widths = [
             one.outcome.value("half_width") or 1.96 * _USUAL_NOISE
             for one in self.observations.values()
@@ -331,18 +325,6 @@ class PredictSearch:
         ]
         deviation = statistics.median(widths) / 1.96 * math.sqrt(1 / len(best) + 1 / len(other))
         return _mean_cost(other) / _mean_cost(best) - 1 > 2 * deviation
-
-    def _is_too_large_for_host(self, candidate: Candidate) -> bool:
-        limit = self._host_limit_bytes
-        return limit is not None and limit > 0 and self.predictor.host_bytes(candidate) >= limit
-
-    @staticmethod
-    def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
-        if best is None:
-            is_sure = prediction.probability_to_fit >= _SURE_TO_FIT
-            return "predicted to fit" if is_sure else "the smallest prediction"
-        likely, bound = best[1] / prediction.cost - 1, best[1] / prediction.lower_confidence_bound(2.0) - 1
-        return f"predicted {likely:+.1%}, at best {bound:+.1%}"
 
     def _measure(self, candidate: Candidate, why: str, prediction: Prediction | None = None) -> Measure:
         trial_id = len(self.observations) + 1
@@ -367,6 +349,14 @@ class PredictSearch:
     def _finish(self, reason: str) -> list[Action]:
         self._is_finished = True
         return [Finish(reason, self.incumbent() is None)]
+
+
+def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
+    if best is None:
+        is_sure = prediction.probability_to_fit >= _SURE_TO_FIT
+        return "predicted to fit" if is_sure else "the smallest prediction"
+    likely, bound = best[1] / prediction.cost - 1, best[1] / prediction.lower_confidence_bound(2.0) - 1
+    return f"predicted {likely:+.1%}, at best {bound:+.1%}"
 
 
 def _mean_cost(costs: _Costs) -> float:

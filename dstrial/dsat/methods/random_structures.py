@@ -83,7 +83,7 @@ class BinarySearch:
     # ---- what the other methods decide differently -----------------------------------------------
 
     def choose(self) -> Lineage:
-        """Return the lineage of the next trial, neither closed nor open; may draw a new one."""
+        """Return the lineage of the next trial, neither closed nor open."""
         waiting = self._waiting()
         return waiting[0] if waiting else self.new_lineage(self.space.stages)
 
@@ -99,7 +99,7 @@ class BinarySearch:
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range by a score, None if it did not fit, or close the lineage."""
+        """Narrow a lineage's range by a score, None if it did not fit, or close it."""
         if value is None:
             lineage.high = position - 1
         else:
@@ -206,7 +206,7 @@ class BinarySearch:
         return self._finish(f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}")
 
     def _fill(self) -> list[Action]:
-        """Return new measurements up to the limit of parallel ones, else the end of the search."""
+        """Return measurements up to the limit of parallel ones, else the end."""
         actions: list[Action] = []
         num_open = sum(1 for observation in self.observations.values() if observation.outcome is None)
         for _ in range(_MAX_SKIPPED):
@@ -254,7 +254,7 @@ class BinarySearch:
 
 
 class AshaSearch(BinarySearch):
-    """Binary searches that have to earn their trials by asynchronous successive halving.
+    """Binary searches that earn their trials by asynchronous successive halving.
 
     The resource is the number of trials of a lineage: rung *i* is complete after *r* x *eta* ^ (*s* + *i*) trials, or
     when nothing of the range is left. One of *eta* lineages that completed a rung goes on to the next.

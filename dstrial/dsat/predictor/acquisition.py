@@ -80,7 +80,7 @@ class _Descent:
         self.seen: dict[Candidate, Prediction] = {}
 
     def run(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Descend from a group's best start; return the end, None if the group is hopeless."""
+        """Return where a descent from the best start ends; None if it is hopeless."""
         places = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
         at: _Place | None = None
         for stds in _BOUNDS:
@@ -105,7 +105,7 @@ class _Descent:
         return min(fitting, key=lambda one: one[0].cost, default=None)
 
     def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
-        """Return the best change of one knob, maybe with the micro batch; None without a gain."""
+        """Return the best change of one knob, maybe with the micro batch, if it gains."""
         structure = structure_of(at.candidate)
         others = self._groups.moves(structure, self._predictor.num_params)
         changes = [(structure, idx + step) for step in (-1, 1, 2)]

@@ -20,7 +20,7 @@ _ALL_UP_TO, _SHARES = 32, 16
 
 
 class ConfigGroups:
-    """The structures of a space and their groups, cached; a CPU has nowhere to offload to."""
+    """Groups the structures of a space; a CPU has nowhere to offload to."""
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
         self.space = space
@@ -77,7 +77,7 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Return whether DeepSpeed accepts a structure and all of its settings have effect."""
+        """Return whether DeepSpeed accepts a structure, and all settings have effect."""
         checked = _without_sizes(structure)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None

@@ -17,12 +17,16 @@ from dstrial.engine.dryrun.values import Collective, DryRunResult, Line
 ASSUMED_LAYERS = 50
 """Modules with parameters of one size, where they are not counted."""
 
-
-_SIZES = (
-    *("reduce_elements", "gather_elements", "prefetch_elements", "persistent_elements"),
-    *("live_elements", "reuse_elements", "group_elements"),
-)
-
+_SIZES = {
+    "reduce_elements": ("reduce_bucket_size", 5e8),
+    "gather_elements": ("allgather_bucket_size", 5e8),
+    "prefetch_elements": ("stage3_prefetch_bucket_size", 5e7),
+    "persistent_elements": ("stage3_param_persistence_threshold", 1e5),
+    "live_elements": ("stage3_max_live_parameters", 1e9),
+    "reuse_elements": ("stage3_max_reuse_distance", 1e9),
+    "group_elements": ("sub_group_size", 1e9),
+}
+"""Feature -> DeepSpeed's key, and its default."""
 _KNOBS = (
     *_SIZES,
     *("host_share", "is_overlapping", "is_contiguous", "has_reduce_scatter", "is_round_robin"),
@@ -56,30 +60,24 @@ class ZeroFeatures:
     ) -> ZeroFeatures:
         zero = effective.get(ZERO) or {}
         stage = int(zero.get("stage") or 0)
-        on_host = _device(zero, "offload_optimizer") != "none" and stage > 0
-        ratio = float((zero.get("offload_optimizer") or {}).get("ratio") or 1.0) if on_host else 0.0
+        optimizer, params = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
+        is_on_host = stage > 0 and (optimizer.get("device") or "none") != "none"
         overlap = zero.get("overlap_comm")
-
-        def size(name: str, default: float) -> float:
-            return default if zero.get(name) is None else float(zero[name])
-
+        sizes = {
+            name: default if zero.get(key) is None else float(zero[key])
+            for name, (key, default) in _SIZES.items()
+        }
         return cls(
             stage=stage,
             replicas=replicas,
-            reduce_elements=size("reduce_bucket_size", 5e8),
-            gather_elements=size("allgather_bucket_size", 5e8),
             is_overlapping=stage == 3 if overlap is None else bool(overlap),
-            host_share=ratio,
-            has_host_params=stage == 3 and _device(zero, "offload_param") != "none",
+            host_share=float(optimizer.get("ratio") or 1.0) if is_on_host else 0.0,
+            has_host_params=stage == 3 and (params.get("device") or "none") != "none",
             bytes_per_value=bytes_per_value,
             is_contiguous=bool(zero.get("contiguous_gradients", True)),
             has_reduce_scatter=bool(zero.get("reduce_scatter", True)),
-            prefetch_elements=size("stage3_prefetch_bucket_size", 5e7),
-            persistent_elements=size("stage3_param_persistence_threshold", 1e5),
-            live_elements=size("stage3_max_live_parameters", 1e9),
-            reuse_elements=size("stage3_max_reuse_distance", 1e9),
-            group_elements=size("sub_group_size", 1e9),
             is_round_robin=stage in (1, 2) and bool(zero.get("round_robin_gradients")),
+            **sizes,
         )
 
     @property
@@ -102,7 +100,7 @@ class ZeroFeatures:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the gradient buckets: two with overlap in stages 1, 2, else one.
+        """Bytes of gradient buckets: two with overlap in stages 1 and 2, else one.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """
@@ -122,10 +120,6 @@ class ZeroFeatures:
         return min(0.5 * self.reuse_elements, self.live_elements, 0.9 * parameters)
 
 
-def _device(zero: Mapping[str, Any], section: str) -> str:
-    return str((zero.get(section) or {}).get("device") or "none")
-
-
 # ---- time ------------------------------------------------------------------------------------
 
 PARTS = (
@@ -142,27 +136,24 @@ PARTS = (
     "host_copies",
     "pressure",
 )
-"""Matrix products; what they take longer for not filling the device; operations as such, as far as the device waits for them;
-bytes of parameters and of gradients in collectives and their calls, as far as nothing can hide them; what of others is not
-hidden all the same; gradients copied to buckets; the optimizer on the device and on the host; copies between the two; what
-passes take longer where memory is nearly full (``StepParts.pressed``)."""
+"""Matrix products; what small ones lose by not filling the device; operations as such, as far as the device waits for them;
+bytes of parameters and of gradients in collectives, and their calls, as far as nothing can hide them; communication that could
+be hidden but is not; gradients copied to buckets; the optimizer on the device and on the host; copies between the two; what
+passes lose where memory is nearly full (``StepParts.pressed``)."""
 
 PHASES = ("forward", "backward", "step")
-"""Where measurements tell times apart."""
+"""Phases that are timed apart."""
 
 _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
-_FILLING_TOKENS, _FILLING_SHARE = 512.0, 0.25
-"""Tokens, or the share of a record where there are none, whose products fit into the time for which a device is not full."""
-_MAX_HIDDEN = 0.9
-"""Of computing, beside which something else can run."""
-_MIN_OVERHEAD, _UNSTREAMED = 0.1, 0.3
-_STEP_SHARE = 0.35
-"""Of the operations of a step without accumulation, the optimizer's share."""
-_COPIED_IN, _COPIED_OUT = 2.0, 0.8
-"""How often gradients are moved in memory with contiguous gradients and without."""
-_FULL = 0.9
-"""Share of the device's memory from which on its allocator begins to give back and ask anew; assumed."""
+_FILLING_TOKENS = 512.0  # a micro batch loses the time of so many tokens by not filling the device
+_FILLING_SHARE = 0.25  # the same as a share of a record, where there are no tokens
+_MAX_HIDDEN = 0.9  # share of computing that communication can overlap
+_MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
+_UNSTREAMED = 0.3  # share of prefetching that works without ``overlap_comm``
+_STEP_SHARE = 0.35  # the optimizer's share of the operations of a step without accumulation
+_COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguous gradients, and without
+_FULL = 0.9  # share of the device's memory above which its allocator frees and allocates again; assumed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,7 +184,7 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return where a step's time goes; ``ran`` was dry-run, ``setup`` is asked for."""
+    """Return where the time of a step with ``setup`` goes; ``ran`` was dry-run."""
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
@@ -214,31 +205,47 @@ def step_parts(
     on_host = owned * setup.host_share
     often = accumulation if setup.stage >= 2 else 1
     down, up = _offload_s(machine, setup.bytes_per_value, on_host, often, backward_s)
-    copies = 0.0
-    if setup.stage:
-        moves = _COPIED_IN if setup.is_contiguous else _COPIED_OUT
-        copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s
-        copies *= often
+    moves = (_COPIED_IN if setup.is_contiguous else _COPIED_OUT) if setup.stage else 0.0
+    copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s * often
     on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
     on_host_s = on_host * _STATE_BYTES / machine.host_bytes_per_s
     if 0 < setup.host_share < 1:  # both shares of the optimizer run at the same time
         on_host_s = max(on_host_s - on_device_s, 0.0)
-    unhidden = [gathers[0].unhidden_s, gathers[1].unhidden_s + reduce.unhidden_s]
     phases = (
-        (
-            forward_s, filling / 3, overheads[0], gathers[0].moved_s, 0.0,
-            gathers[0].called_s, unhidden[0], 0.0, 0.0, 0.0, fetches[0], 0.0,
+        _phase(
+            compute=forward_s,
+            unfilled=filling / 3,
+            overhead=overheads[0],
+            transfer=gathers[0].moved_s,
+            calls=gathers[0].called_s,
+            unhidden=gathers[0].unhidden_s,
+            host_copies=fetches[0],
         ),
-        (
-            backward_s, filling * 2 / 3, overheads[1], gathers[1].moved_s, reduce.moved_s,
-            reduce.called_s + gathers[1].called_s, unhidden[1], copies, 0.0, 0.0, fetches[1] + down, 0.0,
+        _phase(
+            compute=backward_s,
+            unfilled=filling * 2 / 3,
+            overhead=overheads[1],
+            transfer=gathers[1].moved_s,
+            reduce=reduce.moved_s,
+            calls=reduce.called_s + gathers[1].called_s,
+            unhidden=gathers[1].unhidden_s + reduce.unhidden_s,
+            gradient_copies=copies,
+            host_copies=fetches[1] + down,
         ),
-        (
-            0.0, 0.0, overheads[2], stepped[0], 0.0, stepped[1], 0.0, 0.0,
-            on_device_s, on_host_s, up, 0.0,
+        _phase(
+            overhead=overheads[2],
+            transfer=stepped[0],
+            calls=stepped[1],
+            optimizer=on_device_s,
+            host_optimizer=on_host_s,
+            host_copies=up,
         ),
-    )  # fmt: skip
+    )
     return StepParts(phases)
+
+
+def _phase(**seconds: float) -> tuple[float, ...]:
+    return tuple(seconds.get(part, 0.0) for part in PARTS)
 
 
 def _gathers(
@@ -379,14 +386,12 @@ MEMORY_PARTS = (
     "overlapped",
     "held",
 )
-"""What lives between steps; what lives for a while whatever the micro batch, where gradients are whole, where they are divided
-(from stage 2 on), and where they are on their way to the host; what grows with the micro batch in forward, and in all other
-phases; the bucket of gradients, and those that overlapping adds; parameters that stages hold on to because their knobs let
-them."""
-_OVERLAPPED_STAGE_3 = 0.5
-_GATHERED = 0.5
-_WORTH_LOOKING = 0.6
-"""Phases whose peak is below this share of the greatest are no peak, whatever is learned."""
+"""What lives between steps; temporary bytes that do not depend on the micro batch, where gradients are whole, where they are
+divided (from stage 2 on), and where they are copied to the host; what grows with the micro batch in forward, and in all other
+phases; the bucket of gradients, and those that overlapping adds; gathered parameters that a stage keeps, as its knobs allow."""
+_OVERLAPPED_STAGE_3 = 0.5  # buckets that overlapping adds in stage 3
+_GATHERED = 0.5  # share of an all-gather bucket that is alive at the peak of a step
+_MIN_SHARE = 0.6  # of the greatest peak, below which a phase cannot become the greatest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -413,7 +418,7 @@ def peak_parts(
         line = max(each.lines, key=lambda one: one.at(micro_batch_size))
         found.append(PeakParts(each.phase, _split(run, setup, ran, each.phase, line, micro_batch_size)))
     found.sort(key=lambda one: -one.total_bytes)
-    return [one for one in found if one.total_bytes >= _WORTH_LOOKING * found[0].total_bytes]
+    return [one for one in found if one.total_bytes >= _MIN_SHARE * found[0].total_bytes]
 
 
 def _split(
@@ -440,14 +445,15 @@ def _split(
         others = max(others + 4.0 * change, 0.0)
     grown = max(line.per_record, 0.0) * micro_batch_size
     kept, grown = (grown, 0.0) if phase == "forward" else (0.0, grown)
-    whole = divided = offloading = 0.0
     if setup.stage >= 2:
-        divided = others
+        kind = "others_divided"
     elif setup.host_share and phase != "init":
-        offloading = others
+        kind = "others_offloading"
     else:
-        whole = others
-    return max(state + moved, 0.0), whole, divided, offloading, kept, grown, buckets, overlapped, held
+        kind = "others"
+    parts = {"state": max(state + moved, 0.0), kind: others, "kept": kept, "grown": grown}
+    parts |= {"buckets": buckets, "overlapped": overlapped, "held": held}
+    return tuple(parts.get(part, 0.0) for part in MEMORY_PARTS)
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:

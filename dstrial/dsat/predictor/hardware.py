@@ -7,11 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-METRIC_PREFIX = "machine_"
-"""Begins the names under which a measuring trial reports what it found out about its machine."""
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-"""Collectives that are timed; others are taken for one of them."""
+METRIC_PREFIX = "machine_"  # of the metrics with which a measuring trial describes its machine
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # that are timed; others count as one of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """One rank's share of a machine, all ranks being at work."""
+    """One rank's share of a machine with all ranks busy."""
 
     flops_per_s: float
     operation_s: float  # an operation of torch that does almost nothing
@@ -39,7 +36,7 @@ class Machine:
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:
-        """Return a collective's link; a broadcast and the like move what all_gather moves."""
+        """Return a collective's link; others than those timed have that of all_gather."""
         known = self.collectives.get(kind) or self.collectives.get("all_gather")
         return known if known is not None else Link(0.0, math.inf)
 
@@ -102,8 +99,7 @@ DEVICES: dict[str, Device] = {
 }
 """Source: data sheets of the makers; without sparsity."""
 
-_REACHED = 0.7
-"""Share of a published rate that large matrix products, copies and collectives reach; assumed."""
+_REACHED = 0.7  # share of a published rate that large operations reach; assumed
 _HIDDEN_ON_DEVICES = 0.7
 _OPERATION_S = 6e-6
 _CALL_S = 12e-6

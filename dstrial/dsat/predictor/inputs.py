@@ -1,4 +1,4 @@
-"""What predictions start from: dry runs and how they are requested; the model as measured. Imports no torch."""
+"""Inputs of predictions: dry runs, the model as measured. Imports no torch."""
 
 from __future__ import annotations
 

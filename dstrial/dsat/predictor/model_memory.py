@@ -1,4 +1,4 @@
-"""Where a model's memory goes, and whether it needs several devices; pure."""
+"""Where a model's memory goes, for ``dstrial memory``. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from dstrial.engine.dryrun.values import DryRunResult
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+_REMEDIES = {
+    "parameters": "ZeRO stage 3 divides them",
+    "gradients": "ZeRO stage 2 divides them",
+    "optimizer": "ZeRO stage 1 divides it, and offload_optimizer takes it to the host",
+    "activations": "a smaller micro batch or activation checkpointing takes less",
+    "buffers": "reduce_bucket_size, allgather_bucket_size and, with ZeRO stage 3, sub_group_size set the engine's",
+}
 _GIB = 2**30
-_SMALL_PARAMETERS = 50_000_000
+_SMALL_PARAMETERS = 50_000_000  # a model with fewer is shown in MiB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """A model on so many devices, or a stage of it."""
+    """A model, or a stage of its pipeline, on a number of devices."""
 
     num_slots: int
     micro_batch_size: int  # of one device
@@ -23,12 +30,12 @@ class Placement:
     stage: int | None = None  # of a pipeline
 
     @property
-    def peak_bytes(self) -> float | None:
-        """The most bytes alive at once on one device, as torch allocates them."""
-        return None if self.run is None else self.run.device.peak(self.micro_batch_size)
+    def peak_bytes(self) -> float:
+        """The most bytes of tensors alive at once on one device; 0 if unknown."""
+        return 0.0 if self.run is None else self.run.device.peak(self.micro_batch_size)
 
     def parts(self) -> dict[str, float]:
-        """Return bytes of one device at its peak by what they are, and those on the host.
+        """Return bytes of one device at its peak by part, and those on the host.
 
         Activations are the bytes that grow with the micro batch where the peak lies. Of the rest, beside weights and optimizer,
         gradients are as many as there ever are. Buffers are the remainder: of modules, of operations, and of the engine for
@@ -36,35 +43,24 @@ class Placement:
         """
         if self.run is None:
             return {}
-        peak = self.run.device.peak(self.micro_batch_size)
-        kept = {name: float(self.run.device_parts.get(name, 0)) for name in ("parameters", "optimizer")}
-        phase = self.run.device.peak_phase(self.micro_batch_size)
-        lines = next(each.lines for each in self.run.device.phases if each.phase == phase)
-        slope = max(lines, key=lambda line: line.at(self.micro_batch_size)).per_record
-        grown = max(0.0, slope * self.micro_batch_size)
-        rest = max(0.0, peak - sum(kept.values()) - grown)
-        gradients = min(float(self.run.device_parts.get("gradients", 0)), rest)
-        return {
-            "parameters": kept["parameters"],
-            "gradients": gradients,
-            "optimizer": kept["optimizer"],
-            "activations": grown,
-            "buffers": rest - gradients,
-            "peak": peak,
-            "host": self.run.host.peak(self.micro_batch_size),
-        }
+        device, size, peak = self.run.device, self.micro_batch_size, self.peak_bytes
+        params, gradients, optimizer = (float(self.run.device_parts.get(name, 0)) for name in PARTS[:3])
+        lines = next(each.lines for each in device.phases if each.phase == device.peak_phase(size))
+        slope = max(lines, key=lambda line: line.at(size)).per_record
+        activations = max(0.0, slope * size)
+        rest = max(0.0, peak - (params + optimizer) - activations)
+        gradients = min(gradients, rest)
+        sizes = params, gradients, optimizer, activations, rest - gradients
+        return {**dict(zip(PARTS, sizes, strict=True)), "peak": peak, "host": self.run.host.peak(size)}
 
     def largest(self) -> dict[str, float]:
         """Return bytes of one device by part, each at its largest, and their peak."""
         if self.run is None:
             return {}
-        activations = self.run.activations
         found = {name: float(value) for name, value in self.run.device_parts.items()}
-        if activations is not None:
-            found["activations"] = activations.at(self.micro_batch_size)
-        return {name: found[name] for name in PARTS if name in found} | {
-            "peak": self.run.device.peak(self.micro_batch_size)
-        }
+        if self.run.activations is not None:
+            found["activations"] = self.run.activations.at(self.micro_batch_size)
+        return {name: found[name] for name in PARTS if name in found} | {"peak": self.peak_bytes}
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
@@ -75,39 +71,29 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
     known = _largest_stages(placements)
     if not known:
         return [f"It cannot be told: {placements[0].problem}"] if placements else []
-    fitting = [one for one in known if (one.peak_bytes or 0.0) <= capacity_bytes]
+    fitting = [one for one in known if one.peak_bytes <= capacity_bytes]
     first, run = known[0], known[0].run
     assert run is not None
     size = f"{_count(run.parameters)} parameters, {_count(run.trainable_parameters)} of them trained"
     if first.stage is not None:
         size = f"{size}, in stage {first.stage}, which needs most"
-    need = (
-        f"{size}: with {deepspeed} a device needs {_gib(first.peak_bytes)} at {first.num_slots} device(s), and has "
-        f"{_gib(capacity_bytes)}."
-    )
+    numbers = [one.num_slots for one in known]
     if not fitting:
-        asked = ", ".join(str(one.num_slots) for one in known)
-        verdict = f"Several devices alone do not help: none of {asked} is enough."
+        verdict = f"Several devices alone do not help: none of {', '.join(map(str, numbers))} is enough."
     elif fitting[0].num_slots == 1:
         verdict = "One device is enough; more of them train faster, not more."
-    else:
+    elif 1 in numbers:
         verdict = f"One device is not enough; {fitting[0].num_slots} are."
-        if 1 not in [one.num_slots for one in known]:
-            verdict = f"{fitting[0].num_slots} devices are enough; one was not asked for."
+    else:
+        verdict = f"{fitting[0].num_slots} devices are enough; one was not asked for."
     chosen = fitting[0] if fitting else known[-1]
     parts = {name: value for name, value in chosen.parts().items() if name in PARTS}
     most = max(parts, key=lambda name: parts[name])
-    remedy = {
-        "parameters": "ZeRO stage 3 divides them",
-        "gradients": "ZeRO stage 2 divides them",
-        "optimizer": "ZeRO stage 1 divides it, and offload_optimizer takes it to the host",
-        "activations": "a smaller micro batch or activation checkpointing takes less",
-        "buffers": "reduce_bucket_size, allgather_bucket_size and, with ZeRO stage 3, sub_group_size set the engine's",
-    }[most]
     return [
         verdict,
-        need,
-        f"Most of it at {chosen.num_slots} device(s): {most}, {_gib(parts[most])}; {remedy}.",
+        f"{size}: with {deepspeed} a device needs {_gib(first.peak_bytes)} at {first.num_slots} device(s), and has "
+        f"{_gib(capacity_bytes)}.",
+        f"Most of it at {chosen.num_slots} device(s): {most}, {_gib(parts[most])}; {_REMEDIES[most]}.",
     ]
 
 
@@ -116,53 +102,34 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
-    return [
-        max(stages, key=lambda one: one.peak_bytes or 0.0)
-        for stages in by_slots.values()
-        if all(one.run is not None for one in stages)
-    ]
+    known = [stages for stages in by_slots.values() if all(one.run is not None for one in stages)]
+    return [max(stages, key=lambda one: one.peak_bytes) for stages in known]
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
-    """Return the table, in ``table_unit`` a device; ranks of a stage are alike."""
-    divisor = {"GiB": _GIB, "MiB": _GIB // 1024}[table_unit(placements)]
+    """Return the lines of a table in ``table_unit`` a device."""
+    divisor = _GIB if table_unit(placements) == "GiB" else _GIB // 1024
     has_stages = any(one.stage is not None for one in placements)
-    heads = [
-        "devices",
-        *(["stage"] if has_stages else []),
-        "micro batch",
-        *PARTS,
-        "peak",
-        "of device",
-        "host",
-    ]
+    heads = ["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "of device", "host"]
     rows = [heads]
     for one in placements:
         parts = one.parts()
         if not parts:
             rows.append([str(one.num_slots), one.problem or "unknown"])
             continue
+        sizes = [_cell(parts[name] / divisor) for name in (*PARTS, "peak")]
         share = f"{100 * parts['peak'] / capacity_bytes:.0f} %"
-        cells = [_cell(parts[name] / divisor) for name in (*PARTS, "peak")]
-        stage = [str(one.stage)] if has_stages else []
-        rows.append(
-            [
-                str(one.num_slots),
-                *stage,
-                str(one.micro_batch_size),
-                *cells,
-                share,
-                _cell(parts["host"] / divisor),
-            ]
-        )
-    widths = [max(len(row[idx]) for row in rows if len(row) == len(heads)) for idx in range(len(heads))]
-    lines = []
-    for row in rows:
-        if len(row) < len(heads):
-            lines.append(f"{row[0]:>{widths[0]}}  {row[1]}")
-        else:
-            lines.append("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
-    return lines
+        first = [str(one.num_slots), *[str(one.stage)] * has_stages, str(one.micro_batch_size)]
+        rows.append([*first, *sizes, share, _cell(parts["host"] / divisor)])
+    full = [row for row in rows if len(row) == len(heads)]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    # The problem of a failed placement spans the other columns.
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        if len(row) == len(heads)
+        else f"{row[0]:>{widths[0]}}  {row[1]}"
+        for row in rows
+    ]
 
 
 def table_unit(placements: Sequence[Placement]) -> str:
@@ -178,12 +145,8 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _gib(num_bytes: float | None) -> str:
-    return "?" if num_bytes is None else f"{_number(num_bytes)} GiB"
-
-
-def _number(num_bytes: float) -> str:
-    return _cell(num_bytes / _GIB)
+def _gib(num_bytes: float) -> str:
+    return f"{_cell(num_bytes / _GIB)} GiB"
 
 
 def _cell(number: float) -> str:

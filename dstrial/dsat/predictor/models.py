@@ -33,16 +33,17 @@ _STEP_FACTORS: dict[str, tuple[float, float]] = {
 }
 """Mean and relative standard deviation of each part's factor before anything was measured: models reach about two thirds of
 what large matrix products do, optimizers read their state more than once. Assumed."""
-_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05
+# Standard deviations of effects, relative.
+_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # the slope: of an eightfold micro batch
 _KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01
-_TREND, _USUAL_SIZE = 0.008, 1e8  # of ten times the elements
+_TREND, _USUAL_SIZE = 0.008, 1e8  # of tenfold the elements
 _UNKNOWN_SETTING = 0.06
-_PHASE_NOISE = 0.001  # of the whole step: a phase is measured with the device synchronised at its edges
+_PHASE_NOISE = 0.001  # of the whole step: the device is synchronised at the edges of a phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePoint:
-    """A configuration whose time is measured or wanted."""
+    """A configuration as the time model sees it."""
 
     parts: StepParts
     group: tuple[Any, ...]  # the stage first; configurations of a group share errors
@@ -105,14 +106,13 @@ class Timing:
     point: TimePoint
     seconds: float
     noise: float  # relative
-    # seconds, as far as they were told apart
-    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds of those measured
 
 
 class StepModel:
     """Predicts step times from measured ones, in any order.
 
-    With ``is_scaled`` nothing is known of the machine but the proportions of its rates.
+    With ``is_scaled`` only the proportions of the machine's rates are known.
     """
 
     def __init__(self, timings: Sequence[Timing] = (), *, is_scaled: bool = False) -> None:
@@ -168,11 +168,12 @@ _MEMORY_UNKNOWN_SETTING, _MEMORY_SLOPE = 0.1, 0.015
 _MEMORY_NOISE = 0.004
 _SCATTERED = 0.03  # share that gradients which are not contiguous leave unusable between them
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
-"""Beyond ``_MAX_WASTE`` of what is needed, half of what the allocator holds could be given back."""
-_NEAR = 0.85
-"""What needs this share of what ran out of memory may do so, too, unless more of its group has run."""
+"""Of waste above ``_MAX_WASTE``, half could be freed by the allocator."""
+_NEAR = (
+    0.85  # share of the bytes that ran out of memory above which others are expected to, unless more has run
+)
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
-"""Phases that a measurement tells apart, and those of a dry run that lie in them."""
+"""Phase of a measurement -> phases of a dry run within it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class DeviceMemory:
 
     @classmethod
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
-        """Return a CPU: its allocator rounds to 64 bytes, collectives hold on to buffers."""
+        """Return a CPU: its allocator rounds to 64 bytes, collectives keep buffers."""
         return cls(capacity_bytes, waste=0.005, log_std=0.03)
 
     @classmethod
@@ -224,7 +225,7 @@ class MemoryPrediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A configuration whose memory is measured or wanted."""
+    """A configuration as the memory model sees it."""
 
     peaks: tuple[PeakParts, ...]  # of its phases, the greatest first, as dry-run
     group: tuple[Any, ...]
@@ -251,21 +252,20 @@ class MemoryPoint:
 
 
 class MemoryModel:
-    """Learns and predicts peaks; equal evidence in equal order gives equal results."""
+    """Learns and predicts peaks; equal outcomes in equal order give equal results."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self.device = device
         self._samples: list[Sample] = []
         self._errors: list[Row] = []
-        self._min_failed_bytes: dict[
-            tuple[Any, ...], float
-        ] = {}  # group -> dry-run bytes of what ran out of memory
+        # group -> dry-run bytes of what ran out of memory, and of what ran
+        self._min_failed_bytes: dict[tuple[Any, ...], float] = {}
         self._max_run_bytes: dict[tuple[Any, ...], float] = {}
         self._wastes: list[float] = []
         self._regression: Regression | None = None
 
     def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
-        """Take measured peaks of tensors, by phase and of ``all``.
+        """Add measured peaks of tensors, by phase and of ``all``.
 
         ``reserved_bytes`` is the most that the allocator held.
         """
@@ -273,21 +273,21 @@ class MemoryModel:
         if point.peaks:
             most = max(self._max_run_bytes.get(point.group, 0.0), point.peaks[0].total_bytes)
             self._max_run_bytes[point.group] = most
-        told = [
+        known = [
             (peak, phases[name])
             for name, where in _MEASURED_PHASES.items()
             if phases.get(name) and (peak := point.peak_in(where)) is not None
         ]
-        if not told and whole and point.peaks:
-            told = [(point.peaks[0], whole)]
-        self._samples += [Sample(point.row(peak), value, _MEMORY_NOISE) for peak, value in told]
+        if not known and whole and point.peaks:
+            known = [(point.peaks[0], whole)]
+        self._samples += [Sample(point.row(peak), value, _MEMORY_NOISE) for peak, value in known]
         if whole and reserved_bytes and reserved_bytes >= whole:
             waste = math.log(reserved_bytes / whole) - (_SCATTERED if point.is_scattered else 0.0)
             self._wastes.append(min(waste, _MAX_WASTE) + _BEYOND * max(waste - _MAX_WASTE, 0.0))
         self._regression = None
 
     def ran_out(self, point: MemoryPoint, phase: str) -> None:
-        """Take an out-of-memory error in a measured, dry-run or unknown phase."""
+        """Add an out-of-memory error in a measured, dry-run or unknown phase."""
         peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or (
             point.peaks[0] if point.peaks else None
         )

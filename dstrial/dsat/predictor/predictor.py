@@ -26,8 +26,8 @@ from dstrial.dsat.predictor.models import (
 from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
-_UNKNOWN_NOISE = 0.01
-_MAX_SPREAD = 0.15  # by which a cost may be hoped to be lower: no part of it takes less than nothing
+_UNKNOWN_NOISE = 0.01  # relative, of a measurement whose interval is unknown
+_MAX_SPREAD = 0.15  # standard deviation of the log cost above which a lower cost is not believed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """What is known of a structure, whatever its micro batch."""
+    """The facts about a structure that its micro batches share."""
 
     run: DryRunResult
     setup: ZeroFeatures
@@ -99,14 +99,14 @@ class Predictor:
     # ---- learning --------------------------------------------------------------------------------
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take how a measurement ended."""
+        """Learn from the outcome of a measurement."""
         self.outcomes.append((candidate, outcome))
         if isinstance(outcome, Measured):
             if self.machine is None:
                 self.machine = Machine.from_metrics(outcome.metrics)
                 self._parts.clear()
             self.info = self.info or ModelInfo.from_measured(outcome)
-            # What is measured replaces what an out-of-memory error let guess.
+            # A measured capacity replaces the guess of an out-of-memory error.
             self.capacity_bytes = (
                 self.inputs.capacity_bytes or outcome.value("device_memory_bytes") or self.capacity_bytes
             )
@@ -119,7 +119,7 @@ class Predictor:
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
-        """Return the time model as if configurations had measured their predictions."""
+        """Return the time model as if configurations measured what is predicted."""
         points = [point for one in candidates if (point := self.time_point(one)) is not None]
         if not points:
             return self.time
@@ -132,7 +132,7 @@ class Predictor:
     # ---- predicting ------------------------------------------------------------------------------
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
-        """Return predictions, without the configurations of which nothing is known."""
+        """Return predictions of the configurations that were dry-run."""
         self._predict_memory(candidates)
         known = [(one, point) for one in candidates if (point := self.time_point(one)) is not None]
         found = (time or self.time).predict([point for _, point in known], self._phase)
@@ -145,9 +145,28 @@ class Predictor:
 
     def time_point(self, candidate: Candidate) -> TimePoint | None:
         """Return where a configuration's time goes; None if it was not dry-run."""
-        if candidate not in self._points:
-            self._points[candidate] = self._new_time_point(candidate)
-        return self._points[candidate]
+        if candidate in self._points:
+            return self._points[candidate]
+        view, batch = self._view(candidate), candidate.batch
+        if view is None:
+            self._points[candidate] = None
+            return None
+        parts = self._parts.get(candidate)
+        if parts is None:
+            parts = self._parts[candidate] = step_parts(
+                view.run,
+                self.machine or unknown_machine(self.space.replicas, is_cpu=self.inputs.is_cpu),
+                view.setup,
+                view.ran,
+                micro_batch_size=batch.micro_batch_size,
+                accumulation=batch.accumulation,
+            )
+        memory = self.memory_of(candidate)
+        if memory is not None and self.capacity_bytes is not None:
+            parts = parts.pressed(memory.median_bytes / self.capacity_bytes)
+        point = TimePoint(parts, view.group, view.knobs, batch.micro_batch_size, view.extras)
+        self._points[candidate] = point
+        return point
 
     def memory_of(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the peak of a configuration; None if nothing is known of it."""
@@ -177,20 +196,23 @@ class Predictor:
     def explain(self, prediction: Prediction) -> dict[str, Any]:
         """Return a prediction as JSON values, with parts of its time and bytes of phases."""
         memory = prediction.memory
-        result: dict[str, Any] = {
-            "median_s": prediction.time.median_s,
-            "spread": prediction.time.log_std,
-            "parts": self.parts(prediction.candidate),
-            "probability_to_fit": prediction.probability_to_fit,
-        }
-        if memory is not None:
-            result |= {
+        known = (
+            {}
+            if memory is None
+            else {
                 "memory_median_bytes": memory.median_bytes,
                 "memory_spread": memory.log_std,
                 "memory_phase": memory.phase,
                 "phase_bytes": dict(memory.phase_bytes),
             }
-        return result
+        )
+        return {
+            "median_s": prediction.time.median_s,
+            "spread": prediction.time.log_std,
+            "parts": self.parts(prediction.candidate),
+            "probability_to_fit": prediction.probability_to_fit,
+            **known,
+        }
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         """Return part -> predicted seconds of what is searched for; empty if unknown."""
@@ -219,16 +241,12 @@ class Predictor:
             groups, structure = self.groups, structure_of(candidate)
             name = groups.run_key(structure, is_accumulating=is_accumulating)
             run, setup = self.inputs.runs.get(name), groups.setup(structure)
+            ran = groups.setup(self._ran[name][0]) if name in self._ran else setup
+            group, extras = groups.group(structure), groups.unknown_settings(structure)
             self._views[key] = None
             if run is not None:
-                self._views[key] = _View(
-                    run,
-                    setup,
-                    groups.setup(self._ran[name][0]) if name in self._ran else setup,
-                    groups.group(structure),
-                    setup.clamped(run.parameters).knobs,
-                    groups.unknown_settings(structure),
-                )
+                knobs = setup.clamped(run.parameters).knobs
+                self._views[key] = _View(run, setup, ran, group, knobs, extras)
         return self._views[key]
 
     def _predict_memory(self, candidates: Sequence[Candidate]) -> None:
@@ -240,39 +258,20 @@ class Predictor:
         for candidate, point in zip(new, points, strict=True):
             self._memories[candidate] = None if point is None else next(found)
 
-    def _new_time_point(self, candidate: Candidate) -> TimePoint | None:
-        view, batch = self._view(candidate), candidate.batch
-        if view is None:
-            return None
-        machine = self.machine or unknown_machine(self.space.replicas, is_cpu=self.inputs.is_cpu)
-        micro, accumulation = batch.micro_batch_size, batch.accumulation
-        parts = self._parts.get(candidate)
-        if parts is None:
-            parts = self._parts[candidate] = step_parts(
-                view.run, machine, view.setup, view.ran, micro_batch_size=micro, accumulation=accumulation
-            )
-        memory = self.memory_of(candidate)
-        if memory is not None and self.capacity_bytes is not None:
-            parts = parts.pressed(memory.median_bytes / self.capacity_bytes)
-        return TimePoint(parts, view.group, view.knobs, micro, view.extras)
-
     def _memory_point(self, candidate: Candidate) -> MemoryPoint | None:
         if candidate not in self._memory_points:
-            self._memory_points[candidate] = self._new_memory_point(candidate)
+            view, micro_batch_size = self._view(candidate), candidate.batch.micro_batch_size
+            self._memory_points[candidate] = None
+            if view is not None and view.run.device.phases:
+                self._memory_points[candidate] = MemoryPoint(
+                    tuple(peak_parts(view.run, view.setup, view.ran, micro_batch_size)),
+                    view.group,
+                    view.knobs,
+                    micro_batch_size,
+                    view.extras,
+                    is_scattered=view.setup.stage > 0 and not view.setup.is_contiguous,
+                )
         return self._memory_points[candidate]
-
-    def _new_memory_point(self, candidate: Candidate) -> MemoryPoint | None:
-        view, micro_batch_size = self._view(candidate), candidate.batch.micro_batch_size
-        if view is None or not view.run.device.phases:
-            return None
-        return MemoryPoint(
-            tuple(peak_parts(view.run, view.setup, view.ran, micro_batch_size)),
-            view.group,
-            view.knobs,
-            micro_batch_size,
-            view.extras,
-            is_scattered=view.setup.stage > 0 and not view.setup.is_contiguous,
-        )
 
     def _new_memory(self) -> MemoryModel:
         capacity = self.capacity_bytes

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 _Floats = NDArray[np.float64]
 
 Effects = tuple[tuple[Hashable, float], ...]
-"""(name, standard deviation) of each effect of a row, negative for one that has it the other way round; rows with an effect of
-one name share it."""
+"""(name, standard deviation) of each effect of a row, negative for the opposite sign; rows share the effect of a name."""
 
-_PRIOR_ROWS = 8.0  # rows that the assumed spreads count for, against the residuals of measured rows
+_PRIOR_ROWS = 8.0  # measured rows that the assumed spreads are worth
 _MIN_SCALE, _MAX_SCALE = 0.7, 4.0  # of all spreads
-_MIN_FACTOR = 0.05  # of its prior mean; a factor that would be below it is held there
-_LARGE = 0.03  # standard deviation of an effect
+_MIN_FACTOR = 0.05  # of its prior mean, a lower bound
+_LARGE = 0.03  # standard deviation of an effect that small residuals do not shrink
 _MIN_SPREAD = 0.003  # relative, of any prediction
 _OUTLIER = 3.0  # standard deviations from what all other rows predict
 _OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
@@ -77,10 +76,10 @@ class Regression:
         exact = [one for one in samples if not one.is_least]
         if exact:
             self._learn(exact)
-        # A lower bound below the prediction says nothing; one above it is taken for the value.
-        told = [one for one in samples if one.is_least and self.predict([one.row])[0][0] < one.value]
-        if told:
-            self._learn([*exact, *told])
+        # A lower bound below the prediction says nothing; one above it counts as the value.
+        bounds = [one for one in samples if one.is_least and self.predict([one.row])[0][0] < one.value]
+        if bounds:
+            self._learn([*exact, *bounds])
 
     def predict(self, rows: Sequence[Row]) -> tuple[_Floats, _Floats]:
         """Return median and relative standard deviation of each row."""
@@ -100,7 +99,7 @@ class Regression:
             variances = variances - np.sum((across @ fit.inverse) * across, axis=1)
         variances = self.scale**2 * np.maximum(variances, _MIN_SPREAD**2)
         if self._fit is not None and self.scale < 1:
-            # Small residuals say nothing of large effects that no sample has.
+            # Small residuals say nothing about large effects that no sample has.
             unknown = [
                 sum([std * std for name, std in row.effects if std > _LARGE and name not in self._fit.names])
                 for row in rows
@@ -121,7 +120,7 @@ class Regression:
         effects = _effects(rows, names)
         sums = values
         for _ in range(_ROUNDS):
-            # Errors are relative to the sums of the parts, which the round before has told.
+            # Errors are relative to the sums of the parts, estimated in the round before.
             fit = self._solve(names, parts / sums[:, None], values / sums, effects, noise)
             sums = parts @ self.factors
         # The residual of a row from a fit to all others is its weight over the inverse's diagonal (leave one out).
@@ -139,7 +138,7 @@ class Regression:
         effects: _Floats,
         noise: _Floats,
     ) -> _Fit:
-        """Return the posterior; hold factors that would be negative at their least."""
+        """Return the posterior; hold factors at their lower bound."""
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
             shares = scaled * deviations

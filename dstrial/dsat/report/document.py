@@ -244,7 +244,7 @@ def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[
 
 
 def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
-    """Return parts scaled down to the whole, and the rest, without parts too small to see."""
+    """Return parts scaled down to the whole, and the rest, without tiny parts."""
     total = sum(parts.values())
     factor = min(1.0, whole / total) if total else 1.0
     scaled = {name: value * factor for name, value in parts.items()}

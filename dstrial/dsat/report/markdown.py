@@ -1,4 +1,4 @@
-"""A report as Markdown, rendered from its JSON: it adds nothing."""
+"""Render a report's JSON as Markdown; adds nothing."""
 
 from __future__ import annotations
 

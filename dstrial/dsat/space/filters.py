@@ -1,4 +1,4 @@
-"""What need not be measured: the same again, the illegal, the hopeless, and other values of a dead knob. Pure.
+"""Reject duplicate, illegal and hopeless candidates; compare knobs. Pure.
 
 What DeepSpeed reads of its own keys is known from its rules. What a trial makes of a hyperparameter of ``--space`` is not, so
 measurements that differ in one such knob only are compared: by what the engine is (``dstrial.dsat.rank.step_timer``), what

@@ -1,6 +1,6 @@
 """Which DeepSpeed keys a ZeRO stage reads, and which values are tried. Pure.
 
-What a value may not be combined with is no business of this table but of ``dstrial.config.check_deepspeed``.
+``dstrial.config.check_deepspeed`` decides which values may be combined.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Knob:
     stages: tuple[int, ...] = ALL_STAGES  # in which DeepSpeed reads the key
     in_pipeline: bool = True  # a pipeline engine reads it
     grows_memory: bool = False  # a larger value needs more device memory
-    # a number of parameters: values above the model's differ in the memory set aside only
-    counts_params: bool = False
+    counts_params: bool = False  # in parameters; values above the model's only reserve more memory
     is_drawn: bool = True  # by random methods; other knobs trade memory for much time
 
 
@@ -40,23 +39,16 @@ KNOBS: tuple[Knob, ...] = (
     Knob(f"{ZERO}.contiguous_gradients", _SWITCH, (1, 2, 3)),
     Knob(f"{ZERO}.reduce_scatter", _SWITCH, (2, 3)),
     Knob(f"{ZERO}.round_robin_gradients", (False, True), (1, 2), is_drawn=False),
-    Knob(
-        f"{ZERO}.stage3_prefetch_bucket_size",
-        (5 * 10**6, 5 * 10**7, 5 * 10**8),
-        (3,),
-        grows_memory=True,
-        counts_params=True,
+    *(
+        Knob(f"{ZERO}.{key}", values, (3,), grows_memory=True, counts_params=True)
+        for key, values in {
+            "stage3_prefetch_bucket_size": (5 * 10**6, 5 * 10**7, 5 * 10**8),
+            "stage3_param_persistence_threshold": (10**4, 10**5, 10**6),
+            "stage3_max_live_parameters": (10**8, 10**9),
+            "stage3_max_reuse_distance": (10**8, 10**9),
+            "sub_group_size": (10**8, 10**9),
+        }.items()
     ),
-    Knob(
-        f"{ZERO}.stage3_param_persistence_threshold",
-        (10**4, 10**5, 10**6),
-        (3,),
-        grows_memory=True,
-        counts_params=True,
-    ),
-    Knob(f"{ZERO}.stage3_max_live_parameters", (10**8, 10**9), (3,), grows_memory=True, counts_params=True),
-    Knob(f"{ZERO}.stage3_max_reuse_distance", (10**8, 10**9), (3,), grows_memory=True, counts_params=True),
-    Knob(f"{ZERO}.sub_group_size", (10**8, 10**9), (3,), grows_memory=True, counts_params=True),
     Knob(f"{ZERO}.offload_optimizer.device", ("none", "cpu"), (1, 2, 3), is_drawn=False),
     Knob(f"{ZERO}.offload_optimizer.ratio", (0.5, 1.0), (3,), is_drawn=False),
     Knob(f"{ZERO}.offload_param.device", ("none", "cpu"), (3,), is_drawn=False),
@@ -90,7 +82,7 @@ def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
 
 
 def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """Return the ZeRO section that a stage reads, of a config with all defaults in it."""
+    """Return the keys of a complete config's ZeRO section that a stage reads."""
     config = {ZERO: dict(effective[ZERO])}
     drop_dead_keys(config, stage)
     return config[ZERO]

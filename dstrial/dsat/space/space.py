@@ -1,9 +1,8 @@
-"""What is searched: structures, and how the batch is divided. Pure.
+"""The search space: structures, and divisions of the batch. Pure.
 
-A structure is a ZeRO stage and its live knobs.
+A structure is a ZeRO stage with its live knobs.
 
-Whether a configuration is legal, and whether a key in it does anything, is decided by
-``dstrial.config.check_deepspeed`` alone.
+``dstrial.config.check_deepspeed`` alone decides whether a configuration is legal and whether a key has any effect.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from dstrial.dsat.core.candidate import (
 )
 from dstrial.dsat.space.knobs import (
     ALL_STAGES,
+    KNOWN_PATHS,
     ZERO,
     Knob,
     drop_dead_keys,
@@ -36,25 +36,22 @@ from dstrial.dsat.space.knobs import (
     width_of,
     with_neutral_values,
 )
-from dstrial.dsat.space.pipeline import (
-    divided_anew,
-    efficiency,
-    enough_accumulation,
-    first_position,
-    stages_path,
-    uneven,
-    with_stages,
-)
 from dstrial.search.random_state import SearchRandom
 
 _MAX_COMBINATIONS = 256
-_MAX_CHECKED = 1024
-"""Checks that are kept, because one candidate is often asked about several times in a row."""
+_MAX_CHECKED = 1024  # cached checks: callers ask about one candidate several times in a row
+_STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
+"""Hyperparameters that may set a trial's number of stages, if they equal ``data.dstrial.pipeline_stages``."""
+_LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
+"""Hyperparameters that may set the number of layers that stages share."""
+
+_MIN_EFFICIENCY = 0.9
+_PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """Everything of a configuration but its batch."""
+    """A configuration without its batch."""
 
     stage: int
     settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted
@@ -103,7 +100,7 @@ class Space:
             batch.data_parallel_size,
             max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pp)),
         )
-        self.stages_path = stages_path(tuple(self.extra), self._hyperparameters, sizes)
+        self.stages_path = _stages_path(tuple(self.extra), self._hyperparameters, sizes)
         self.replicas = batch.data_parallel_size
         legal = (0, 1) if sizes.has_pipeline_engine else ALL_STAGES
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
@@ -129,16 +126,14 @@ class Space:
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
         """Return live knobs of a stage with their values, and those of ``--space``."""
-        known = live_knobs(stage, is_pipeline=self.sizes.has_pipeline_engine)
-        everywhere = {knob.path for one in ALL_STAGES for knob in live_knobs(one, is_pipeline=False)}
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
             if knob.path in self.extra
             else knob
-            for knob in known
+            for knob in live_knobs(stage, is_pipeline=self.sizes.has_pipeline_engine)
         ]
         for path, values in self.extra.items():
-            if path not in everywhere:
+            if path not in KNOWN_PATHS:
                 legal = tuple(value for value in values if self._refusal(stage, path, value) is None)
                 result += [Knob(path, legal)] if legal else []
         return tuple(sorted(result, key=lambda knob: knob.path))
@@ -161,15 +156,14 @@ class Space:
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a stage refuses a value, whatever goes with it; None if it does not."""
+        """Return why a stage refuses a value with any other settings; None if it does not."""
         key = (stage, path, repr(value))
-        if key not in self._refusals:
-            self._refusals[key] = self._new_refusal(stage, path, value)
-        return self._refusals[key]
-
-    def _new_refusal(self, stage: int, path: str, value: Any) -> str | None:
         if path.startswith(HYPERPARAMETERS):
             return None
+        if key in self._refusals:
+            return self._refusals[key]
+        self._refusals[key] = None
+        first: str | None = None
         section = path.rpartition(".")[0]
         beside = {
             knob.path: knob.values
@@ -178,13 +172,13 @@ class Space:
         } | {other: values for other, values in self.extra.items() if not other.startswith(HYPERPARAMETERS)}
         beside.pop(path, None)
         choices = [[None, *((other, one) for one in values)] for other, values in beside.items()]
-        first: str | None = None
         for chosen in itertools.islice(itertools.product(*choices), _MAX_COMBINATIONS):
             others = [pair for pair in chosen if pair is not None]
             reason = self.illegal_reason(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
             if reason is None:
                 return None
             first = first or reason
+        self._refusals[key] = first
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
@@ -208,14 +202,10 @@ class Space:
         words += changes_in_words(candidate, self._effective, self._hyperparameters)
         return ", ".join(words)
 
-    def structures(self, stage: int, knobs: Sequence[Knob] | None = None) -> Iterator[Structure]:
-        """Yield every combination of some knobs' values in a stage, legal or not.
-
-        All knobs of a stage may have tens of thousands.
-        """
-        chosen = self.knobs(stage) if knobs is None else tuple(knobs)
-        for values in itertools.product(*(knob.values for knob in chosen)):
-            yield self._structure(stage, list(zip((knob.path for knob in chosen), values, strict=True)))
+    def structures(self, stage: int, knobs: Sequence[Knob]) -> Iterator[Structure]:
+        """Yield every combination of some knobs' values in a stage, legal or not."""
+        for values in itertools.product(*(knob.values for knob in knobs)):
+            yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
         """Return where a search begins, at most ``last``; pipelines need accumulation."""
@@ -232,14 +222,14 @@ class Space:
         num_stages = self._num_stages(structure.settings)
         if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
             # Another number of stages has another number of replicas, which divide the same batch.
-            batch = divided_anew(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
+            batch = _redivide_batch(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
         return Candidate(structure.stage, structure.settings, batch)
 
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
         """Return how a candidate divides the ranks; as the user's own where it cannot."""
         if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
-        return with_stages(self.sizes, self._num_stages(candidate.settings))
+        return _with_stages(self.sizes, self._num_stages(candidate.settings))
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
         """Return why settings cannot divide ranks or layers; None if they can."""
@@ -247,11 +237,11 @@ class Space:
             return None
         num_stages = self._num_stages(settings)
         try:
-            with_stages(self.sizes, num_stages)
+            _with_stages(self.sizes, num_stages)
         except ValueError as error:
             return str(error)
         is_own = num_stages == self.sizes.pp
-        return None if is_own else uneven(num_stages, self._hyperparameters)
+        return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
     def _num_stages(self, settings: Sequence[tuple[str, Any]]) -> Any:
         return dict(settings).get(self.stages_path or "", self.sizes.pp)
@@ -284,14 +274,10 @@ class Space:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)
         if key not in self._reasons:
-            self._reasons[key] = self._reason(candidate)
+            self._reasons[key] = self.sizes_problem(candidate.settings) or refusal(
+                self.checked(candidate), candidate, self._own_warnings
+            )
         return self._reasons[key]
-
-    def _reason(self, candidate: Candidate) -> str | None:
-        problem = self.sizes_problem(candidate.settings)
-        if problem is not None:
-            return problem
-        return refusal(self.checked(candidate), candidate, self._own_warnings)
 
     def identity(self, candidate: Candidate) -> str:
         """Return a text that is equal for candidates that are the same to DeepSpeed."""
@@ -307,3 +293,66 @@ class Space:
 
     def _structure(self, stage: int, settings: list[tuple[str, Any]]) -> Structure:
         return Structure(stage, with_neutral_values(settings, stage, self.base))
+
+
+# ---- pipeline stages as a knob ----------------------------------------------------------------
+
+
+def efficiency(accumulation: int, num_stages: int) -> float:
+    """Return the share of a step outside of filling and draining a pipeline.
+
+    Source: Huang et al. 2019 (GPipe), section 2.3; the same for 1F1B (Narayanan et al. 2021).
+    """
+    return accumulation / (accumulation + num_stages - 1)
+
+
+def enough_accumulation(num_stages: int) -> int:
+    """Return the micro batches of a step beyond which larger ones gain more."""
+    return 1 if num_stages == 1 else _PER_STAGE * num_stages
+
+
+def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
+    """Return the largest micro batch with enough of them in a step, else the smallest."""
+    good = [
+        position
+        for position, split in enumerate(splits)
+        if split.accumulation >= enough_accumulation(num_stages)
+        or efficiency(split.accumulation, num_stages) >= _MIN_EFFICIENCY
+    ]
+    return good[-1] if good else 0
+
+
+def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
+    """Return the ``--space`` path that changes pipeline stages; None without."""
+    for name in _STAGE_NAMES:
+        path = f"{HYPERPARAMETERS}{name}"
+        if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
+            return path
+    return None
+
+
+def _with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
+    """Return the sizes with other stages; ``ValueError`` if ranks are indivisible."""
+    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
+        raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
+    return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
+
+
+def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
+    """Return a batch as the replicas of another number of stages divide it."""
+    replicas = _with_stages(sizes, num_stages).dp
+    if is_free:
+        accumulation = max(batch.accumulation, enough_accumulation(num_stages))
+        total = batch.micro_batch_size * accumulation * replicas
+        return BatchSplit(batch.micro_batch_size, accumulation, total)
+    accumulation = max(batch.train_batch_size // (batch.micro_batch_size * replicas), 1)
+    return BatchSplit(batch.micro_batch_size, accumulation, batch.train_batch_size)
+
+
+def _layers_problem(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:
+    """Return why stages cannot share layers evenly; None if they can, or unknown."""
+    for name in _LAYER_NAMES:
+        num_layers = hyperparameters.get(name)
+        if isinstance(num_layers, int) and num_layers % num_stages:
+            return f"{num_layers} layers cannot be divided evenly between {num_stages} pipeline stages"
+    return None

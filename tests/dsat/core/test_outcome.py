@@ -59,12 +59,12 @@ _TEXTS = {
 
 
 @pytest.mark.parametrize("kind", _TEXTS)
-def test_a_traceback_tells_its_kind(kind: FailureKind) -> None:
+def test_classify_traceback_returns_kind(kind: FailureKind) -> None:
     for text in _TEXTS[kind]:
         assert classify(text, phase="init").kind is kind, text
 
 
-def test_an_assertion_of_deepspeeds_during_training_is_no_refused_configuration() -> None:
+def test_classify_assertion_while_training_is_user_error() -> None:
     text = _FRAME + "AssertionError: something else"
 
     assert classify(text, phase="backward").kind is FailureKind.USER_ERROR
@@ -78,11 +78,11 @@ def test_an_assertion_of_deepspeeds_during_training_is_no_refused_configuration(
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.", 4000),
     ],
 )
-def test_the_refused_bytes_are_read(text: str, num_bytes: int) -> None:
+def test_classify_reads_requested_bytes(text: str, num_bytes: int) -> None:
     assert classify(text, phase="forward") == Failure(classify(text).kind, text, "forward", num_bytes)
 
 
-def test_the_rank_that_failed_by_itself_is_believed_before_those_that_lost_it() -> None:
+def test_failure_from_log_prefers_root_cause() -> None:
     cause = Failure(FailureKind.DEVICE_OOM, "out of memory", "forward", 100, 900, rank=1)
     lost = Failure(FailureKind.COMMUNICATION, "Connection closed by peer", "backward", rank=0)
     lines = ["[rank=0] " + failure_line(lost), "noise", "2026-01-01 [rank=1] || " + failure_line(cause)]
@@ -90,7 +90,7 @@ def test_the_rank_that_failed_by_itself_is_believed_before_those_that_lost_it() 
     assert failure_from_log(lines, exit_code=1) == cause
 
 
-def test_a_masters_log_is_read_without_what_the_master_puts_before_and_behind_each_line() -> None:
+def test_failure_from_log_strips_master_prefixes() -> None:
     before = "[2026-01-01T00:00:00.000000Z] 1a2b3c4d"
     log = [
         f"{before} [rank=1] || ValueError: mine",
@@ -103,7 +103,7 @@ def test_a_masters_log_is_read_without_what_the_master_puts_before_and_behind_ea
     assert failure_from_log(native).message == "rank 0 failed first (killed by SIGABRT, host vm):"
 
 
-def test_a_traceback_that_counts_deepspeeds_frames_still_tells_that_deepspeed_has_refused() -> None:
+def test_classify_elided_deepspeed_frames_is_bad_config() -> None:
     log = [
         "rank 0 failed first (exit code 1, host vm), whole traceback in /state/rank_0.txt:",
         "Traceback (most recent call last):",
@@ -122,11 +122,11 @@ def test_a_traceback_that_counts_deepspeeds_frames_still_tells_that_deepspeed_ha
     )
 
 
-def test_a_killed_rank_means_that_the_hosts_memory_ran_out() -> None:
+def test_failure_from_log_killed_rank_is_host_oom() -> None:
     assert failure_from_log(["nothing"], exit_code=137).kind is FailureKind.HOST_OOM
 
 
-def test_outcomes_survive_json_and_leave_out_what_is_not_finite() -> None:
+def test_outcomes_survive_json_without_non_finite_values() -> None:
     measured = Measured({"throughput": 2.0, "latency_low": float("-inf")})
     failure = Failure(FailureKind.TIMEOUT, "late", "", None, None, 3)
 
@@ -134,7 +134,7 @@ def test_outcomes_survive_json_and_leave_out_what_is_not_finite() -> None:
     assert outcome_from_json(outcome_to_json(failure)) == failure
 
 
-def test_times_are_better_when_smaller() -> None:
+def test_score_of_times_is_negative() -> None:
     slow, fast = Measured({"latency": 2.0}), Measured({"latency": 1.0})
 
     assert (score(fast, "latency") or 0) > (score(slow, "latency") or 0)
@@ -143,7 +143,7 @@ def test_times_are_better_when_smaller() -> None:
         score(Measured({"x": 1.0, "flops": 1.0}), "flops")
 
 
-def test_a_configuration_that_was_measured_again_counts_with_the_mean() -> None:
+def test_best_of_uses_mean_of_repeats() -> None:
     lucky, steady = (Candidate(stage, (), BatchSplit(1, 1, 1)) for stage in (1, 2))
     rates = [(lucky, 110.0), (steady, 105.0), (lucky, 90.0)]
     trials = [

@@ -36,9 +36,7 @@ def predict(searched: Space | None = None, **arguments: Any) -> Played:
 
 
 @pytest.mark.parametrize(("num_parallel", "max_trials"), [(1, 1), (1, 4), (2, 7), (3, 2)])
-def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its_limits(
-    num_parallel: int, max_trials: int
-) -> None:
+def test_search_is_lawful(num_parallel: int, max_trials: int) -> None:
     searched = space()
 
     played = predict(searched, num_parallel=num_parallel, max_trials=max_trials)
@@ -46,7 +44,7 @@ def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its
     assert_is_lawful(played, searched, num_parallel=num_parallel, max_trials=max_trials)
 
 
-def test_it_comes_within_three_percent_in_a_few_trials_and_never_runs_out_of_memory() -> None:
+def test_predict_finds_near_best_without_out_of_memory() -> None:
     exhaustive = max(
         outcome.metrics["throughput"]
         for structure in (
@@ -75,13 +73,13 @@ def five_trials() -> Played:
     return predict(max_trials=5)
 
 
-def test_a_search_restored_before_every_result_asks_for_the_same(five_trials: Played) -> None:
+def test_replayed_search_requests_same_trials(five_trials: Played) -> None:
     again = predict(max_trials=5, restart=True)
 
     assert five_trials.actions == again.actions
 
 
-def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> None:
+def test_report_facts_keep_forecasts_with_parts() -> None:
     searched = space()
     method = search_method("predict", searched, MethodOptions("throughput"), Filters(searched), inputs())
     (own,) = measures(method.start())
@@ -96,9 +94,7 @@ def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> Non
     assert facts.left[0]["gain"] > 0.01
 
 
-def test_where_the_time_of_the_own_configuration_goes_is_told_after_the_machine_was_measured_not_before() -> (
-    None
-):
+def test_own_time_is_explained_once_machine_measured() -> None:
     searched = space()
     given = dataclasses.replace(inputs(), machine=None)
     method = search_method("predict", searched, MethodOptions("throughput"), Filters(searched), given)
@@ -120,7 +116,7 @@ def test_where_the_time_of_the_own_configuration_goes_is_told_after_the_machine_
     assert sum(parts.values()) == pytest.approx(measured.metrics["latency"] / 1e6, rel=0.05)
 
 
-def test_where_nothing_can_be_better_the_users_own_configuration_is_enough() -> None:
+def test_flat_surface_ends_search_early() -> None:
     def flat(candidate: Candidate) -> Outcome:
         found = surface(candidate)
         if isinstance(found, Failure) or candidate.is_own:
@@ -133,7 +129,7 @@ def test_where_nothing_can_be_better_the_users_own_configuration_is_enough() -> 
     assert "nothing left" in played.finish.reason
 
 
-def test_own_configuration_out_of_memory_is_followed_by_what_is_predicted_to_fit() -> None:
+def test_own_out_of_memory_tries_predicted_to_fit() -> None:
     def small_device(candidate: Candidate) -> Outcome:
         if candidate.is_own:
             return Failure(FailureKind.DEVICE_OOM, "out of memory", "backward", 10**9, int(13e9))
@@ -152,7 +148,7 @@ def test_own_configuration_out_of_memory_is_followed_by_what_is_predicted_to_fit
     assert not predict(outcome_of=small_device, max_trials=4).finish.is_failure
 
 
-def test_nothing_is_tried_that_needs_no_less_than_what_ran_out_of_memory() -> None:
+def test_candidates_above_out_of_memory_are_skipped() -> None:
     def small_device(candidate: Candidate) -> Outcome:
         if candidate.batch.micro_batch_size > 4:
             return Failure(FailureKind.DEVICE_OOM, "out of memory", "backward", 10**9, int(DEVICE_BYTES))
@@ -182,7 +178,7 @@ def without_stage_3() -> Played:
     return predict(outcome_of=refuses, max_trials=30)
 
 
-def test_a_group_that_refuses_is_left_alone_and_knobs_are_changed_many_at_once(
+def test_refused_group_is_left_out(
     without_stage_3: Played,
 ) -> None:
     groups = ConfigGroups(space())
@@ -193,13 +189,13 @@ def test_a_group_that_refuses_is_left_alone_and_knobs_are_changed_many_at_once(
     assert len(without_stage_3.measured[1].candidate.settings) >= 2
 
 
-def test_a_refused_structure_is_not_tried_with_other_micro_batches(without_stage_3: Played) -> None:
+def test_refused_structure_is_left_out(without_stage_3: Played) -> None:
     tried = [(one.candidate.stage, one.candidate.settings) for one in without_stage_3.measured]
     refused = [one for one in tried if one[0] == 3]
     assert len(refused) == len(set(refused)) > 0
 
 
-def test_lost_ranks_are_given_one_more_chance() -> None:
+def test_lost_ranks_are_retried_once() -> None:
     def lost(candidate: Candidate) -> Outcome:
         return surface(candidate) if candidate.is_own else Failure(FailureKind.COMMUNICATION, "peer lost")
 
@@ -210,13 +206,13 @@ def test_lost_ranks_are_given_one_more_chance() -> None:
     assert played.measured[3].candidate != second
 
 
-def test_without_dry_runs_asha_searches() -> None:
+def test_predict_without_dry_runs_is_asha() -> None:
     blind, asha = play("predict", max_trials=6), play("asha", max_trials=6)
 
     assert [one.candidate for one in blind.measured] == [one.candidate for one in asha.measured]
 
 
-def test_what_deepspeed_cannot_tell_apart_is_measured_once() -> None:
+def test_predict_measures_equal_candidates_once() -> None:
     groups, params = ConfigGroups(space()), 1.3e9
     own = space().own()
     larger = space().candidate(Structure(1, ((f"{ZERO}.reduce_bucket_size", 5 * 10**9),)), 2)
@@ -229,7 +225,7 @@ def test_what_deepspeed_cannot_tell_apart_is_measured_once() -> None:
     assert len(keys) == len(set(keys))
 
 
-def test_a_share_of_the_optimizer_on_the_host_is_predicted_from_the_dry_run_of_all_of_it() -> None:
+def test_partial_offload_is_predicted_from_full_dry_run() -> None:
     searched = space(stages=(3,))
     groups = ConfigGroups(searched)
     predictor = Predictor(groups, inputs(searched=searched), "throughput")
@@ -254,7 +250,7 @@ def test_a_share_of_the_optimizer_on_the_host_is_predicted_from_the_dry_run_of_a
     assert predictor.parts(shared.candidate)["optimizer"] > predictor.parts(whole.candidate)["optimizer"] == 0
 
 
-def test_a_group_that_ran_out_of_memory_is_tried_again_with_less() -> None:
+def test_group_out_of_memory_is_retried_smaller() -> None:
     def small_device(candidate: Candidate) -> Outcome:
         if candidate.stage == 2 and candidate.batch.micro_batch_size > 8:
             return Failure(FailureKind.DEVICE_OOM, "out of memory", "backward", 10**9, int(DEVICE_BYTES))
@@ -267,7 +263,7 @@ def test_a_group_that_ran_out_of_memory_is_tried_again_with_less() -> None:
     assert any(isinstance(one, Measured) for one in later)
 
 
-def test_a_thorough_search_measures_the_best_again_while_noise_hides_which_it_is() -> None:
+def test_thorough_search_repeats_inseparable_best() -> None:
     noise = random.Random(3)
 
     def noisy(candidate: Candidate) -> Outcome:
@@ -287,7 +283,7 @@ def test_a_thorough_search_measures_the_best_again_while_noise_hides_which_it_is
     assert len(set(usual.measured)) == len(usual.measured)
 
 
-def test_a_contender_that_fails_is_not_measured_for_ever() -> None:
+def test_failing_contender_is_measured_twice_at_most() -> None:
     seen: list[Candidate] = []
 
     def fails_later(candidate: Candidate) -> Outcome:
@@ -302,7 +298,7 @@ def test_a_contender_that_fails_is_not_measured_for_ever() -> None:
     assert max(map(seen.count, seen)) == 2
 
 
-def test_a_measured_capacity_replaces_what_an_out_of_memory_error_let_guess() -> None:
+def test_measured_capacity_replaces_guess() -> None:
     searched = space()
     predictor = Predictor(ConfigGroups(searched), inputs(None), "throughput")
     failure = Failure(FailureKind.DEVICE_OOM, "out of memory", "backward", 10**9, int(13e9))
@@ -315,13 +311,13 @@ def test_a_measured_capacity_replaces_what_an_out_of_memory_error_let_guess() ->
     assert guessed < DEVICE_BYTES == predictor.capacity_bytes
 
 
-def test_inputs_survive_json() -> None:
+def test_predict_inputs_survive_json() -> None:
     given_inputs = inputs()
 
     assert PredictInputs.from_json(json.loads(json.dumps(given_inputs.to_json()))) == given_inputs
 
 
-def test_a_measurement_is_awaited_for_as_long_as_it_is_predicted_to_take(five_trials: Played) -> None:
+def test_predicted_seconds_follow_first_measurement(five_trials: Played) -> None:
     first, second = five_trials.measured[:2]
     assert first.predicted_s is None
     assert second.predicted_s is not None
@@ -331,7 +327,7 @@ def test_a_measurement_is_awaited_for_as_long_as_it_is_predicted_to_take(five_tr
 # ---- plan -------------------------------------------------------------------------------------
 
 
-def test_a_plan_says_what_fits_what_lacks_how_much_and_what_is_fastest() -> None:
+def test_plan_reports_fit_margin_and_fastest() -> None:
     roomy, tight = make_plan(space(stages=(0, 1, 2, 3)), inputs(80e9)), make_plan(space(), inputs(3e9))
 
     assert roomy.rows[0].fits
@@ -350,11 +346,11 @@ def test_a_plan_says_what_fits_what_lacks_how_much_and_what_is_fastest() -> None
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("80GiB", 80 * 2**30), ("24G", 24 * 10**9), ("512 MiB", 2**29), ("1000", 1000)]
 )
-def test_amounts_of_memory_are_read(text: str, num_bytes: int) -> None:
+def test_parse_bytes_accepts_units(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "lots", "0", "5 parsecs"])
-def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+def test_parse_bytes_refuses_other_text(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected 80GiB"):
         parse_bytes(text)

@@ -68,9 +68,7 @@ def search(tmp_path_factory: pytest.TempPathFactory, shared_master: MasterForTes
 
 
 @pytest.mark.ranks
-def test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_started_from(
-    search: Search, shared_master: MasterForTest
-) -> None:
+def test_predict_records_inputs_and_machine(search: Search, shared_master: MasterForTest) -> None:
     output = search.output
     described = (
         "described by fake tensors (4 of 4 kinds of structures; of a loader's first batches the largest)"
@@ -99,9 +97,7 @@ def test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_star
 
 
 @pytest.mark.ranks
-def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_end_the_report(
-    search: Search, shared_master: MasterForTest
-) -> None:
+def test_page_shows_running_and_finished_search(search: Search, shared_master: MasterForTest) -> None:
     so_far = search.so_far
     assert so_far["search"]["state"] == "RUNNING"
     assert not so_far["report"]["is_finished"]
@@ -120,7 +116,7 @@ def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_
 
 
 @pytest.mark.process
-def test_a_plan_for_hardware_that_is_not_here_is_printed_and_written(tmp_path: Path) -> None:
+def test_plan_command_prints_and_writes_report(tmp_path: Path) -> None:
     # With these, half as many kinds of structures are dry-run.
     space = tmp_path / "space.yaml"
     space.write_text(

@@ -24,9 +24,7 @@ METHODS = ("asha", "binary", "random")
 @pytest.mark.parametrize("name", METHODS)
 @given(seed=st.integers(0, 10_000), num_parallel=st.integers(1, 4), max_trials=st.integers(1, 12))
 @settings(max_examples=6, deadline=None)
-def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its_limits(
-    name: str, seed: int, num_parallel: int, max_trials: int
-) -> None:
+def test_search_is_lawful(name: str, seed: int, num_parallel: int, max_trials: int) -> None:
     searched = space()
 
     played = play(name, searched, seed=seed, num_parallel=num_parallel, max_trials=max_trials)
@@ -35,7 +33,7 @@ def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_search_restored_before_every_result_asks_for_the_same(name: str) -> None:
+def test_replayed_search_requests_same_trials(name: str) -> None:
     once = play(name, max_trials=14, num_parallel=3)
     again = play(name, max_trials=14, num_parallel=3, restart=True)
 
@@ -43,14 +41,14 @@ def test_a_search_restored_before_every_result_asks_for_the_same(name: str) -> N
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_another_seed_gives_another_search(name: str) -> None:
+def test_other_seed_gives_other_candidates(name: str) -> None:
     first, second = (play(name, max_trials=8, seed=seed) for seed in (1, 2))
 
     assert [one.candidate for one in first.measured] != [one.candidate for one in second.measured]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_gates_spare_out_of_memory_trials_that_the_original_runs(name: str) -> None:
+def test_gates_reduce_out_of_memory_trials(name: str) -> None:
     gated = play(name, max_trials=40)
     original = play(name, max_trials=40, no_gates=True)
 
@@ -62,7 +60,7 @@ def test_gates_spare_out_of_memory_trials_that_the_original_runs(name: str) -> N
     assert not [action for action in original.actions if isinstance(action, Skip)]
 
 
-def test_the_first_measurement_tells_model_and_ceilings_in_the_guides_lines() -> None:
+def test_first_measurement_prints_model_lines() -> None:
     notes = [action.text for action in play("asha", max_trials=2).actions if isinstance(action, Note)]
 
     assert [line.partition(":")[0] for line in notes] == [
@@ -76,7 +74,7 @@ def test_the_first_measurement_tells_model_and_ceilings_in_the_guides_lines() ->
 
 @pytest.mark.parametrize("name", ["binary", "predict"])
 @pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.CANCELED])
-def test_an_error_of_the_users_ends_the_search_at_once(name: str, kind: FailureKind) -> None:
+def test_user_error_ends_search(name: str, kind: FailureKind) -> None:
     failure = Failure(kind, "ModuleNotFoundError: No module named 'x'")
 
     played = play(
@@ -91,7 +89,7 @@ def test_an_error_of_the_users_ends_the_search_at_once(name: str, kind: FailureK
     assert "No module named" in played.finish.reason
 
 
-def test_own_configuration_out_of_memory_is_followed_by_its_smallest_micro_batch() -> None:
+def test_own_out_of_memory_tries_smallest_micro_batch() -> None:
     def small_device(candidate: Candidate) -> Outcome:
         if candidate.batch.micro_batch_size > 1:
             return Failure(FailureKind.DEVICE_OOM, "out of memory")
@@ -103,7 +101,7 @@ def test_own_configuration_out_of_memory_is_followed_by_its_smallest_micro_batch
     assert not played.finish.is_failure
 
 
-def test_a_model_that_never_fits_fails_with_the_guides_advice() -> None:
+def test_model_that_never_fits_fails_with_advice() -> None:
     played = play("random", outcome_of=lambda _candidate: Failure(FailureKind.DEVICE_OOM, "out of memory"))
 
     assert len(played.measured) == 2
@@ -111,7 +109,7 @@ def test_a_model_that_never_fits_fails_with_the_guides_advice() -> None:
     assert "train_micro_batch_size_per_gpu = 1" in played.finish.reason
 
 
-def test_binary_search_finds_the_largest_micro_batch_of_a_structure() -> None:
+def test_binary_finds_largest_micro_batch() -> None:
     played = play("binary", space(free_batch=True, stages=(2,)), max_trials=12)
 
     lineage = [one.candidate for one in played.measured[1:] if one.why == "lineage 1"]
@@ -120,7 +118,7 @@ def test_binary_search_finds_the_largest_micro_batch_of_a_structure() -> None:
     assert min(failed) == max(ran) + 1
 
 
-def test_a_ceiling_that_was_guessed_too_low_is_raised_with_gates_and_kept_without() -> None:
+def test_low_ceiling_is_raised_with_gates_only() -> None:
     largest = {}
     for no_gates in (False, True):
         searched = space(free_batch=True, stages=(2,))
@@ -138,14 +136,14 @@ def test_a_ceiling_that_was_guessed_too_low_is_raised_with_gates_and_kept_withou
         ({"asha_early_stopping": 1}, [6, 12, 24, 48, 96]),
     ],
 )
-def test_asha_rungs_take_r_times_eta_to_the_rung_trials(options: dict[str, int], expected: list[int]) -> None:
+def test_asha_rungs_have_documented_sizes(options: dict[str, int], expected: list[int]) -> None:
     searched = space()
     method = AshaSearch(searched, MethodOptions(**options), Filters(searched))
 
     assert [method.trials_of(rung) for rung in range(5)] == expected
 
 
-def test_asha_gives_more_trials_to_the_better_lineages_only() -> None:
+def test_asha_promotes_better_lineages_only() -> None:
     searched = space(free_batch=True)
     method = AshaSearch(
         searched, MethodOptions("throughput", max_trials=40, min_binary_search_trials=2), Filters(searched)
@@ -163,7 +161,7 @@ def test_asha_gives_more_trials_to_the_better_lineages_only() -> None:
         assert len(one.history) > method.trials_of(0) or one.is_open
 
 
-def test_random_keeps_its_limits() -> None:
+def test_random_respects_its_limits() -> None:
     """Micro batches of one structure, no stage 3 once a lower stage has run, an early end without a new best."""
     searched = space(free_batch=True, stages=(1, 2))
     options = MethodOptions("throughput", max_trials=30, trials_per_random_config=2)
@@ -178,25 +176,13 @@ def test_random_keeps_its_limits() -> None:
     assert len(played.measured) < 64
 
 
-def test_only_asked_stages_are_tried() -> None:
+def test_zero_stages_flag_limits_stages() -> None:
     played = play("asha", space(stages=(2,)), max_trials=10)
 
     assert {one.candidate.stage for one in played.measured[1:]} == {2}
 
 
-def test_sizes_above_the_models_number_of_parameters_are_tried_once_only() -> None:
-    def tiny(candidate: Candidate) -> Outcome:
-        return Measured({"throughput": 1.0 + candidate.batch.micro_batch_size, "num_params": 5000.0})
-
-    played = play("binary", outcome_of=tiny, max_trials=12)
-
-    sizes = {
-        dict(one.candidate.settings)["zero_optimization.reduce_bucket_size"] for one in played.measured[1:]
-    }
-    assert sizes == {10**6}
-
-
-def test_a_space_with_nothing_new_ends_the_search() -> None:
+def test_exhausted_space_ends_search() -> None:
     base = {**BASE, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 1}
 
     played = play("asha", space(base, stages=(0,)), max_trials=64)
@@ -205,7 +191,7 @@ def test_a_space_with_nothing_new_ends_the_search() -> None:
     assert "nothing new" in played.finish.reason
 
 
-def test_a_smaller_bucket_may_fit_although_both_are_above_the_number_of_parameters() -> None:
+def test_smaller_bucket_is_retried_after_out_of_memory() -> None:
     searched = space()
     filters = Filters(searched)
     filters.note_params(1e5)
@@ -220,7 +206,7 @@ def test_a_smaller_bucket_may_fit_although_both_are_above_the_number_of_paramete
     assert [verdict(num) for num in (10**6, 5 * 10**8, 10**9)] == [None, "again", "again"]
 
 
-def test_an_unknown_method_is_refused() -> None:
+def test_search_method_unknown_is_refused() -> None:
     for name in ("grid", "prediction"):
         with pytest.raises(SearchError, match="expected one of"):
             search_method(name, space(), MethodOptions(), Filters(space()))
@@ -235,7 +221,7 @@ def _finish(method: BinarySearch) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_sizes_above_the_number_of_parameters_are_one_candidate(name: str) -> None:
+def test_sizes_above_parameters_are_one_candidate(name: str) -> None:
     def small(candidate: Candidate) -> Outcome:
         found = surface(candidate)
         return found if isinstance(found, Failure) else Measured({**found.metrics, "num_params": 1e5})

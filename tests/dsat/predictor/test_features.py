@@ -43,7 +43,7 @@ def described(trial: str, sample_batch: Path | None = None) -> DryRunResult:
     return dry_run(asked, deadline_s=120)
 
 
-def test_an_ordinary_trial_is_described_without_values() -> None:
+def test_dry_run_describes_trial_with_fake_tensors() -> None:
     result = described("Ordinary")
 
     assert result.is_fake
@@ -57,7 +57,7 @@ def test_an_ordinary_trial_is_described_without_values() -> None:
     assert result.device.settled == pytest.approx((4 + (4 + 8) / 4) * result.parameters, rel=0.1)
 
 
-def test_a_batch_of_a_file_takes_the_place_of_the_loaders(tmp_path: Path) -> None:
+def test_sample_batch_file_replaces_loader(tmp_path: Path) -> None:
     torch.save((torch.zeros(3, 24, dtype=torch.long), torch.zeros(3, 24, dtype=torch.long)), tmp_path / "pt")
 
     result = described("Ordinary", tmp_path / "pt")
@@ -78,7 +78,7 @@ def gathered(trial: str, folder: Path) -> tuple[PredictInputs, list[str]]:
     return gather_inputs(settings, target="cpu", print_line=lines.append), lines
 
 
-def test_a_trial_that_goes_by_values_is_measured_by_a_real_batch_and_its_line_is_named(
+def test_trial_reading_values_uses_real_batch(
     tmp_path: Path,
 ) -> None:
     inputs, lines = gathered("ByValue", tmp_path)
@@ -89,7 +89,7 @@ def test_a_trial_that_goes_by_values_is_measured_by_a_real_batch_and_its_line_is
     assert any("described_trials.py" in note and "real batch was trained" in note for note in inputs.notes)
 
 
-def test_a_trial_that_fails_anyway_is_told_with_the_line_and_what_searches_instead(
+def test_broken_trial_is_reported_and_uses_asha(
     tmp_path: Path,
 ) -> None:
     inputs, _ = gathered("Broken", tmp_path)
@@ -101,7 +101,7 @@ def test_a_trial_that_fails_anyway_is_told_with_the_line_and_what_searches_inste
     )
 
 
-def test_dry_run_of_shipped_pipeline_takes_its_stages_and_else_names_them() -> None:
+def test_dry_run_of_pipeline_needs_its_stages() -> None:
     """The dry run failed with "DeepSpeed backend not set" where nobody had said that the trial has stages."""
     folder = MODEL_DEFS / "stdlib_lm"
     hparams = yaml.safe_load((MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml").read_text())[
@@ -120,7 +120,7 @@ def test_dry_run_of_shipped_pipeline_takes_its_stages_and_else_names_them() -> N
     assert isinstance(two, DryRunResult)
 
 
-def test_pipeline_is_not_dry_run(tmp_path: Path) -> None:
+def test_pipeline_search_is_not_dry_run(tmp_path: Path) -> None:
     settings = settings_of(
         MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml",
         "--output",
@@ -136,7 +136,7 @@ def test_pipeline_is_not_dry_run(tmp_path: Path) -> None:
     assert "pipelines are not dry-run" in lines[0]
 
 
-def test_a_trial_with_two_engines_keeps_both_configs() -> None:
+def test_dry_run_of_two_engines_uses_both_configs() -> None:
     folder = MODEL_DEFS / "digits_gan"
     config = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
     hparams = {
@@ -156,7 +156,7 @@ def test_a_trial_with_two_engines_keeps_both_configs() -> None:
     assert result.device.peak(8) >= 2 * 500_000_000
 
 
-def test_a_script_is_described_by_its_model_and_first_batch_or_by_one_of_a_file(tmp_path: Path) -> None:
+def test_dry_run_describes_script_with_sample_batch(tmp_path: Path) -> None:
     hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
     words = ["-m", "core_api_script", "--records", "40"]
 
@@ -173,7 +173,7 @@ def test_a_script_is_described_by_its_model_and_first_batch_or_by_one_of_a_file(
     assert any("loss is not part of its model" in note for note in result.notes)
 
 
-def test_a_script_may_name_the_file_of_its_config(tmp_path: Path) -> None:
+def test_dry_run_of_script_with_config_file(tmp_path: Path) -> None:
     hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
     words = ["-m", "core_api_script", "--records", "40", "--config-file", str(HERE / "ds_config.json")]
 
@@ -182,7 +182,7 @@ def test_a_script_may_name_the_file_of_its_config(tmp_path: Path) -> None:
     assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
 
 
-def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_and_leaves_nothing_behind(
+def test_dry_run_of_trainer_script_leaves_no_files(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "dsat_hf"
@@ -214,13 +214,11 @@ def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_an
         ("python3 train.py", ["train.py"]),
     ],
 )
-def test_of_an_entrypoint_what_is_described_is_its_script_or_module(
-    entrypoint: str, words: list[str]
-) -> None:
+def test_python_words_of_entrypoint_are_its_script(entrypoint: str, words: list[str]) -> None:
     assert python_words(entrypoint) == words
 
 
-def test_an_error_inside_a_library_is_placed_in_the_code_that_called_it() -> None:
+def test_user_place_of_library_error_is_caller() -> None:
     code = compile("import json\njson.loads('no')\n", "train.py", "exec")
     try:
         exec(code, {})
@@ -231,7 +229,7 @@ def test_an_error_inside_a_library_is_placed_in_the_code_that_called_it() -> Non
     assert place == "train.py:2"
 
 
-def test_a_real_batch_that_does_not_fit_fails_by_itself_instead_of_taking_the_machines_memory() -> None:
+def test_limit_memory_makes_large_allocation_fail() -> None:
     code = (
         "from dstrial.engine.dryrun.__main__ import limit_memory\n"
         "print(limit_memory(1 << 30))\n"

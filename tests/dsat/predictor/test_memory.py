@@ -47,7 +47,7 @@ def tell(learner: MemoryModel, micro: float, *, grown: float = 1.0, error: float
 # ---- what peaks are made of --------------------------------------------------------------------
 
 
-def test_a_peak_is_the_sum_of_its_parts_and_bucket_sizes_need_no_dry_run_of_their_own() -> None:
+def test_peak_parts_sum_for_any_bucket_size() -> None:
     width, old = 2, 2e8
     phases = (
         PhaseMemory("forward", (Line(3e9, 1e9),)),
@@ -66,7 +66,7 @@ def test_a_peak_is_the_sum_of_its_parts_and_bucket_sizes_need_no_dry_run_of_thei
     assert larger["forward"].total_bytes == same["forward"].total_bytes
 
 
-def test_the_greatest_peak_comes_first_and_those_far_below_it_are_left_out() -> None:
+def test_peak_parts_are_sorted_without_small_phases() -> None:
     run = dry_run(device=MemoryForm((*FORM.phases, PhaseMemory("init", (Line(1 * GIB, 0.0),))), FORM.settled))
 
     small, large = (peak_parts(run, SETUP, SETUP, size) for size in (2, 20))
@@ -76,7 +76,7 @@ def test_the_greatest_peak_comes_first_and_those_far_below_it_are_left_out() -> 
     assert all(len(one.num_bytes) == len(MEMORY_PARTS) for one in (*small, *large))
 
 
-def test_buckets_are_counted_as_the_engine_allocates_them() -> None:
+def test_bucket_bytes_are_those_of_the_engine() -> None:
     for stage, is_overlapping, num_bytes in ((0, False, 0), (1, False, 20), (2, True, 40), (3, True, 20)):
         setup = dataclasses.replace(
             SETUP, stage=stage, reduce_elements=10, bytes_per_value=2, is_overlapping=is_overlapping
@@ -96,7 +96,7 @@ def test_unmeasured_peak_adds_context_and_waste_to_its_phase() -> None:
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-def test_quantiles_grow_and_undo_probabilities(one: float, other: float) -> None:
+def test_memory_quantile_inverts_probability(one: float, other: float) -> None:
     prediction = MemoryPrediction(10e9, 0.1, "step", ())
     less, more = sorted((one, other))
 
@@ -115,7 +115,7 @@ def predicted(learner: MemoryModel, micro: float, group: int = 1) -> tuple[float
     return found.median_bytes, found.log_std
 
 
-def test_one_measurement_tells_the_state_from_what_grows_with_the_micro_batch() -> None:
+def test_memory_model_separates_state_from_growth() -> None:
     learner = MemoryModel(DEVICE)
     before, spread_before = predicted(learner, 16)
 
@@ -128,7 +128,7 @@ def test_one_measurement_tells_the_state_from_what_grows_with_the_micro_batch() 
     assert abs(after - truth) < 3 * spread_after * after
 
 
-def test_a_group_learns_more_from_itself_than_from_another() -> None:
+def test_memory_model_learns_most_in_same_group() -> None:
     learner = MemoryModel(DEVICE)
     tell(learner, 8, error=0.08)
 
@@ -138,7 +138,7 @@ def test_a_group_learns_more_from_itself_than_from_another() -> None:
     assert own[1] < other[1] < predicted(MemoryModel(DEVICE), 8)[1]
 
 
-def test_an_out_of_memory_error_below_the_prediction_raises_it_and_one_above_is_no_news() -> None:
+def test_out_of_memory_below_prediction_raises_it() -> None:
     before = predicted(MemoryModel(DEVICE), 8)
     surprised, warned = (
         MemoryModel(dataclasses.replace(DEVICE, capacity_bytes=share * before[0])) for share in (1.2, 0.5)
@@ -151,7 +151,7 @@ def test_an_out_of_memory_error_below_the_prediction_raises_it_and_one_above_is_
     assert predicted(warned, 8) == before
 
 
-def test_what_ran_out_of_memory_is_not_expected_to_fit() -> None:
+def test_out_of_memory_point_exceeds_capacity() -> None:
     learner = MemoryModel(DEVICE)
     tell(learner, 8)
 
@@ -162,7 +162,7 @@ def test_what_ran_out_of_memory_is_not_expected_to_fit() -> None:
     assert found.probability_to_fit(DEVICE.capacity_bytes or 0.0) < 0.5
 
 
-def test_what_has_run_is_expected_to_fit_although_a_little_more_ran_out_of_memory() -> None:
+def test_measured_candidate_fits_beside_out_of_memory() -> None:
     learner = MemoryModel(DEVICE)
     tell(learner, 16)
     tell(learner, 20)
@@ -176,7 +176,7 @@ def test_what_has_run_is_expected_to_fit_although_a_little_more_ran_out_of_memor
     assert ran.probability_to_fit(capacity) > 0.5 > failed.probability_to_fit(capacity)
 
 
-def test_the_quantile_keeps_its_promise_on_hidden_errors() -> None:
+def test_memory_quantile_covers_hidden_errors() -> None:
     generator = random.Random(7)
     kept = 0
     for _ in range(200):

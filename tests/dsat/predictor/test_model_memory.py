@@ -34,7 +34,7 @@ def placement(num_slots: int, *, gradients: float = 20.0, activations: float = 2
     return Placement(num_slots, 4, run)
 
 
-def test_the_parts_are_those_at_the_peak_and_add_up_to_it() -> None:
+def test_placement_parts_sum_to_peak() -> None:
     parts = {name: value / GIB for name, value in placement(2).parts().items()}
 
     assert parts == pytest.approx(
@@ -50,7 +50,7 @@ def test_the_parts_are_those_at_the_peak_and_add_up_to_it() -> None:
     )
 
 
-def test_each_part_at_its_largest_is_what_a_run_measures() -> None:
+def test_placement_largest_parts_are_as_measured() -> None:
     parts = {name: value / GIB for name, value in placement(2).largest().items()}
 
     assert parts == pytest.approx(
@@ -58,7 +58,7 @@ def test_each_part_at_its_largest_is_what_a_run_measures() -> None:
     )
 
 
-def test_one_device_is_not_enough_and_the_first_number_that_is_is_named_with_what_takes_most() -> None:
+def test_answer_names_fitting_number_and_largest_part() -> None:
     lines = answer([placement(1), placement(2), placement(4)], 80 * GIB, "ZeRO stage 3 and bf16")
 
     assert lines == [
@@ -77,11 +77,11 @@ def test_one_device_is_not_enough_and_the_first_number_that_is_is_named_with_wha
         ([2, 4], 80, "2 devices are enough; one was not asked for."),
     ],
 )
-def test_what_else_may_be_the_answer(slots: list[int], capacity_gib: float, verdict: str) -> None:
+def test_answer_of_other_cases(slots: list[int], capacity_gib: float, verdict: str) -> None:
     assert answer([placement(number) for number in slots], capacity_gib * GIB, "fp16")[0] == verdict
 
 
-def test_a_number_of_devices_that_cannot_be_told_says_why_and_the_others_stand() -> None:
+def test_table_shows_problem_of_failed_placement() -> None:
     unknown = Placement(3, 0, None, "the batch cannot be divided by 3")
     lines = table([placement(1), unknown, placement(4)], 80 * GIB)
 

@@ -44,7 +44,7 @@ def parts(setup: ZeroFeatures = SETUP, micro: int = 4, accumulation: int = 4) ->
     return dict(zip(PARTS, found.seconds, strict=True))
 
 
-def test_each_part_of_a_step_is_its_amount_over_its_rate() -> None:
+def test_step_parts_are_amounts_over_rates() -> None:
     found = parts()
 
     assert found["compute"] == pytest.approx(4 * 4 * 1e13 / 1e14)
@@ -57,14 +57,14 @@ def test_each_part_of_a_step_is_its_amount_over_its_rate() -> None:
     assert found["host_optimizer"] == found["host_copies"] == 0
 
 
-def test_smaller_buckets_are_more_calls_of_the_same_bytes() -> None:
+def test_smaller_buckets_add_calls_not_bytes() -> None:
     small = parts(dataclasses.replace(SETUP, reduce_elements=5e7))
 
     assert small["reduce"] == parts()["reduce"]
     assert small["calls"] - parts()["calls"] == pytest.approx(9 * 8 * 1e-4)
 
 
-def test_overlap_hides_communication_and_offload_moves_the_optimizer_to_the_host() -> None:
+def test_overlap_hides_communication_offload_moves_optimizer() -> None:
     overlapped = parts(dataclasses.replace(SETUP, is_overlapping=True))
     offloaded = parts(dataclasses.replace(SETUP, host_share=1.0))
 
@@ -78,7 +78,7 @@ def test_overlap_hides_communication_and_offload_moves_the_optimizer_to_the_host
     assert offloaded["host_copies"] == pytest.approx((0.5 * 4 + 1) * 2 * 1e9 / 8 / 2e10)
 
 
-def test_the_last_bucket_is_hidden_by_nothing() -> None:
+def test_last_bucket_is_not_hidden() -> None:
     small, one = (
         parts(dataclasses.replace(SETUP, is_overlapping=True, reduce_elements=size)) for size in (5e7, 1e9)
     )
@@ -87,7 +87,7 @@ def test_the_last_bucket_is_hidden_by_nothing() -> None:
     assert small["reduce"] < 0.1 * parts()["reduce"]
 
 
-def test_a_device_waits_for_operations_only_as_far_as_it_has_nothing_to_compute() -> None:
+def test_overhead_is_hidden_by_device_computing() -> None:
     slow = dataclasses.replace(MACHINE, operation_s=1e-3)
 
     def overhead(micro: int, machine: Machine) -> float:
@@ -98,7 +98,7 @@ def test_a_device_waits_for_operations_only_as_far_as_it_has_nothing_to_compute(
     assert overhead(64, dataclasses.replace(slow, host_copy_bytes_per_s=None)) == pytest.approx(4.5)
 
 
-def test_parts_lie_in_the_phases_in_which_they_are_measured() -> None:
+def test_step_parts_are_split_into_phases() -> None:
     found = step_parts(RUN, MACHINE, SETUP, SETUP, micro_batch_size=4, accumulation=4)
 
     named = {
@@ -111,7 +111,7 @@ def test_parts_lie_in_the_phases_in_which_they_are_measured() -> None:
     assert sum(map(sum, found.phases)) == pytest.approx(sum(found.seconds))
 
 
-def test_a_machine_is_read_from_metrics_only_if_they_say_enough() -> None:
+def test_machine_from_incomplete_metrics_is_none() -> None:
     metrics = {
         "machine_flops_per_s": 1e12,
         "machine_operation_s": 1e-6,
@@ -131,7 +131,7 @@ def test_a_machine_is_read_from_metrics_only_if_they_say_enough() -> None:
     assert Machine.from_metrics(metrics) is None
 
 
-def test_a_ring_sends_twice_as_much_for_an_all_reduce_and_a_network_is_slower_than_a_machine() -> None:
+def test_nominal_machine_models_rings_and_networks() -> None:
     inside, across = (nominal_machine(DEVICES["h100"], ranks) for ranks in (8, 64))
 
     assert inside.link("all_gather").bytes_per_s == pytest.approx(2 * inside.link("all_reduce").bytes_per_s)
@@ -171,7 +171,7 @@ def truth(at: TimePoint, factors: tuple[float, ...]) -> float:
 
 @given(st.lists(st.floats(0.6, 1.8), min_size=len(PARTS), max_size=len(PARTS)))
 @settings(max_examples=15, deadline=None)
-def test_two_micro_batches_of_a_structure_give_its_curve(factors: list[float]) -> None:
+def test_two_micro_batches_predict_the_others(factors: list[float]) -> None:
     timings = [Timing(point(size), truth(point(size), tuple(factors)), 0.005) for size in (2, 32)]
     model = StepModel(timings)
 
@@ -180,7 +180,7 @@ def test_two_micro_batches_of_a_structure_give_its_curve(factors: list[float]) -
         assert prediction.median_s == pytest.approx(truth(point(size), tuple(factors)), rel=0.08)
 
 
-def test_measurements_narrow_their_own_structure_most_and_others_too() -> None:
+def test_measurement_narrows_own_structure_most() -> None:
     before, after = StepModel(), StepModel([Timing(point(8), 3.0, 0.005)])
 
     own, bucket, stage = after.predict([point(8), point(8, bucket=1e6), point(8, stage=3)])
@@ -188,7 +188,7 @@ def test_measurements_narrow_their_own_structure_most_and_others_too() -> None:
     assert own.log_std < bucket.log_std < stage.log_std < before.predict([point(8, stage=3)])[0].log_std
 
 
-def test_phases_tell_parts_apart_that_the_whole_step_does_not() -> None:
+def test_phases_identify_part_factors() -> None:
     factors = [1.0] * len(PARTS)
     factors[PARTS.index("optimizer")] = 3.0
     at = point(8)
@@ -206,7 +206,7 @@ def test_phases_tell_parts_apart_that_the_whole_step_does_not() -> None:
     assert seeing == pytest.approx(3.0, rel=0.1)
 
 
-def test_an_outlier_among_many_moves_little() -> None:
+def test_outlier_moves_prediction_little() -> None:
     steady = [Timing(point(8, bucket=size), 3.0, 0.004) for size in (None, 1e6, 2e6, 5e6, 1e7)]
     (before,) = StepModel(steady).predict([point(8)])
     (after,) = StepModel([*steady, Timing(point(8), 3.3, 0.004)]).predict([point(8)])
@@ -214,7 +214,7 @@ def test_an_outlier_among_many_moves_little() -> None:
     assert after.median_s == pytest.approx(before.median_s, rel=0.02)
 
 
-def test_a_doubtful_measurement_moves_little() -> None:
+def test_noisy_measurement_moves_prediction_little() -> None:
     sure = [Timing(point(size), truth(point(size), (1.0,) * len(PARTS)), 0.004) for size in (4, 16)]
     doubted = StepModel([*sure, Timing(point(8), 20.0, 1.0)])
 
@@ -222,7 +222,7 @@ def test_a_doubtful_measurement_moves_little() -> None:
     assert prediction.median_s == pytest.approx(truth(point(8), (1.0,) * len(PARTS)), rel=0.05)
 
 
-def test_parts_sum_to_the_predicted_time() -> None:
+def test_predicted_parts_sum_to_time() -> None:
     model = StepModel([Timing(point(8), 3.0, 0.005)])
 
     found = model.parts(point(4))
@@ -230,7 +230,7 @@ def test_parts_sum_to_the_predicted_time() -> None:
     assert sum(found.values()) == pytest.approx(model.predict([point(4)])[0].median_s)
 
 
-def test_settings_that_proved_to_do_nothing_are_expected_to_do_nothing() -> None:
+def test_ineffective_settings_narrow_predictions() -> None:
     noise = random.Random(1)
     timings = [
         Timing(point(8, bucket=bucket), 3.0 * math.exp(noise.gauss(0, 0.002)), 0.004)
@@ -243,7 +243,7 @@ def test_settings_that_proved_to_do_nothing_are_expected_to_do_nothing() -> None
     assert StepModel(timings).scale < 1
 
 
-def test_spreads_grow_with_what_the_model_does_not_explain() -> None:
+def test_spreads_grow_with_residuals() -> None:
     noise = random.Random(2)
 
     def model(spread: float) -> StepModel:
@@ -262,7 +262,7 @@ def test_spreads_grow_with_what_the_model_does_not_explain() -> None:
     )
 
 
-def test_a_group_that_was_never_measured_stays_uncertain_however_well_others_are_explained() -> None:
+def test_unmeasured_group_stays_uncertain() -> None:
     model = StepModel([Timing(point(8, bucket=size), 3.0, 0.002) for size in (1e6, 2e6, 5e6, 1e7, 2e7, 5e7)])
 
     (known,), (new,) = model.predict([point(8, bucket=1e8)]), model.predict([point(8, stage=3)])
@@ -270,7 +270,7 @@ def test_a_group_that_was_never_measured_stays_uncertain_however_well_others_are
     assert new.log_std > 0.08 > 0.02 > known.log_std
 
 
-def test_no_factor_is_negative() -> None:
+def test_regression_factors_are_positive() -> None:
     without_optimizer = {"forward": 1.0, "backward": 2.0, "step": 1e-4}
 
     model = StepModel([Timing(point(8), 3.0001, 0.002, without_optimizer)])

@@ -89,12 +89,12 @@ def test_the_intervals_of_many_measurements_cover_the_true_median_mostly() -> No
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("90s", 90), ("1h30m", 5400), ("45", 45)])
-def test_lengths_of_time_are_read(text: str, seconds: float) -> None:
+def test_parse_duration_accepts_units(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0s", "-3m", "soon"])
-def test_what_is_no_length_of_time_is_refused(text: str) -> None:
+def test_parse_duration_refuses_other_text(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected a length of time"):
         parse_duration(text)
 

@@ -36,7 +36,7 @@ def experiment(number: int, label: str, **changes: object) -> LabelledExperiment
     return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
 
 
-def test_every_label_that_dsat_gives_is_known_and_no_other() -> None:
+def test_search_of_reads_dsat_labels_only() -> None:
     source = (
         Path(trial_spec.__file__).read_text() + Path(trial_spec.__file__).with_name("cluster.py").read_text()
     )
@@ -53,7 +53,7 @@ def test_every_label_that_dsat_gives_is_known_and_no_other() -> None:
         assert searches.search_of(label) is None
 
 
-def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
+def test_document_of_notes_is_final_report() -> None:
     searched = space()
     played = play("asha", searched, outcome_of=surface, max_trials=16)
     trials = trials_of(played, searched, seconds=60.0)
@@ -81,7 +81,7 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
         assert searches.document_of(broken) is None
 
 
-def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> None:
+def test_live_document_is_small_without_configs() -> None:
     searched = space()
     played = play("asha", searched, outcome_of=surface, max_trials=16)
     ended = trials_of(played, searched, handle={"attempt": 1, "experiment_id": 4})
@@ -136,7 +136,7 @@ def report(**changes: object) -> dict[str, object]:
     return {**facts, "is_finished": False, "notes": [], "pareto": [], "trials": [], **changes}
 
 
-def test_notes_that_anybody_may_have_written_are_read_or_left_out() -> None:
+def test_forged_notes_are_ignored() -> None:
     """A label makes an experiment part of a search, and any user may give one."""
     for label in (f"dsat-0a1b2c3d-{'9' * 30}", f"dsat-0a1b2c3d-{'1' * 5000}"):
         assert searches.search_of(label) is None
@@ -150,7 +150,7 @@ def test_notes_that_anybody_may_have_written_are_read_or_left_out() -> None:
     assert (found["notes"], found["pareto"], found["num_trials"], found["told_s"]) == ([], [], 1, 0.0)
 
 
-def test_of_reports_that_were_left_behind_the_newest_counts() -> None:
+def test_newest_document_is_chosen() -> None:
     def told(number: int, **changes: object) -> LabelledExperiment:
         notes = notes_of({"report": report(**changes)})
         return experiment(number, f"dsat-0a1b2c3d-{number}", notes=notes)

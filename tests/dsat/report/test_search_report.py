@@ -48,7 +48,7 @@ def _document(**changes: Any) -> dict[str, Any]:
     return report_document(facts_of_search(**changes), space(), _played())
 
 
-def test_the_report_names_best_own_gain_and_the_next_three_and_survives_json() -> None:
+def test_report_names_best_own_and_runners_up() -> None:
     document = _document()
 
     assert json.loads(json.dumps(document)) == document
@@ -62,7 +62,7 @@ def test_the_report_names_best_own_gain_and_the_next_three_and_survives_json() -
     assert sum(one["count"] for one in document["failures"]) == len(document["trials"]) - len(values)
 
 
-def test_no_configuration_beats_one_of_the_pareto_front_in_throughput_and_memory() -> None:
+def test_pareto_trials_are_not_dominated() -> None:
     document = _document()
     rows = {row["trial_id"]: row for row in document["trials"]}
 
@@ -78,7 +78,7 @@ def test_no_configuration_beats_one_of_the_pareto_front_in_throughput_and_memory
     assert document["best"] in document["pareto"]
 
 
-def test_shares_of_a_step_add_up_to_it_and_idle_time_is_what_no_prediction_explains() -> None:
+def test_step_shares_sum_to_step_time() -> None:
     parts = {
         "compute": 0.04,
         "overhead": 0.01,
@@ -105,7 +105,7 @@ def test_shares_of_a_step_add_up_to_it_and_idle_time_is_what_no_prediction_expla
         assert one["explained"]["idle"] == pytest.approx(one["step_s"] - 0.075)
 
 
-def test_a_knobs_worth_is_the_best_that_was_measured_with_each_of_its_values() -> None:
+def test_sensitivity_compares_best_of_each_value() -> None:
     document = _document()
     (stages,) = [one for one in document["sensitivity"] if one["knob"] == "ZeRO stage"]
     rows = [row for row in document["trials"] if row["value"] is not None]
@@ -116,7 +116,7 @@ def test_a_knobs_worth_is_the_best_that_was_measured_with_each_of_its_values() -
         assert level["loss"] == pytest.approx(1 - best / top)
 
 
-def test_what_is_missing_for_a_larger_micro_batch_is_told_in_bytes() -> None:
+def test_needs_of_larger_micro_batch_in_bytes() -> None:
     document = _document()
     best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
     need = next(one for one in document["needs"] if one["trial_id"] == document["best"])
@@ -125,7 +125,7 @@ def test_what_is_missing_for_a_larger_micro_batch_is_told_in_bytes() -> None:
     assert need["missing_bytes"] == pytest.approx(best["memory_bytes"] + more * 1.1e9 - 40e9)
 
 
-def test_what_the_method_predicts_is_missing_is_told_also_of_an_own_configuration_that_ran_out_of_memory(
+def test_predicted_needs_of_failed_own_are_reported(
     tmp_path: Path,
 ) -> None:
     def too_large(candidate: Candidate) -> Outcome:
@@ -163,7 +163,7 @@ def test_markdown_shows_gain_failures_and_rates(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text()) == document
 
 
-def test_a_search_in_which_nothing_was_measured_has_a_report_too(tmp_path: Path) -> None:
+def test_report_without_measurements_is_written(tmp_path: Path) -> None:
     trials = _played(lambda _candidate: Failure(FailureKind.DEVICE_OOM, "out of memory"))
     document = write_report(tmp_path, facts_of_search(reason="nothing fits"), space(), trials)
 
@@ -174,9 +174,7 @@ def test_a_search_in_which_nothing_was_measured_has_a_report_too(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("half_width", "is_certain"), [(0.001, True), (0.5, False)])
-def test_a_gain_within_the_intervals_is_called_uncertain(
-    half_width: float, is_certain: bool, tmp_path: Path
-) -> None:
+def test_gain_within_intervals_is_uncertain(half_width: float, is_certain: bool, tmp_path: Path) -> None:
     def wide(candidate: Candidate) -> Outcome:
         found = _outcome(candidate)
         return Measured({**found.metrics, "half_width": half_width}) if isinstance(found, Measured) else found
@@ -187,7 +185,7 @@ def test_a_gain_within_the_intervals_is_called_uncertain(
     assert ("the gain is not certain" in (tmp_path / "report.md").read_text()) is not is_certain
 
 
-def test_the_live_table_shows_progress_the_best_so_far_and_the_time_left() -> None:
+def test_live_table_shows_progress_best_and_time_left() -> None:
     trials = _played(max_trials=4)
     console = Console(file=io.StringIO(), force_terminal=True, width=160)
     table = LiveTable("throughput", max_trials=10, budget_s=300, console=console)

@@ -12,8 +12,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, Measured, Outcome
 from dstrial.dsat.methods.base import Note
 from dstrial.dsat.space.filters import KnobEffect, best_knob_effects, knob_effects
-from dstrial.dsat.space.pipeline import efficiency, enough_accumulation, first_position
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space.space import Space, Structure, efficiency, enough_accumulation, first_position
 
 RECOMPUTES, UNREAD, WORKERS = (f"hyperparameters.{name}" for name in ("recomputes", "unread", "workers"))
 PIPELINE: dict[str, Any] = {
@@ -50,7 +49,7 @@ def _knobs() -> Space:
 
 
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
-def test_a_dead_knob_is_told_and_no_configuration_is_measured_again_for_it(method: str) -> None:
+def test_dead_knob_is_reported_and_not_remeasured(method: str) -> None:
     played = play(method, _knobs(), metric="throughput", outcome_of=_outcome, max_trials=40)
 
     told = [action.text for action in played.actions if isinstance(action, Note)]
@@ -75,7 +74,7 @@ def test_a_dead_knob_is_told_and_no_configuration_is_measured_again_for_it(metho
             seen.add((one.candidate.stage, rest, one.candidate.batch))
 
 
-def test_only_what_differs_in_one_knob_is_compared_and_nothing_without_a_probe() -> None:
+def test_knob_effects_compare_single_changes_with_probes() -> None:
     searched = _knobs()
     own, other = searched.own(), searched.smallest()
     unread = Candidate(own.stage, ((UNREAD, "b"),), own.batch)
@@ -91,7 +90,7 @@ def test_only_what_differs_in_one_knob_is_compared_and_nothing_without_a_probe()
     assert "is not proved" in str(KnobEffect(UNREAD, (0, 1), (), noise=0.5))
 
 
-def test_deepspeeds_own_keys_need_no_proof_but_nvme_does() -> None:
+def test_knob_effects_ignore_known_keys_except_nvme() -> None:
     bucket, device = "zero_optimization.reduce_bucket_size", "zero_optimization.offload_optimizer.device"
     partition = "activation_checkpointing.partition_activations"
     searched = space(extra={bucket: [10**6, 10**7], partition: [False, True], device: ["none", "nvme"]})
@@ -104,7 +103,7 @@ def test_deepspeeds_own_keys_need_no_proof_but_nvme_does() -> None:
     assert [(one.path, one.values, one.is_dead) for one in found] == [(partition, (False, True), True)]
 
 
-def test_a_pipeline_gets_more_micro_batches_before_larger_ones() -> None:
+def test_pipeline_stages_redivide_the_batch() -> None:
     def stages(own: int, num_layers: int = 8, **more: Any) -> Space:
         return Space(
             PIPELINE,

@@ -24,7 +24,7 @@ ZERO = "zero_optimization"
 
 
 @given(st.integers(1, 512), st.integers(1, 16))
-def test_every_step_of_a_ladder_keeps_the_global_batch(per_replica: int, replicas: int) -> None:
+def test_grid_splits_keep_global_batch(per_replica: int, replicas: int) -> None:
     ladder = BatchSizeGrid(per_replica * replicas, replicas, accumulation=1)
 
     for position in range(ladder.last + 1):
@@ -34,19 +34,19 @@ def test_every_step_of_a_ladder_keeps_the_global_batch(per_replica: int, replica
     assert ladder.split(ladder.last).accumulation == 1
 
 
-def test_a_free_batch_keeps_the_accumulation_and_lets_the_batch_follow() -> None:
+def test_free_grid_keeps_accumulation() -> None:
     ladder = space(free_batch=True).batch_size_grid
 
     assert ladder.split(4) == BatchSplit(5, 8, 320)
 
 
-def test_another_global_batch_is_kept_when_it_is_asked_for() -> None:
+def test_train_batch_size_changes_own_batch() -> None:
     assert space(train_batch_size=512).own().batch == BatchSplit(4, 16, 512)
     with pytest.raises(ConfigError, match="train_batch_size"):
         space(train_batch_size=100)
 
 
-def test_a_candidate_that_deepspeed_would_refuse_is_illegal_with_its_reason() -> None:
+def test_refused_candidate_is_illegal_with_reason() -> None:
     searched = space()
     structure = Structure(0, ((f"{ZERO}.offload_optimizer.device", "cpu"),))
 
@@ -57,7 +57,7 @@ def test_a_candidate_that_deepspeed_would_refuse_is_illegal_with_its_reason() ->
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_key_that_a_stage_does_not_read_is_illegal_and_everything_drawn_is_legal(stage: int) -> None:
+def test_dead_key_is_illegal_drawn_is_legal(stage: int) -> None:
     searched, random = space(stages=(0, 1, 2, 3)), SearchRandom(3)
     dead = {"sub_group_size": 10**8, "allgather_bucket_size": 10**6}
 
@@ -68,7 +68,7 @@ def test_a_key_that_a_stage_does_not_read_is_illegal_and_everything_drawn_is_leg
         assert searched.illegal_reason(searched.candidate(searched.draw(random, stage), 0)) is None
 
 
-def test_the_users_offload_is_neutralised_where_another_stage_refuses_it() -> None:
+def test_own_offload_is_neutral_in_other_stages() -> None:
     base = copy.deepcopy(BASE)
     base[ZERO] = {
         "stage": 3,
@@ -84,7 +84,7 @@ def test_the_users_offload_is_neutralised_where_another_stage_refuses_it() -> No
     assert base[ZERO]["stage"] == 3
 
 
-def test_candidates_that_write_defaults_down_are_the_same_as_those_that_do_not() -> None:
+def test_identity_ignores_written_defaults() -> None:
     searched = space()
     written = searched.candidate(Structure(1, ((f"{ZERO}.reduce_bucket_size", 500_000_000),)), 2)
 
@@ -94,14 +94,14 @@ def test_candidates_that_write_defaults_down_are_the_same_as_those_that_do_not()
     assert searched.identity(other) != searched.identity(searched.own())
 
 
-def test_a_pipeline_tries_stages_0_and_1_and_no_overlap() -> None:
+def test_pipeline_space_has_stages_0_and_1() -> None:
     searched = Space(BASE, ParallelDims(8, pp=2, is_pipeline=True), stages=(0, 1, 2, 3))
 
     assert searched.stages == (0, 1)
     assert f"{ZERO}.overlap_comm" not in {knob.path for knob in searched.knobs(1)}
 
 
-def test_the_emitted_config_is_whole_and_carries_nothing_of_autotuning_and_no_dead_key() -> None:
+def test_config_has_no_autotuning_or_dead_keys() -> None:
     base = copy.deepcopy(BASE)
     base["autotuning"] = {"enabled": True}
     base[ZERO]["allgather_bucket_size"] = 10**6
@@ -116,7 +116,7 @@ def test_the_emitted_config_is_whole_and_carries_nothing_of_autotuning_and_no_de
     assert config[ZERO] == {"stage": 3}
 
 
-def test_a_space_file_replaces_values_adds_paths_and_names_undeclared_hyperparameters(tmp_path: Path) -> None:
+def test_space_file_adds_paths_and_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(
         "zero_optimization.reduce_bucket_size: [1e7, 2.5e7]\n"
@@ -149,21 +149,21 @@ def test_a_space_file_replaces_values_adds_paths_and_names_undeclared_hyperparam
     assert len(error.value.problems) == 2
 
 
-def test_a_candidate_survives_json() -> None:
+def test_candidate_survives_json() -> None:
     searched = space()
     candidate = searched.candidate(searched.draw(SearchRandom(5), 2), 1)
 
     assert Candidate.from_json(json.loads(json.dumps(candidate.to_json()))) == candidate
 
 
-def test_layering_overwrites_keeps_the_none_that_deletes_a_key() -> None:
+def test_layered_keeps_none_that_deletes() -> None:
     below = {"a": {"x": None, "y": 1}, "b": 1}
 
     assert layered(below, {"a": {"y": 2}, "b": {"c": 3}}) == {"a": {"x": None, "y": 2}, "b": {"c": 3}}
     assert below == {"a": {"x": None, "y": 1}, "b": 1}
 
 
-def test_a_declared_hyperparameter_that_is_written_down_is_the_users_own_configuration() -> None:
+def test_written_hyperparameter_default_is_own_configuration() -> None:
     searched = space(extra={"hyperparameters.width": (8, 16)}, hyperparameters={"width": 8, "depth": 2})
     own = searched.own()
 
@@ -196,7 +196,7 @@ def test_a_declared_hyperparameter_that_is_written_down_is_the_users_own_configu
         (f"{ZERO}.nothing", 1, {"bf16.enabled": (True, False)}, True),
     ],
 )
-def test_a_value_that_no_stage_can_have_is_told_from_one_that_some_can(
+def test_rejection_reason_of_value_considers_all_stages(
     path: str, value: object, others: dict[str, Any], is_refused: bool
 ) -> None:
     searched = space(stages=(1, 2, 3), extra={path: (value,), **others})
@@ -204,7 +204,7 @@ def test_a_value_that_no_stage_can_have_is_told_from_one_that_some_can(
     assert (searched.rejection_reason(path, value) is not None) == is_refused
 
 
-def test_a_path_that_only_one_stage_reads_takes_nothing_from_the_others() -> None:
+def test_single_stage_path_leaves_other_stages() -> None:
     path = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
     searched = space(stages=(1, 2, 3), extra={path: (True, False)})
 
@@ -214,7 +214,7 @@ def test_a_path_that_only_one_stage_reads_takes_nothing_from_the_others() -> Non
     assert {structure.stage for structure in ConfigGroups(searched).bases()} == {1, 2, 3}
 
 
-def test_precision_that_a_space_file_names_counts_for_the_structures_that_have_it() -> None:
+def test_space_file_precision_changes_structure_width() -> None:
     searched = space(extra={"bf16.enabled": (True, False)})
     groups = ConfigGroups(searched)
 
