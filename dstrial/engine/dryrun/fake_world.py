@@ -231,7 +231,7 @@ class FakeWorld(contextlib.ExitStack):
         operations = getattr(torch.ops, _COLLECTIVES)
         work = operations.barrier(torch.empty(0), group.boxed(), [], -1)
         # Torch removes the kernels of a library that is no longer referenced.
-        self._kernels = torch.library.Library(_COLLECTIVES, "IMPL")
+        self._kernels: Any = torch.library.Library(_COLLECTIVES, "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.callback(vars(self).pop, "_kernels")
         for name in names:
             num_returns = len(getattr(operations, name).default._schema.returns)
