@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import gc
 import importlib
-import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -55,10 +52,8 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
     Raises what the workload, torch or DeepSpeed raises; fake tensors do not support all code.
     """
-    started_s = time.monotonic()
     with begun(request) as measure_begun:
-        result = measure_begun(request)
-    return dataclasses.replace(result, wall_s=time.monotonic() - started_s)
+        return measure_begun(request)
 
 
 @contextlib.contextmanager
@@ -84,7 +79,6 @@ def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunRe
 def _measure(
     workload: Workload, tracker: Tracker, reads: ScalarReads, request: DryRunRequest
 ) -> DryRunResult:
-    started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         workload.prepare(**request.options)
         num_stages = int(getattr(workload, "num_stages", 1))
@@ -123,11 +117,9 @@ def _measure(
         inner_operations=tracker.operations.get((steady, 0), 0) if accumulation > 1 else 0,
         last_operations=tracker.operations.get((steady, last), 0),
         num_records=int(getattr(workload, "num_records", 0)),
-        wall_s=time.monotonic() - started_s,
         device_parts=split.device,
         host_parts=split.host,
         activations=line_through(activations[0], activations[1], low, high),
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
