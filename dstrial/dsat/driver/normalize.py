@@ -1,4 +1,4 @@
-"""Make measurements comparable: one FLOP count, only requested configurations. Pure."""
+"""Make measurements comparable: one FLOP count, the requested batch. Pure."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
 @contextlib.contextmanager
 def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
-    """Patch the process and import the user's code; yield a function that runs a request."""
+    """Patch the process and import user code; yield a function that runs a request."""
     reads = ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     world = FakeWorld(
@@ -179,7 +179,7 @@ def _host_test(target: str, is_real: bool) -> Any:
 
 @contextlib.contextmanager
 def _collector_disabled() -> Iterator[None]:
-    """Collect cycles between steps only, so that both sizes free tensors at the same places."""
+    """Collect cycles between steps only: both sizes free tensors at the same places."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
