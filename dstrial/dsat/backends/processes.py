@@ -23,8 +23,8 @@ _IMPORT_TIMEOUT_S = 60.0
 _SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
 _PROBE_BYTES = 2**16  # more than a launcher writes before its ranks start
 _STAT_NAME = "launcher.stat"
-# The launcher kills its ranks at the second signal. Each signal has so many seconds to take effect.
-_END_SIGNALS = ((signal.SIGINT, 1.0), (signal.SIGINT, 1.0), (signal.SIGKILL, 20.0))
+# (signal, seconds to end after it). The launcher kills its ranks at the second SIGINT; a SIGKILL would orphan them.
+_END_SIGNALS = ((signal.SIGINT, 1.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
 
 # The shell writes its own line of /proc, with process id and start time, before it becomes the launcher: the next search finds
 # the launcher even if this search is killed in between.

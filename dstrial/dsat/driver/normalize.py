@@ -1,4 +1,4 @@
-"""Make measurements comparable: equal FLOP counts, only what was ordered. Pure."""
+"""Make measurements comparable: one FLOP count, the requested batch. Pure."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def with_model_flops(
 ) -> Measured:
     """Return a measurement with ``FLOPS_per_gpu`` of the search's one model.
 
-    A model has one number of FLOPs per record, however it is trained, so that at equal throughput all configurations have equal
-    ``FLOPS_per_gpu``: the count of the first measurement holds for all, else that of a dry run (on one rank), else a rule.
-    ``like`` is an earlier result of this function.
+    A model has one number of FLOPs per record, so that configurations of equal throughput have equal ``FLOPS_per_gpu``. It is
+    counted in the first measurement, else in a dry run (on one rank), else it follows from a rule. ``like`` is an earlier result
+    of this function.
     """
     throughput = measured.value("throughput")
     if not throughput:
@@ -57,37 +57,37 @@ def with_model_flops(
 def caveats(measured: Measured, first: Measured) -> list[str]:
     """Return caveats about the ``FLOPS_per_gpu`` of a measurement, as sentences."""
     found = [_RULE_NOTE] if measured.value(FLOPS_RULE) else []
-    # A rank of a pipeline has the parameters of its own stage.
+    # A rank of a pipeline has the parameters of its stage only.
     same = ("num_params", "probe_pipeline_stages")
     if measured.value(same[0]) != first.value(same[0]) and measured.value(same[1]) == first.value(same[1]):
         found.append(_OTHER_MODEL_NOTE)
     return found
 
 
-def mismatch_with_order(measured: Measured, candidate: Candidate) -> Failure | None:
-    """Return the error of code that trains another batch or ZeRO stage than ordered.
+def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
+    """Return the error of code that trains another batch or ZeRO stage than requested.
 
-    With several engines nothing is compared: only one of them may be meant.
+    With several engines nothing is compared, because the request may concern only one of them.
     """
     if (measured.value("num_engines") or 1) > 1:
         return None
-    ordered = {
+    requested = {
         "train_micro_batch_size_per_gpu": candidate.batch.micro_batch_size,
         "gradient_accumulation_steps": candidate.batch.accumulation,
         "zero_stage": candidate.stage,
     }
     wrong = {
         name: (found, expected)
-        for name, expected in ordered.items()
+        for name, expected in requested.items()
         if (found := measured.value(name)) is not None and round(found) != expected
     }
     if not wrong:
         return None
     trained = ", ".join(f"{name} {round(value)}" for name, (value, _) in wrong.items())
-    told = ", ".join(str(value) for _, value in wrong.values())
+    values = ", ".join(str(value) for _, value in wrong.values())
     return Failure(
         FailureKind.USER_ERROR,
-        f"the engine trains with {trained}; expected {told}, as the trial was told. Build its config with "
+        f"the engine trains with {trained}; expected {values}, as the trial was told. Build its config with "
         "dsat.get_ds_config_from_hparams(hparams), or give the script's arguments to dsat.get_hf_args_with_overwrites.",
     )
 
@@ -100,10 +100,10 @@ def normalized(
     flops_per_record: float | None,
     num_replicas: int,
 ) -> Outcome:
-    """Return a comparable measurement, or why it is none; failures stay."""
+    """Return a comparable measurement, or a failure."""
     if not isinstance(outcome, Measured):
         return outcome
-    wrong = mismatch_with_order(outcome, candidate)
+    wrong = mismatch_with_request(outcome, candidate)
     if wrong is not None:
         return wrong
     return with_model_flops(

@@ -16,7 +16,6 @@ from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
 from dstrial.dsat.methods.base import Finish, ReportFacts
 from dstrial.dsat.report.document import SearchFacts, live_document, report_document
 from dstrial.dsat.report.markdown import REPORT_NAMES, write_report
-from dstrial.dsat.space.space import Space
 from dstrial.local.json_files import write_json_atomically
 
 _PERIOD_S = 2.0
@@ -35,11 +34,15 @@ class SearchFiles:
         self._print_line = print_line
 
     def write(self, trials: Sequence[TrialResult]) -> None:
-        """Write the results and the experiment config of the best configuration."""
+        """Write the results and the best experiment."""
+        record = self._record
         try:
-            best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
-            if best is not None:
-                write_config(self._record.best_experiment_path, full_config(self._settings, best.candidate))
+            write_json_atomically(record.trials_path, [trial.to_json() for trial in trials], sync=False)
+            best = best_of(trials, self._settings.flags.metric)
+            if best is not None and isinstance(best.outcome, Measured):
+                write_json_atomically(record.best_config_path, self._settings.space.config(best.candidate))
+                write_json_atomically(record.best_metrics_path, dict(best.outcome.metrics))
+                write_config(record.best_experiment_path, full_config(self._settings, best.candidate))
         except OSError as error:
             self._print_line(f"the results cannot be written ({error}); expected room on the disk")
 
@@ -90,18 +93,6 @@ class SearchFiles:
             *(self._record.path / name for name in REPORT_NAMES),
         )
         return {path.name: path.read_text() for path in kept if path.exists()}
-
-
-def write_results(
-    record: SearchRecord, space: Space, trials: Sequence[TrialResult], metric: str
-) -> TrialResult | None:
-    """Write the files of the results so far; return the best trial."""
-    write_json_atomically(record.trials_path, [trial.to_json() for trial in trials], sync=False)
-    best = best_of(trials, metric)
-    if best is not None and isinstance(best.outcome, Measured):
-        write_json_atomically(record.best_config_path, space.config(best.candidate))
-        write_json_atomically(record.best_metrics_path, dict(best.outcome.metrics))
-    return best
 
 
 class LiveReport:

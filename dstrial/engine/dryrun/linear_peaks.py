@@ -59,18 +59,18 @@ class MemoryForms:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether a trace's last two steps are alike until the update, sizes aside."""
+    """Return whether a trace's last two steps differ only in sizes before the update."""
     return _same(_Steps(trace))
 
 
 def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
-    """Return the bytes alive in each phase.
+    """Return the allocated bytes in each phase as lines over the micro batch size.
 
-    The trace holds the building of the engines and then steps at the micro batch sizes ``low``, ``high`` and, where those two
-    differ in more than sizes, ``low`` once more. The last two are compared allocation by allocation until their optimizer step,
-    which knows nothing of the micro batch: each allocation has a size that is linear in the micro batch size, and so is
-    the sum of those alive at any time. A phase's peak is the greatest of these sums, which different times may be at
-    different sizes. What only earlier steps do is taken to grow like the same phase of the last one.
+    The trace holds the building of the engines and then steps at the micro batch sizes ``low``, ``high`` and, if those two differ
+    in more than sizes, ``low`` again. The last two are compared allocation by allocation until their optimizer step, which does
+    not depend on the micro batch. Each allocation has a size that is linear in the micro batch size, and so has the sum of all
+    live allocations at any time. A phase's peak is the maximum of these sums; which time is the peak depends on the size. Peaks
+    of earlier steps only are assumed to grow like the same phase of the last step.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -138,7 +138,7 @@ def _same(steps: _Steps) -> bool:
     for start, end in ((steps.former, steps.update_of_former), (steps.last, steps.update_of_last)):
         own = steps.numbers[start:end] - steps.num_made(start)
         is_own = own >= 0
-        # What was made before the step is not told apart: a step before the first has left other things behind.
+        # Allocations from before the step are ignored: the first step starts with others than the second.
         kept = is_own | steps.is_made[start:end]
         signs = np.where(steps.is_made[start:end], 1, -1)
         relative.append(((own + 1) * signs)[kept])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import gc
 import importlib
-import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -55,15 +52,13 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
     Raises what the workload, torch or DeepSpeed raises; fake tensors do not support all code.
     """
-    started_s = time.monotonic()
     with begun(request) as measure_begun:
-        result = measure_begun(request)
-    return dataclasses.replace(result, wall_s=time.monotonic() - started_s)
+        return measure_begun(request)
 
 
 @contextlib.contextmanager
 def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
-    """Patch the process and import the user's code; yield a function that runs a request."""
+    """Patch the process and import user code; yield a function that runs a request."""
     reads = ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     world = FakeWorld(
@@ -84,7 +79,6 @@ def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunRe
 def _measure(
     workload: Workload, tracker: Tracker, reads: ScalarReads, request: DryRunRequest
 ) -> DryRunResult:
-    started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         workload.prepare(**request.options)
         num_stages = int(getattr(workload, "num_stages", 1))
@@ -123,11 +117,9 @@ def _measure(
         inner_operations=tracker.operations.get((steady, 0), 0) if accumulation > 1 else 0,
         last_operations=tracker.operations.get((steady, last), 0),
         num_records=int(getattr(workload, "num_records", 0)),
-        wall_s=time.monotonic() - started_s,
         device_parts=split.device,
         host_parts=split.host,
         activations=line_through(activations[0], activations[1], low, high),
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
@@ -187,7 +179,7 @@ def _host_test(target: str, is_real: bool) -> Any:
 
 @contextlib.contextmanager
 def _collector_disabled() -> Iterator[None]:
-    """Collect cycles between steps only, so that both sizes free tensors at the same places."""
+    """Collect cycles between steps only: both sizes free tensors at the same places."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Watch every tensor operation: bytes allocated and freed, collectives, FLOPs.
+"""Record tensor operations: bytes allocated and freed, collectives, FLOPs.
 
-It sees what reaches torch's dispatcher: outputs of operations, not the scratch memory inside a kernel.
+Operations that reach torch's dispatcher are recorded, with their outputs but not the scratch memory inside a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _backward_count: Callable[..., int] = flop_counter.sdpa_backward_flop_count
 _SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _SDPA_CPU_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
-# c10d operation -> (its kind, index of the argument that holds the whole of the data, index of the process group).
+# c10d operation -> (its kind, index of the argument with the whole data, index of the process group).
 _COLLECTIVES = {
     "c10d::allreduce_": ("all_reduce", 0, 1),
     "c10d::allreduce_coalesced_": ("all_reduce", 0, 1),
@@ -49,17 +49,17 @@ _COLLECTIVES = {
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Records operations; enter it after ``FakeTensorMode``, to see fake tensors.
 
-    ``read_scalar`` answers reads of a scalar from a fake tensor; None lets torch answer.
+    ``read_scalar`` returns the value of a fake scalar; None lets torch raise.
 
     Attributes:
         device_bytes: bytes on the device now.
         collectives: (step, micro batch) -> kind, group size and phase -> [calls, bytes].
         flops: (step, micro batch) -> [without recomputation, with it].
-        operations: (step, micro batch) -> operations that reached the dispatcher, views and the like included.
+        operations: (step, micro batch) -> operations that reached the dispatcher, views included.
         on_result: called with each operation's result and arguments.
         on_phase: called with the name of each outermost phase that begins.
 
-    Source: the way storages are followed is that of torch's ``distributed/_tools/mem_tracker.py``.
+    Source: storages are tracked as in torch's ``distributed/_tools/mem_tracker.py``.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare each operation a detour through the compiler, which has nothing to do."""
+        """Let operations bypass the compiler, which makes each slower."""
         return False
 
     @property
@@ -98,7 +98,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Be in ``phase`` inside the block, and in the former one after it."""
+        """Set ``phase`` inside the block, and restore the former one after it."""
         before, self._phase = self._phase, PHASES.index(phase)
         try:
             yield
@@ -113,12 +113,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def end_step(self) -> None:
         self.trace.marks.append(len(self.trace.events))
-
-    def watch(self, tensors: Any) -> None:
-        """Follow the memory of existing tensors, nested in lists, tuples and dicts."""
-        for leaf in tree_leaves(tensors):
-            if isinstance(leaf, torch.Tensor):
-                self._follow(leaf)
 
     def totals(self) -> dict[tuple[int, int], tuple[Collective, ...]]:
         """Return the collectives of each (step, micro batch)."""
@@ -143,14 +137,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         elif name in _FLOPS or func.overloadpacket in flop_counter.flop_registry:
             self._count_flops(func, name, args, kwargs, result)
         if isinstance(result, torch.Tensor):
-            self._follow(result)
+            self._track(result)
         elif isinstance(result, (list, tuple)):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
-                    self._follow(leaf)
+                    self._track(leaf)
         return result
 
-    def _follow(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()

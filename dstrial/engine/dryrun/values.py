@@ -160,8 +160,6 @@ class DryRunResult:
         host_parts: the same on the host.
         activations: bytes on the device that a forward pass leaves, the micro batch included; None if unknown.
         num_records: of a script's own micro batch; 0 for other workloads.
-        wall_s: time without shared imports.
-        peak_rss_bytes: of the process that ran it.
     """
 
     device: MemoryForm
@@ -182,8 +180,6 @@ class DryRunResult:
     host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     activations: Line | None = None
     num_records: int = 0
-    wall_s: float = 0.0
-    peak_rss_bytes: int = 0
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
         """Return the collectives of one optimizer step."""

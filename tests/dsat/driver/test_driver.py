@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from determined.experimental.client import ExperimentState
 from searching import events, settings_of, write_experiment
 from surfaces import BASE, surface
 
 from dstrial.config.documents import read_yaml
 from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.search_on_master import SearchOnMaster
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel
 from dstrial.dsat.core.candidate import Candidate
@@ -340,6 +344,40 @@ def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Pat
     end, driver, _ = _run(settings, world)
     assert end.is_finished
     assert len(driver.trials) == 4
+
+
+def test_search_on_master_leaves_results_of_local_search(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "6")
+    _, local, _ = _run(settings, {"started": {}})
+    journal = events(settings.output)
+    files = {path.name: path.read_text() for path in settings.output.glob("best_*")}
+    shutil.rmtree(settings.output)
+    rows = [
+        SimpleNamespace(steps_completed=place, metrics={"event": json.dumps(event)})
+        for place, event in enumerate(journal, 1)
+    ]
+    trial = SimpleNamespace(state=SimpleNamespace(value="RUNNING"), iter_metrics=lambda _group: rows)
+    found = SimpleNamespace(
+        id=7, state=ExperimentState.COMPLETED, reload=lambda: 0, list_trials=lambda: [trial]
+    )
+    master: Any = SimpleNamespace(
+        find=lambda _label: found,
+        retry_until_available=lambda call: call(),
+        tolerate_outage=contextlib.nullcontext,
+    )
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+
+    with record.lock():
+        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
+        backend = SearchOnMaster(settings, master, record)
+        driver = Driver(settings, record, method, lambda: backend, lambda _line: None, poll_s=0.0)
+        assert driver.run([]).is_finished
+
+    assert {path.name: path.read_text() for path in settings.output.glob("best_*")} == files
+    assert {one.trial_id: one.outcome for one in driver.trials.values()} == {
+        one.trial_id: one.outcome for one in local.trials.values()
+    }
+    assert {one.handle["experiment_id"] for one in driver.trials.values()} == {7}
 
 
 def test_result_of_another_configuration_raises(experiment: Path) -> None:

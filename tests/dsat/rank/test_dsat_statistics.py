@@ -68,16 +68,13 @@ def test_a_quiet_machine_needs_few_windows_and_a_noisy_one_more_up_to_a_bound() 
     assert quiet.num_steps < noisy.num_steps <= hopeless.num_steps == limits.max_windows
 
 
-def test_time_is_bounded_and_short_steps_are_timed_in_windows() -> None:
+def test_sampling_bounds_time_and_takes_wanted_steps() -> None:
+    assert _play(np.full(100, 1.0), SamplingLimits(min_steps=20, window_s=0.0)).num_steps >= 20
     slow = _play(np.full(100, 30.0), SamplingLimits(max_s=60.0))
     fast = _play(np.full(100, 0.001), SamplingLimits(window_s=0.1))
 
     assert slow.num_steps == 3
     assert fast.num_steps > 100
-
-
-def test_the_asked_number_of_steps_is_taken() -> None:
-    assert _play(np.full(100, 1.0), SamplingLimits(min_steps=20, window_s=0.0)).num_steps >= 20
 
 
 def test_the_intervals_of_many_measurements_cover_the_true_median_mostly() -> None:

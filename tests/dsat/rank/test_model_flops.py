@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.outcome import FailureKind, Measured
-from dstrial.dsat.driver.normalize import FLOPS_RULE, caveats, mismatch_with_order, with_model_flops
+from dstrial.dsat.driver.normalize import FLOPS_RULE, caveats, mismatch_with_request, with_model_flops
 from dstrial.engine.model_flops import counted_flops
 
 ONE_LAYER = 2 * 4 * 16 * 16  # of 4 records
@@ -66,12 +66,13 @@ def test_an_engine_that_trains_otherwise_than_ordered_is_an_error_in_the_trainin
     candidate = Candidate(2, (), BatchSplit(4, 2, 16))
     obedient = {"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0, "zero_stage": 2.0}
 
-    assert mismatch_with_order(Measured(obedient), candidate) is None
-    assert mismatch_with_order(Measured({"throughput": 1.0}), candidate) is None
+    assert mismatch_with_request(Measured(obedient), candidate) is None
+    assert mismatch_with_request(Measured({"throughput": 1.0}), candidate) is None
     assert (
-        mismatch_with_order(Measured({**obedient, "zero_stage": 1.0, "num_engines": 2.0}), candidate) is None
+        mismatch_with_request(Measured({**obedient, "zero_stage": 1.0, "num_engines": 2.0}), candidate)
+        is None
     )
-    failure = mismatch_with_order(
+    failure = mismatch_with_request(
         Measured({**obedient, "train_micro_batch_size_per_gpu": 8.0, "zero_stage": 1.0}), candidate
     )
     assert failure is not None

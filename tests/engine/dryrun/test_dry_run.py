@@ -125,7 +125,6 @@ def test_dry_runs_in_forks_of_one_interpreter_find_the_same_and_fail_alone() -> 
 
     assert isinstance(apart, DryRunResult)
     assert apart.device == measured(request(3)).device
-    assert apart.peak_rss_bytes > 0
     assert apart.last_operations > 0
     for failed, kind in ((raised, "error"), (unsupported, "unsupported")):
         assert isinstance(failed, DryRunError)

@@ -61,10 +61,8 @@ def played(*, extra_in_second: bool = False) -> Trace:
     return trace
 
 
-def test_each_phase_is_a_line_that_holds_at_other_sizes() -> None:
-    trace = played()
-
-    forms = memory_forms(trace, 2, 4)
+def test_memory_forms_hold_at_other_sizes() -> None:
+    forms = memory_forms(played(), 2, 4)
 
     assert forms.is_linear
     assert forms.device.in_phase("forward", 100) == 1000 + 60 + 10 * 100
@@ -72,36 +70,24 @@ def test_each_phase_is_a_line_that_holds_at_other_sizes() -> None:
     assert forms.device.peak_phase(100) == "backward"
     assert forms.device.in_phase("step", 100) == 1000 + 60 + 30
     assert forms.device.settled == 1060
-
-
-def test_everything_before_the_first_step_is_building() -> None:
-    forms = memory_forms(played(), 2, 4)
-
+    # Everything before the first step belongs to building.
     assert forms.device.in_phase("init", 2) == 1000
     assert forms.device.in_phase("gather", 2) == 0
-
-
-def test_the_host_is_counted_apart() -> None:
-    forms = memory_forms(played(), 2, 4)
-
     assert forms.host.peak(50) == forms.host.settled == 500
 
 
-def test_a_second_step_that_does_something_else_is_told_apart_and_a_third_one_like_it_helps() -> None:
+def test_third_step_makes_differing_steps_linear() -> None:
     trace = played(extra_in_second=True)
 
     assert not same_before_update(trace)
-    assert not memory_forms(trace, 2, 4).is_linear
+    forms = memory_forms(trace, 2, 4)
+    assert not forms.is_linear
+    # The line passes through both peaks.
+    assert forms.device.in_phase("backward", 2) == pytest.approx(1000 + 20 + 100)
+    assert forms.device.in_phase("backward", 4) == pytest.approx(1060 + 40 + 100)
     train(trace, 2, kept=60, extra=True)
     assert same_before_update(trace)
     assert memory_forms(trace, 2, 4).device.peak(50) == 1000 + 60 + 500 + 100
-
-
-def test_steps_that_differ_give_a_line_through_both_peaks() -> None:
-    forms = memory_forms(played(extra_in_second=True), 2, 4)
-
-    assert forms.device.in_phase("backward", 2) == pytest.approx(1000 + 20 + 100)
-    assert forms.device.in_phase("backward", 4) == pytest.approx(1060 + 40 + 100)
 
 
 def result() -> DryRunResult:
@@ -126,25 +112,19 @@ def result() -> DryRunResult:
     )
 
 
-def test_a_result_survives_json() -> None:
-    assert DryRunResult.from_json(json.loads(json.dumps(result().to_json()))) == result()
-
-
-def test_a_request_survives_json() -> None:
-    request = DryRunRequest(
+def test_request_and_result_survive_json() -> None:
+    asked = DryRunRequest(
         "module:name", {"depth": 3}, {"bf16": {"enabled": True}}, 64, module_paths=("here",)
     )
+    for value in (result(), asked):
+        assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
 
-    assert DryRunRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
 
-
-def test_collectives_of_a_step_count_each_micro_batch_of_the_accumulation() -> None:
+def test_result_counts_collectives_and_flops_of_step() -> None:
     assert set(result().collectives(4)) == {
         Collective("all_gather", 8, "gather", 8, 256),
         Collective("all_reduce", 8, "reduce", 1, 16),
     }
     assert result().collectives(1) == result().last_collectives
-
-
-def test_flops_are_compared_with_six_for_each_parameter_and_token() -> None:
+    # 6 FLOPs for each parameter and token
     assert result().flops_ratio(4) == pytest.approx(1.0)
