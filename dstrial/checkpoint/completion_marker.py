@@ -58,19 +58,12 @@ def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointNotFoundError(
             f"{path} has no file {MARKER_NAME}; expected a complete checkpoint. Resume from another one."
         ) from None
-    except ValueError as error:
+    except ValueError:
+        info = None
+    if not isinstance(info, dict) or not is_intact(info):
         raise CheckpointDamagedError(
-            f"{mark} is no JSON ({error}); expected the mark that dstrial wrote. Resume from an earlier checkpoint."
-        ) from error
-    if not isinstance(info, dict):
-        raise CheckpointDamagedError(
-            f"{mark} is a JSON {type(info).__name__}; expected the mark that dstrial wrote. "
-            "Resume from an earlier checkpoint."
-        )
-    if not is_intact(info):
-        raise CheckpointDamagedError(
-            f"{mark} does not match its own checksum; expected the mark that dstrial wrote. "
-            "Resume from an earlier checkpoint."
+            f"{mark} is no JSON object that matches its own checksum; expected the mark that dstrial wrote. Resume from an "
+            "earlier checkpoint."
         )
     return {key: value for key, value in info.items() if key != CHECKSUM_KEY}
 

@@ -26,16 +26,17 @@ class _Slot:
     offset: int | None
 
 
-def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stage: int = 0) -> Layout:
+def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]]) -> Layout:
     """Return how ``engine``'s state is split over all ranks; equal on every rank.
 
-    ``stage`` is this rank's pipeline stage. Source: ``deepspeed_internals.optimizers``.
+    Source: ``deepspeed_internals.optimizers``.
 
     Ranks: all, collectively.
     """
     part = engines.checkpoint_part(engine)
     slots, buffers = _slots(engine, part)
-    places = _places(engine, part, slots, stage)
+    dims = dims_of(engine)
+    places = _places(engine, part, slots, int(engine.stage_id) if dims.is_pipeline else 0)
     replica = engines.replica(engine)
     tables: dict[int, tuple[list[ParameterPlace], list[FlatBuffer]]] = {}
     for its_part, its_replica, its_places, its_buffers in allgather((part, replica, places, buffers)):
@@ -43,7 +44,6 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
             tables.setdefault(its_part, (its_places, its_buffers))
     ordered = [tables[its_part] for its_part in sorted(tables)]
 
-    dims = dims_of(engine)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     if engine.fp16_enabled():
         precision = "fp16"

@@ -91,21 +91,20 @@ INTEL_MPI = {
 }
 
 
-def test_no_launcher_is_a_single_rank_that_picks_its_own_port() -> None:
-    assert identify({"PATH": "/bin"}) == RankIdentity(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")
-
-
-def test_torchrun_on_two_machines() -> None:
-    assert identify(TORCHRUN) == RankIdentity(3, 4, 1, 2, 1, 2, "node0", 29400, "torchrun")
-
-
-def test_deepspeeds_launcher() -> None:
-    assert identify(DEEPSPEED) == RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 29500, "deepspeed")
-
-
-def test_determineds_launch_layers_are_the_launchers_they_wrap() -> None:
-    assert identify(DETERMINED_TORCH) == identify(TORCHRUN)
-    assert identify(DETERMINED_DEEPSPEED) == identify(DEEPSPEED)
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PATH": "/bin"}, RankIdentity(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")),
+        (TORCHRUN, RankIdentity(3, 4, 1, 2, 1, 2, "node0", 29400, "torchrun")),
+        (DEEPSPEED, RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 29500, "deepspeed")),
+        (MPICH, RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 20123, "mpich")),
+        (DETERMINED_TORCH, identify(TORCHRUN)),
+        (DETERMINED_DEEPSPEED, identify(DEEPSPEED)),
+    ],
+    ids=["none", "torchrun", "deepspeed", "mpich", "determined torch", "determined deepspeed"],
+)
+def test_identify_by_launcher(environ: dict[str, str], expected: RankIdentity) -> None:
+    assert identify(environ) == expected
 
 
 def test_torchruns_own_local_size_wins_over_a_local_size_exported_for_deepspeed() -> None:
@@ -137,10 +136,6 @@ def test_a_job_on_one_machine_needs_no_address_and_gives_all_ranks_one_port(envi
 def test_two_jobs_get_ports_of_their_own() -> None:
     ports = {identify({**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(50)}
     assert len(ports) > 45
-
-
-def test_mpich_takes_the_given_port() -> None:
-    assert identify(MPICH) == RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 20123, "mpich")
 
 
 def test_srun_on_uneven_machines() -> None:

@@ -66,15 +66,8 @@ def test_several_ranks_on_several_mig_instances_are_refused() -> None:
 
 
 def test_the_override_is_a_switch() -> None:
-    assert [
-        may_share({}),
-        may_share({"DSTRIAL_SHARE_DEVICE": "0"}),
-        may_share({"DSTRIAL_SHARE_DEVICE": "1"}),
-    ] == [
-        False,
-        False,
-        True,
-    ]
+    environments = ({}, {"DSTRIAL_SHARE_DEVICE": "0"}, {"DSTRIAL_SHARE_DEVICE": "1"})
+    assert [may_share(environ) for environ in environments] == [False, False, True]
     with pytest.raises(RankError, match="DSTRIAL_SHARE_DEVICE is 'yes'; expected 0 or 1"):
         may_share({"DSTRIAL_SHARE_DEVICE": "yes"})
 

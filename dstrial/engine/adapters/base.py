@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from deepspeed import comm
 
 from dstrial.checkpoint.layout import Layout
-from dstrial.engine.adapters.validation_plan import ValidationRound, plan_data_parallel
+from dstrial.engine.adapters.validation_plan import ValidationRound, plan_validation
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.errors import TrialContractError
 
@@ -93,9 +93,10 @@ class EngineAdapter:
         ``all_replicas``: every replica must call ``evaluate_batch`` equally often, because a forward pass of another engine
         of the trial is collective. Returns one round per call of ``evaluate_batch`` on this replica, in order.
         """
-        return plan_data_parallel(
+        return plan_validation(
             num_records,
             records_per_micro_batch,
+            self.micro_batches_per_evaluation,
             self.data_parallel_rank,
             self.data_parallel_world_size,
             forward_is_collective=self.forward_is_collective or all_replicas,

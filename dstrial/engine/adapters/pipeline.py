@@ -7,18 +7,16 @@ of replicas without weights. The replaced methods on the user's engine object so
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from deepspeed import PipelineEngine, comm
 
-from dstrial.checkpoint.layout import Layout
 from dstrial.engine.adapters.base import EngineAdapter
-from dstrial.engine.adapters.validation_plan import ValidationRound, plan_pipeline
+from dstrial.engine.adapters.validation_plan import ValidationRound
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
-from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.random_state import RngState
 from dstrial.engine.state import bind_load_checkpoint
 from dstrial.errors import DataError, TrialContractError
@@ -62,21 +60,6 @@ class PipelineAdapter(EngineAdapter):
         self._binding.training_iterator = iterator
         self.engine.set_dataiterator(iterator)
 
-    def validation_rounds(
-        self,
-        num_records: int,
-        records_per_micro_batch: int,
-        *,
-        all_replicas: bool = False,  # noqa: ARG002  # they always do
-    ) -> tuple[ValidationRound, ...]:
-        return plan_pipeline(
-            num_records,
-            records_per_micro_batch,
-            self.micro_batches_per_batch,
-            self.data_parallel_rank,
-            self.data_parallel_world_size,
-        )
-
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
@@ -84,9 +67,6 @@ class PipelineAdapter(EngineAdapter):
         self._binding.validation_iterator = iterator
         if validation_round is None:
             self._binding.shape = None
-
-    def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        return collect_layout(self.engine, allgather, int(self.engine.stage_id))
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,9 +16,9 @@ class ValidationRound:
     Attributes:
         record_ranges: for each micro batch of this replica the half-open range ``(start, stop)`` of
             positions in the validation order. Empty: this replica skips the round.
-            records: real records of this replica in this round, its weight in the mean. 0 for a filler round and
+        records: real records of this replica in this round, its weight in the mean. 0 for a filler round and
             for a skipped one.
-            is_ragged: whether a micro batch of any replica differs in size from the loader's batch size; the same
+        is_ragged: whether a micro batch of any replica differs in size from the loader's batch size; the same
             on all replicas, so that all reset their buffers together.
     """
 
@@ -41,87 +41,42 @@ class ValidationRound:
         return self.records == 0 and self.num_micro_batches > 0
 
 
-def plan_data_parallel(
-    num_records: int,
-    records_per_micro_batch: int,
-    replica: int,
-    num_replicas: int,
-    *,
-    forward_is_collective: bool,
-) -> tuple[ValidationRound, ...]:
-    """Plan the rounds of one data-parallel replica: one micro batch per round.
-
-    With ``forward_is_collective`` (ZeRO 3) every replica must run every round: if fewer records than replicas remain, a replica
-    without one evaluates a record again with weight 0 instead of skipping the round.
-    """
-    _check(num_records, records_per_micro_batch, 1, replica, num_replicas)
-    num_whole = num_records // (records_per_micro_batch * num_replicas)
-    rounds = [
-        _whole_round(range(i, i + 1), records_per_micro_batch, replica, num_replicas)
-        for i in range(num_whole)
-    ]
-    last = _ragged_round(
-        num_records, records_per_micro_batch, replica, num_replicas, fill=forward_is_collective
-    )
-    return (*rounds, last) if last is not None else tuple(rounds)
-
-
-def plan_pipeline(
+def plan_validation(
     num_records: int,
     records_per_micro_batch: int,
     micro_batches_per_round: int,
     replica: int,
     num_replicas: int,
+    *,
+    forward_is_collective: bool = True,
 ) -> tuple[ValidationRound, ...]:
-    """Plan the rounds of one pipeline.
+    """Plan the rounds of one replica.
 
-    Full rounds of ``micro_batches_per_round`` whole micro batches come first, then one round of the whole
-    micro batches that remain, then at most one round of a single smaller micro batch per replica, with the
-    leftover records spread as evenly as possible.
+    Full rounds of ``micro_batches_per_round`` whole micro batches come first, then one round of the whole micro batches that
+    remain, then at most one round of a single smaller micro batch per replica, with the leftover records spread as evenly as
+    possible. With ``forward_is_collective`` every replica must run every round: if fewer records than replicas remain, a replica
+    without one evaluates a record again with weight 0 instead of skipping the round.
     """
-    _check(num_records, records_per_micro_batch, micro_batches_per_round, replica, num_replicas)
-    num_whole = num_records // (records_per_micro_batch * num_replicas)
-    rounds = [
-        _whole_round(
-            range(first, min(first + micro_batches_per_round, num_whole)),
-            records_per_micro_batch,
-            replica,
-            num_replicas,
-        )
-        for first in range(0, num_whole, micro_batches_per_round)
-    ]
-    last = _ragged_round(num_records, records_per_micro_batch, replica, num_replicas, fill=True)
-    return (*rounds, last) if last is not None else tuple(rounds)
-
-
-def _whole_round(micro_batches: range, size: int, replica: int, num_replicas: int) -> ValidationRound:
-    starts = [(i * num_replicas + replica) * size for i in micro_batches]
-    return ValidationRound(
-        record_ranges=tuple((start, start + size) for start in starts),
-        records=len(starts) * size,
-        is_ragged=False,
-    )
-
-
-def _ragged_round(
-    num_records: int, size: int, replica: int, num_replicas: int, *, fill: bool
-) -> ValidationRound | None:
-    num_left = num_records % (size * num_replicas)
-    if num_left == 0:
-        return None
-    share, num_larger = divmod(num_left, num_replicas)
-    num_mine = share + (1 if replica < num_larger else 0)
-    if num_mine == 0:
-        repeated = ((num_records - 1, num_records),)
-        return ValidationRound(record_ranges=repeated if fill else (), records=0, is_ragged=True)
-    start = num_records - num_left + replica * share + min(replica, num_larger)
-    return ValidationRound(record_ranges=((start, start + num_mine),), records=num_mine, is_ragged=True)
-
-
-def _check(num_records: int, size: int, per_round: int, replica: int, num_replicas: int) -> None:
-    if num_records < 0 or size < 1 or per_round < 1 or not 0 <= replica < num_replicas:
+    size = records_per_micro_batch
+    if num_records < 0 or size < 1 or micro_batches_per_round < 1 or not 0 <= replica < num_replicas:
         raise ValueError(
-            f"a validation of {num_records} records in micro batches of {size}, {per_round} per round, for replica "
-            f"{replica} of {num_replicas} cannot be planned; expected positive sizes and a replica from 0. "
+            f"a validation of {num_records} records in micro batches of {size}, {micro_batches_per_round} per round, for "
+            f"replica {replica} of {num_replicas} cannot be planned; expected positive sizes and a replica from 0. "
             "Correct the arguments."
         )
+    num_whole, num_left = divmod(num_records, size * num_replicas)
+    rounds = []
+    for first in range(0, num_whole, micro_batches_per_round):
+        micro_batches = range(first, min(first + micro_batches_per_round, num_whole))
+        starts = [(idx * num_replicas + replica) * size for idx in micro_batches]
+        ranges = tuple((start, start + size) for start in starts)
+        rounds.append(ValidationRound(ranges, len(starts) * size, is_ragged=False))
+    if num_left:
+        share, num_larger = divmod(num_left, num_replicas)
+        num_mine = share + (1 if replica < num_larger else 0)
+        start = num_records - num_left + replica * share + min(replica, num_larger)
+        ranges = ((start, start + num_mine),)
+        if num_mine == 0:
+            ranges = ((num_records - 1, num_records),) if forward_is_collective else ()
+        rounds.append(ValidationRound(ranges, num_mine, is_ragged=True))
+    return tuple(rounds)

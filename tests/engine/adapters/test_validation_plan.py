@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.engine.adapters.validation_plan import ValidationRound, plan_data_parallel, plan_pipeline
+from dstrial.engine.adapters.validation_plan import ValidationRound, plan_validation
 
 records = st.integers(0, 200)
 sizes = st.integers(1, 9)
@@ -36,7 +36,7 @@ def assert_sound(plans: Plans, num_records: int) -> None:
 
 @given(records, sizes, replicas, accumulation)
 def test_pipelines_evaluate_every_record_once_in_step(n: int, size: int, num: int, per_round: int) -> None:
-    plans = [plan_pipeline(n, size, per_round, replica, num) for replica in range(num)]
+    plans = [plan_validation(n, size, per_round, replica, num) for replica in range(num)]
     assert_sound(plans, n)
     for of_round in zip(*plans, strict=True):
         assert len({one.num_micro_batches for one in of_round}) == 1
@@ -50,7 +50,7 @@ def test_pipelines_evaluate_every_record_once_in_step(n: int, size: int, num: in
 def test_leftover_records_are_spread_as_evenly_as_possible(
     n: int, size: int, num: int, per_round: int
 ) -> None:
-    last = [plan_pipeline(n, size, per_round, replica, num)[-1:] for replica in range(num)]
+    last = [plan_validation(n, size, per_round, replica, num)[-1:] for replica in range(num)]
     counts = [one.records for plan in last for one in plan if one.is_ragged]
     assert not counts or max(counts) - min(counts) <= 1
     assert all(count <= size for count in counts)
@@ -60,27 +60,27 @@ def test_leftover_records_are_spread_as_evenly_as_possible(
 def test_data_parallel_replicas_evaluate_every_record_once_in_step(
     n: int, size: int, num: int, collective: bool
 ) -> None:
-    plans = [plan_data_parallel(n, size, r, num, forward_is_collective=collective) for r in range(num)]
+    plans = [plan_validation(n, size, 1, r, num, forward_is_collective=collective) for r in range(num)]
     assert_sound(plans, n)
     for one in (one for plan in plans for one in plan):
         assert one.num_micro_batches == 1 or (not collective and one.num_micro_batches == one.records == 0)
 
 
 def test_whole_micro_batches_are_dealt_to_replicas_in_turn() -> None:
-    first, second = (plan_pipeline(22, 4, 2, replica, 2) for replica in range(2))
+    first, second = (plan_validation(22, 4, 2, replica, 2) for replica in range(2))
     assert [one.record_ranges for one in first] == [((0, 4), (8, 12)), ((16, 19),)]
     assert [one.record_ranges for one in second] == [((4, 8), (12, 16)), ((19, 22),)]
 
 
 def test_a_replica_without_a_leftover_record_repeats_one_only_where_forward_is_collective() -> None:
-    filler = plan_data_parallel(9, 4, 1, 2, forward_is_collective=True)[-1]
+    filler = plan_validation(9, 4, 1, 1, 2, forward_is_collective=True)[-1]
     assert (filler.records, filler.record_ranges, filler.is_filler) == (0, ((8, 9),), True)
-    idle = plan_data_parallel(9, 4, 1, 2, forward_is_collective=False)[-1]
+    idle = plan_validation(9, 4, 1, 1, 2, forward_is_collective=False)[-1]
     assert (idle.records, idle.num_micro_batches, idle.is_filler) == (0, 0, False)
-    assert plan_pipeline(9, 4, 2, 1, 2)[-1].is_filler
+    assert plan_validation(9, 4, 2, 1, 2)[-1].is_filler
 
 
 @pytest.mark.parametrize("arguments", [(-1, 1, 1, 0, 1), (1, 0, 1, 0, 1), (1, 1, 0, 0, 1), (1, 1, 1, 2, 2)])
 def test_impossible_arguments_are_refused(arguments: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="cannot be planned"):
-        plan_pipeline(*arguments)
+        plan_validation(*arguments)

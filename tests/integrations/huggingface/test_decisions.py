@@ -150,8 +150,12 @@ def test_a_named_checkpoint_that_the_core_context_does_not_know_of_is_refused(
 
 
 @pytest.mark.process
-def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, dstrial.integrations.huggingface; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+def test_import_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, dstrial.integrations.huggingface\n"
+        "from dstrial.dsat import get_hf_args_with_overwrites as given; given([], {})\n"
+        "sys.exit(bool({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
