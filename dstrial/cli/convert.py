@@ -21,7 +21,6 @@ from dstrial.integrations.accelerate.convert import (
     YAML_NAME,
     Choices,
     Conversion,
-    ConvertedKey,
     convert,
     experiment_yaml,
 )
@@ -160,15 +159,11 @@ def _print_keys(conversion: Conversion) -> None:
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
-    for one in _with_status(conversion, "left"):
+    for one in (one for one in keys if one.status == "left"):
         sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
-    unknown = [one.key for one in _with_status(conversion, "unknown")]
+    unknown = [one.key for one in keys if one.status == "unknown"]
     if unknown:
         sys.stdout.write(f"warning: unknown to accelerate 1.15, and not taken over: {', '.join(unknown)}\n")
-
-
-def _with_status(conversion: Conversion, status: str) -> list[ConvertedKey]:
-    return [one for one in conversion.keys if one.status == status]
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
