@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,8 @@ def main(args: argparse.Namespace) -> int:
         context.require_packable()
     except ConfigError as error:
         if args.as_json:
-            _print_json({"ok": False, "problems": [_problem(problem) for problem in error.problems]})
+            problems = [{**dataclasses.asdict(one), "message": str(one)} for one in error.problems]
+            _print_json({"ok": False, "problems": problems})
         else:
             for problem in error.problems:
                 sys.stderr.write(f"{problem}\n")
@@ -100,16 +102,6 @@ def main(args: argparse.Namespace) -> int:
             config, context, with_values=args.explain or args.with_defaults, with_defaults=args.with_defaults
         )
     return 0
-
-
-def _problem(problem: Any) -> dict[str, str]:
-    return {
-        "where": problem.where,
-        "got": problem.got,
-        "expected": problem.expected,
-        "fix": problem.fix,
-        "message": str(problem),
-    }
 
 
 def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -> dict[str, Any]:

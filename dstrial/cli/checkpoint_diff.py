@@ -19,7 +19,7 @@ from dstrial.checkpoint.summary import (
     own_places,
 )
 from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
-from dstrial.cli.streams import BytesBar, count_argument, text_table
+from dstrial.cli.streams import bytes_bar, count_argument, text_table
 from dstrial.errors import CheckpointError, DstrialError
 
 if TYPE_CHECKING:
@@ -166,8 +166,8 @@ def _compare_weights(
     total = sum(
         numels[name] * 16 * (1 + (len(a.state_keys(name)) if args.optimizer else 0)) for name in names
     )
-    with BytesBar("comparing", total, is_plain=args.no_progress or args.as_json) as bar:
-        found = list(weight_differences(a, b, with_optimizer=args.optimizer, on_bytes=bar.advance))
+    with bytes_bar("comparing", total, is_plain=args.no_progress or args.as_json) as advance:
+        found = list(weight_differences(a, b, with_optimizer=args.optimizer, on_bytes=advance))
     differing = sorted((one for one in found if one.num_differing), key=_rank)
     norms = {
         field: math.sqrt(sum(getattr(one, field) ** 2 for one in found if one.key == "master"))

@@ -21,7 +21,7 @@ from dstrial.cli.checkpoint import (
     add_shared_options,
     open_checkpoint,
 )
-from dstrial.cli.streams import BytesBar, count_argument
+from dstrial.cli.streams import bytes_bar, count_argument
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.visible_text import size_text
 
@@ -161,8 +161,8 @@ def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_
         path for path, role in roles.items() if role.engine_idx == engine_idx or role.kind == "rank state"
     ]
     total = sum(opened.manifest.files[name].num_bytes for name in names)
-    with BytesBar("verifying", total, is_plain=is_plain) as bar:
-        damages = verify_files(opened.path, opened.manifest, names, bar.advance)
+    with bytes_bar("verifying", total, is_plain=is_plain) as advance:
+        damages = verify_files(opened.path, opened.manifest, names, advance)
     if damages:
         raise damaged_error(opened.path, damages)
 
@@ -185,12 +185,12 @@ def _write(
 
     with (
         _atomic_output(output) as temporary,
-        BytesBar("writing", weights.num_bytes, is_plain=args.no_progress) as bar,
+        bytes_bar("writing", weights.num_bytes, is_plain=args.no_progress) as advance,
     ):
         if args.format == "safetensors":
-            export.write_safetensors(weights, temporary, on_bytes=bar.advance)
+            export.write_safetensors(weights, temporary, on_bytes=advance)
         elif args.format == "torch":
-            export.write_torch(weights, temporary, on_bytes=bar.advance)
+            export.write_torch(weights, temporary, on_bytes=advance)
         else:
             export.write_hugging_face(
                 weights,
@@ -201,7 +201,7 @@ def _write(
                     for path in export.find_model_files(_places_of_files(args.files_from, source, folder))
                     if not _leads_outside(path, source.path)
                 ],
-                on_bytes=bar.advance,
+                on_bytes=advance,
             )
 
 

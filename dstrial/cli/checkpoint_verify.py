@@ -20,7 +20,7 @@ from dstrial.checkpoint.manifest import (
     read_manifest,
 )
 from dstrial.cli.checkpoint import CheckpointSource, add_action, add_shared_options, find_checkpoint
-from dstrial.cli.streams import BytesBar
+from dstrial.cli.streams import bytes_bar
 from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.state_directory import StateDirectory
 from dstrial.visible_text import size_text
@@ -145,8 +145,8 @@ def _uuid_of(path: Path) -> str:
 def verified(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
     """Verify every file of a checkpoint, with a progress bar on terminals."""
     manifest = read_manifest(source.path)
-    with BytesBar("verifying", bytes_to_read(manifest), is_plain=is_plain) as bar:
-        return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=bar.advance)
+    with bytes_bar("verifying", bytes_to_read(manifest), is_plain=is_plain) as advance:
+        return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=advance)
 
 
 def _print_text(source: CheckpointSource, report: IntegrityReport) -> None:

@@ -152,9 +152,8 @@ def _print_keys(conversion: Conversion) -> None:
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
-    for one in keys:
-        if one.status == "left":
-            sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
+    for one in (one for one in keys if one.status == "left"):
+        sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
     unknown = [one.key for one in keys if one.status == "unknown"]
     if unknown:
         sys.stdout.write(f"warning: unknown to accelerate 1.15, and not taken over: {', '.join(unknown)}\n")

@@ -27,7 +27,6 @@ _LAUNCH_MODULES = (
     "determined.launch.torch_distributed",
     "determined.launch.horovod",
 )
-_OPTIONS_WITH_VALUE = ("--slots", "--config")
 _FOREIGN_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate")
 
 
@@ -102,19 +101,19 @@ def _behind_launcher(words: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def _launched(rest: tuple[str, ...], where: str, entrypoint: object) -> Entrypoint:
-    while rest:
-        option, separator, value = rest[0].partition("=")
+    while rest and rest[0].startswith("--"):
+        option, has_value, value = rest[0].partition("=")
+        rest = rest[1:]
+        if option == "--":
+            break
+        if not has_value:
+            value, rest = "".join(rest[:1]), rest[1:]
         if option == "--trial":
-            trial = value if separator else "".join(rest[1:2])
-            if not _TRIAL_FORM.fullmatch(trial):
+            if not _TRIAL_FORM.fullmatch(value):
                 raise _error(where, f"{entrypoint!r}", "Write --trial model_def:MyTrial.")
-            return Entrypoint(trial)
-        if option in _OPTIONS_WITH_VALUE:
-            rest = rest[1 if separator else 2 :]
-        elif rest[0] == "--":
-            rest = rest[1:]
-        else:
-            return Entrypoint(None, rest)
+            return Entrypoint(value)
+    if rest:
+        return Entrypoint(None, rest)
     raise _error(where, f"{entrypoint!r}", "Add --trial model_def:MyTrial, or a script.")
 
 

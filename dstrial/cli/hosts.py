@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from dstrial.cli.streams import text_table
 from dstrial.errors import HostError
 from dstrial.hosts.hostfile import add_host_arguments, hosts_of, python_of
 from dstrial.hosts.preflight import Preflight, check_hosts
@@ -16,7 +17,6 @@ from dstrial.local.run_directory import default_runs_dir
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_PLAIN_COLUMNS = 200
 _DESCRIPTION = """\
 Log in to all hosts in parallel and check everything that training together requires: names, keys, Python and its
 packages, slots, clocks, the network between them, and the shared directory. Starts nothing, and leaves no files.
@@ -84,28 +84,21 @@ def _document(preflight: Preflight) -> dict[str, Any]:
 
 
 def _print(preflight: Preflight) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("host", "slots", "devices", "address", "Python", "torch", "clock"):
-        table.add_column(heading)
-    for ready in preflight.hosts:
-        facts = ready.facts
-        row = (
+    rows = [
+        (
             ready.host.name,
-            str(len(ready.host.slots)),
-            str(facts.num_accelerators or "CPU"),
+            len(ready.host.slots),
+            ready.facts.num_accelerators or "CPU",
             f"{ready.address} ({ready.interface})",
-            facts.python,
-            str(facts.versions["torch"]),
-            f"{facts.skew_s:+.2f} s",
+            ready.facts.python,
+            ready.facts.versions["torch"],
+            f"{ready.facts.skew_s:+.2f} s",
         )
-        table.add_row(*map(Text, row))
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
-    console.print(table)
+        for ready in preflight.hosts
+    ]
+    header = ("host", "slots", "devices", "address", "Python", "torch", "clock")
     slots = sum(len(ready.host.slots) for ready in preflight.hosts)
     sys.stdout.write(
-        f"{len(preflight.hosts)} hosts with {slots} slots are ready; checked in {preflight.seconds:.1f} s\n"
+        f"{text_table(header, rows)}{len(preflight.hosts)} hosts with {slots} slots are ready; "
+        f"checked in {preflight.seconds:.1f} s\n"
     )

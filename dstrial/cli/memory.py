@@ -111,7 +111,8 @@ def _show_prediction(args: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{table_unit(placements)} of one device, {alike} alike; predicted in {seconds:.0f} s\n"
         )
-        sys.stdout.writelines(f"{note}\n" for note in _notes(placements))
+        notes = dict.fromkeys(note for one in placements if one.run is not None for note in one.run.notes)
+        sys.stdout.writelines(f"{note}\n" for note in notes)
     return 0 if any(one.run is not None for one in placements) else 1
 
 
@@ -127,11 +128,7 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
     args.experiment = str(run.experiment_config_path)
     args.context_dir = args.context_dir or run.read_record().context_dir
     (num_slots,) = _slots(str(len(ranks)) if args.slots is None else args.slots)[:1]
-    placements = _predicted(_asked(args, num_slots), args.deadline)
-    stages = stages_of(placements)
-    problem = next((one.problem for one in placements if one.problem), None)
-    if stages:
-        keep_prediction(run, stages)
+    stages, problem = _predict_stages(run, _asked(args, num_slots), args.deadline)
     if args.as_json:
         document = {"ranks": ranks, "predicted": stages, "problem": problem}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -146,29 +143,25 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
 
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
     """Predict a run's memory and store it in the run; return the problem if it fails."""
-    device_bytes = int(_DEFAULT_DEVICE_GIB * _GIB)
     try:
-        placements = _predicted(_requests_of(experiment, num_slots, device_bytes))
+        asked = _requests_of(experiment, num_slots, int(_DEFAULT_DEVICE_GIB * _GIB))
+        return _predict_stages(run, asked)[1]
     except DstrialError as error:
         return str(error)
-    stages = stages_of(placements)
-    if stages:
-        keep_prediction(run, stages)
-    return next((one.problem for one in placements if one.problem), None)
 
 
-def stages_of(placements: list[Placement]) -> list[dict[str, float]]:
-    """Return per stage: part -> bytes; empty if a stage could not be predicted."""
+def _predict_stages(
+    run: RunDirectory,
+    asked: Sequence[tuple[Placement, DryRunRequest | None]],
+    deadline_s: float = _DEADLINE_S,
+) -> tuple[list[dict[str, float]], str | None]:
+    """Store and return per stage: part -> bytes, none if one fails; and the problem."""
+    placements = _predicted(asked, deadline_s)
     found = [one.largest() for one in placements]
-    return found if found and all(found) else []
-
-
-def keep_prediction(run: RunDirectory, stages: list[dict[str, float]]) -> None:
-    write_json_atomically(run.memory_path, {"stages": stages, "found_by": "dry run"}, sync=False)
-
-
-def _notes(placements: list[Placement]) -> list[str]:
-    return list(dict.fromkeys(note for one in placements if one.run is not None for note in one.run.notes))
+    stages = found if found and all(found) else []
+    if stages:
+        write_json_atomically(run.memory_path, {"stages": stages, "found_by": "dry run"}, sync=False)
+    return stages, next((one.problem for one in placements if one.problem), None)
 
 
 def _slots(text: str) -> list[int]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from dstrial.visible_text import size_text, visible_line
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from dstrial.context_directory import Context
 
 
@@ -112,37 +110,19 @@ def field_lines(fields: Sequence[tuple[str, object]]) -> str:
 _SMALL_BYTES = 64 << 20
 
 
-class BytesBar:
-    """Progress bar in bytes; hidden without a terminal and for small totals."""
+@contextlib.contextmanager
+def bytes_bar(what: str, num_bytes: int, *, is_plain: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar in bytes, and yield the thread-safe function that advances it.
 
-    def __init__(self, what: str, num_bytes: int, *, is_plain: bool = False) -> None:
-        self._progress: Progress | None = None
-        if not is_plain and num_bytes >= _SMALL_BYTES and sys.stderr.isatty():
-            self._progress = _progress()
-            self._task = self._progress.add_task(what, total=num_bytes)
-
-    def __enter__(self) -> BytesBar:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def advance(self, num_bytes: int) -> None:
-        """Advance the bar. Thread-safe."""
-        if self._progress is not None:
-            self._progress.advance(self._task, num_bytes)
-
-
-def _progress() -> Progress:
+    It is hidden without a terminal and for small totals.
+    """
+    if is_plain or num_bytes < _SMALL_BYTES or not sys.stderr.isatty():
+        yield lambda _num_bytes: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
@@ -150,7 +130,9 @@ def _progress() -> Progress:
         console=Console(stderr=True),
         refresh_per_second=5,
         transient=True,
-    )
+    ) as progress:
+        task = progress.add_task(what, total=num_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
 def context_text(context: Context) -> str:

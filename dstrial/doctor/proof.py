@@ -25,6 +25,9 @@ from dstrial.doctor import devices
 from dstrial.doctor.finding import NoAnswerError, within
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
+from dstrial.launch.output import tail
+from dstrial.local.checkpoint_directory import list_checkpoints
+from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory
 from dstrial.telemetry.summary import summary_rows
 
@@ -231,16 +234,14 @@ class Proof:
             try:
                 exit_code = process.wait(left_s)
             except subprocess.TimeoutExpired:
-                raise _out_of_time(_end_of(log)) from None
+                raise _out_of_time(tail(log, _SHOWN_LINES)) from None
             finally:
                 _end(process)
         if exit_code != 0:
-            raise StepFailedError(f"`python -m {' '.join(words)}` ended with {exit_code}", _end_of(log))
+            raise StepFailedError(
+                f"`python -m {' '.join(words)}` ended with {exit_code}", tail(log, _SHOWN_LINES)
+            )
         return log.read_text(encoding="utf-8", errors="replace")
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -319,18 +320,17 @@ def experiment(name: str, target: Target, stage: int, *, is_large: bool = False)
 
 def _losses(run: RunDirectory) -> dict[int, float]:
     """Return batch -> loss from a run's reports."""
-    rows = [json.loads(line) for line in run.metrics_path.read_text(encoding="utf-8").splitlines()]
     return {
         int(row["steps_completed"]): float(row["metrics"]["loss"])
-        for row in rows
+        for row in read_json_lines(run.metrics_path)
         if row["group"] == "training"
     }
 
 
 def _checkpoint_at(run: RunDirectory, batch: int) -> Path:
-    for mark in run.checkpoints_path.glob("*/COMPLETE"):
-        if json.loads(mark.read_text(encoding="utf-8")).get("steps_completed") == batch:
-            return mark.parent
+    for found in list_checkpoints(run.checkpoints_path):
+        if found.steps_completed == batch:
+            return found.path
     raise StepFailedError(f"there is no complete checkpoint of batch {batch} in {run.checkpoints_path}")
 
 

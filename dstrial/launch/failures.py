@@ -135,30 +135,19 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
     return ordered[0] if ordered else None
 
 
-def record_exception(
-    error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
-) -> bool:
+def record_exception(error: BaseException, text: str | None = None, **fields: str) -> bool:
     """Write this rank's error record unless it exists; return whether one is wanted.
 
-    ``text`` defaults to the full traceback of ``error``; the other arguments are fields of ``ErrorRecord``.
+    ``text`` defaults to the full traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
     """
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
         return False
-    write_record(
-        Path(path_text),
-        error,
-        whole_traceback(error) if text is None else text,
-        line=line,
-        advice=advice,
-        whole=whole,
-    )
+    write_record(Path(path_text), error, whole_traceback(error) if text is None else text, **fields)
     return True
 
 
-def write_record(
-    path: Path, error: BaseException, text: str, *, line: str = "", advice: str = "", whole: str = ""
-) -> None:
+def write_record(path: Path, error: BaseException, text: str, **fields: str) -> None:
     """Write a rank's error record unless it exists; truncate long texts."""
     now_s = time.time()
     document = {
@@ -168,9 +157,7 @@ def write_record(
                 "py_callstack": cut_text(text, MAX_SHOWN_CHARS),
                 "timestamp": str(int(now_s)),
                 "time_s": now_s,
-                "line": line,
-                "advice": advice,
-                "whole": whole,
+                **fields,
             },
         }
     }

@@ -23,14 +23,6 @@ def test_the_version_is_that_of_the_package():
     assert result.stdout.strip() == f"dstrial {importlib.metadata.version('dstrial')}"
 
 
-def test_the_help_lists_every_command():
-    result = run("--help")
-
-    assert result.returncode == 0
-    assert "check " in result.stdout
-    assert "run " in result.stdout
-
-
 @pytest.mark.parametrize(
     "arguments", [(), ("frobnicate",), ("check",), ("check", "exp.yaml", "--slots", "0")]
 )

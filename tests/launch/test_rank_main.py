@@ -111,7 +111,7 @@ def test_a_trial_that_cannot_be_used_is_one_message(source: str, message: str, t
 def test_slots_come_from_the_command_line_then_the_config_then_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dstrial.launch import num_slots
+    from dstrial.launch.slots import num_slots
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert num_slots(3, 2) == 3

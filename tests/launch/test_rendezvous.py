@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import warm_start
 
-from dstrial.launch import run_ranks
+from dstrial.launch.local_ranks import run_ranks
 from dstrial.ranks.sockets import free_port
 
 pytestmark = pytest.mark.process
 
 LAUNCHER = """
 import json, sys
-from dstrial.launch import Placement, run_ranks
+from dstrial.launch.local_ranks import Placement, run_ranks
 node, port = int(sys.argv[1]), int(sys.argv[2])
 outcome = run_ranks([sys.executable, *sys.argv[3:]], num_ranks=2 - node, placement=Placement((2, 1), node, "127.0.0.1", port))
 sys.exit(outcome.exit_code)

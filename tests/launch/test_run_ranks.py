@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import LaunchError
+from dstrial.launch.local_ranks import run_ranks
 
 pytestmark = pytest.mark.process
 
@@ -17,8 +18,6 @@ PROGRAMS = Path(__file__).with_name("launch_programs.py")
 
 
 def test_lines_arrive_by_rank_and_stream_and_logs_are_kept(tmp_path: Path) -> None:
-    from dstrial.launch import run_ranks
-
     lines: list[tuple[int, str, str]] = []
     outcome = run_ranks(
         [sys.executable, str(PROGRAMS), "show_arguments", "$x", "a b"],
@@ -47,8 +46,6 @@ def test_lines_arrive_by_rank_and_stream_and_logs_are_kept(tmp_path: Path) -> No
 
 
 def test_lines_arrive_without_a_log_directory_too() -> None:
-    from dstrial.launch import run_ranks
-
     lines: list[tuple[int, str, str]] = []
     script = "import os\nfor i in range(3000): print('line', i, 'x' * 100)"
     outcome = run_ranks(
@@ -62,8 +59,6 @@ def test_lines_arrive_without_a_log_directory_too() -> None:
 
 
 def test_a_failure_without_a_record_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    from dstrial.launch import run_ranks
-
     command = [sys.executable, str(PROGRAMS), "exit_with_7_on_rank_1"]
     outcome = run_ranks(command, num_ranks=2, log_dir=tmp_path)
     assert outcome.exit_code == 7
@@ -72,8 +67,6 @@ def test_a_failure_without_a_record_shows_the_end_of_its_log(tmp_path: Path) -> 
 
 
 def test_it_runs_in_another_thread() -> None:
-    from dstrial.launch import run_ranks
-
     codes: list[int] = []
     thread = threading.Thread(
         target=lambda: codes.append(run_ranks([sys.executable, "-c", ""], num_ranks=1).exit_code)
@@ -84,8 +77,6 @@ def test_it_runs_in_another_thread() -> None:
 
 
 def test_an_error_in_the_callback_is_raised_after_the_ranks_have_ended() -> None:
-    from dstrial.launch import run_ranks
-
     def fail(rank: int, stream: str, line: str) -> None:
         raise KeyError(line)
 
@@ -94,16 +85,12 @@ def test_an_error_in_the_callback_is_raised_after_the_ranks_have_ended() -> None
 
 
 def test_fewer_ranks_than_one_are_refused() -> None:
-    from dstrial.launch import run_ranks
-
     with pytest.raises(LaunchError, match="number of ranks is 0; expected at least 1"):
         run_ranks([sys.executable], num_ranks=0)
 
 
 @pytest.mark.parametrize("maker", ["from_deepspeed", "from_torch_distributed"])
 def test_a_core_api_script_finds_its_ranks_as_under_determined(maker: str, tmp_path: Path) -> None:
-    from dstrial.launch import run_ranks
-
     script = (
         "from determined import core\n"
         f"ranks = core.DistributedContext.{maker}()\n"
@@ -118,8 +105,6 @@ def test_a_core_api_script_finds_its_ranks_as_under_determined(maker: str, tmp_p
 
 @pytest.mark.parametrize(("error", "is_consequence"), [("Connection closed by peer", True), ("no", False)])
 def test_outcome_says_whether_a_rank_only_lost_a_peer(error: str, is_consequence: bool) -> None:
-    from dstrial.launch import run_ranks
-
     code = (
         "import json, os, sys\n"
         f"json.dump({{'message': {error!r}}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"

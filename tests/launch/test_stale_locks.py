@@ -149,7 +149,7 @@ def test_other_files_stay_and_a_folder_that_is_not_there_is_no_error(tmp_path: P
 def test_a_launched_program_does_not_wait_for_a_lock_of_the_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dstrial.launch import run_ranks
+    from dstrial.launch.local_ranks import run_ranks
 
     lock = tmp_path / "operator" / "lock"
     lock.parent.mkdir()

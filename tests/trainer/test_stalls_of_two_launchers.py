@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.process]
 LAUNCHER = """
 import sys
 from pathlib import Path
-from dstrial.launch import Placement, run_ranks
+from dstrial.launch.local_ranks import Placement, run_ranks
 from dstrial.launch.rank_main import trial_command
 from dstrial.launch.stalls.diagnosis import StallSettings
 # That it is a launcher, whose ranks are forks too, stands before its arguments.

@@ -1,4 +1,4 @@
-"""What a user reads after an ordinary mistake: one traceback, theirs first, from ``dstrial run`` and in ``det trial logs``."""
+"""What ``dstrial run`` shows of a run that goes well, and of ordinary mistakes: one traceback, the user's frames first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
+from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest
 
@@ -22,6 +23,7 @@ import threading
 import deepspeed
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback
 
@@ -76,6 +78,20 @@ class Good(DeepSpeedTrial):
     def evaluate_batch(self, dataloader_iter, batch_idx):
         features, targets = next(dataloader_iter)
         return {"validation_loss": nn.functional.mse_loss(self.engine(features), targets)}
+
+
+class Watched(Good):
+    def __init__(self, context):
+        super().__init__(context)
+        self.num_validations = 0
+        for _ in tqdm(range(3), desc="reading the table"):
+            pass
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        next(dataloader_iter)
+        self.num_validations += 1
+        # Validated after each two batches; the second is the best.
+        return {"accuracy": [0.5, 0.9, 0.1, 0.2][self.num_validations - 1]}
 
 
 class WrongShape(Good):
@@ -137,6 +153,23 @@ max_restarts: 0
 hyperparameters: {{deepspeed_config: ds.json}}
 resources: {{slots_per_trial: {slots}}}
 searcher: {{name: single, metric: validation_loss, max_length: {{batches: {batches}}}}}
+"""
+WATCHED_CONFIG = """
+name: screen
+entrypoint: model_def:Watched
+hyperparameters: {deepspeed_config: scheduled.json}
+resources: {slots_per_trial: 1}
+searcher: {name: single, metric: accuracy, smaller_is_better: false, max_length: {batches: 8}}
+min_validation_period: {batches: 2}
+min_checkpoint_period: {batches: 2}
+# No fork of what tests import ahead has it: tqdm reads its variables when it is imported.
+environment: {environment_variables: [IMPORTS_ITSELF=1]}
+"""
+SCHEDULED = """
+{"train_micro_batch_size_per_gpu": 4,
+ "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": true}},
+ "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 8}},
+ "zero_optimization": {"stage": 1}}
 """
 
 
@@ -291,3 +324,37 @@ def test_the_log_of_a_trial_has_one_traceback_and_says_what_failed_where_the_con
     deleted = shared_master.det("e", "delete", str(newest["id"]), "--yes")
     assert deleted.returncode == 0, deleted.stderr
     wait_for(lambda: not whole.exists(), f"{whole} outlives its experiment")
+
+
+@pytest.mark.ranks
+def test_run_shows_no_noise_and_names_the_best_checkpoint(
+    project: Path, shared_master: MasterForTest
+) -> None:
+    (project / "context" / "scheduled.json").write_text(SCHEDULED)
+    (project / "exp.yaml").write_text(WATCHED_CONFIG)
+    found = shared_master.dstrial(
+        "run", "exp.yaml", "context", "--no-progress", cwd=project, deadline_s=DEADLINE_S
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    (record,) = (project / "runs").glob("*/*/run.json")
+    run_directory = RunDirectory(record.parent)
+    for noise in (
+        "validated ",
+        "learning rate from scheduler before it has started",
+        "reading the table",
+        "it/s",
+    ):
+        assert noise not in found.stdout + found.stderr
+    text = found.stdout[found.stdout.index("state: ") :]
+    assert str(run_directory.path) not in found.stdout
+    assert text.count(run_directory.path.name) == 1
+    wait_for(
+        lambda: len(list_checkpoints(run_directory.checkpoints_path)) == 2, "the master has collected none"
+    )
+    by_batch = {
+        stored.steps_completed: stored.path.name
+        for stored in list_checkpoints(run_directory.checkpoints_path)
+    }
+    assert sorted(by_batch) == [4, 8], "the best and the last, as Determined keeps them"
+    assert f"  best:        checkpoints/{by_batch[4]} (batch 4, accuracy 0.9)\n" in text
+    assert f"  last:        checkpoints/{by_batch[8]} (batch 8)\n" in text

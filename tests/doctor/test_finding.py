@@ -5,7 +5,7 @@ import pytest
 from dstrial.doctor.finding import Background, NoAnswerError, within
 
 
-def test_a_call_that_hangs_is_given_up_and_the_rest_goes_on():
+def test_hanging_call_raises_and_may_still_end():
     release = threading.Event()
     hanging = Background(release.wait)
     with pytest.raises(NoAnswerError, match="no answer within 0 s"):
@@ -15,7 +15,7 @@ def test_a_call_that_hangs_is_given_up_and_the_rest_goes_on():
     assert hanging.result(30)
 
 
-def test_what_a_call_raises_is_raised_to_whoever_asks_its_own_timeouts_too():
+def test_exception_of_a_call_is_raised_each_time():
     def failing():
         raise TimeoutError("its own")
 
@@ -25,7 +25,7 @@ def test_what_a_call_raises_is_raised_to_whoever_asks_its_own_timeouts_too():
             background.result(30)
 
 
-def test_where_no_thread_can_be_begun_calls_are_made_one_after_the_other(monkeypatch):
+def test_call_runs_in_place_without_threads(monkeypatch):
     """So it is at the limit of processes (``ulimit -u``), which the command is there to tell."""
 
     def refuse(self):
