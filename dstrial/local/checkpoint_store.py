@@ -346,7 +346,6 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         *,
         keep: KeepPolicy | None,
         train: LocalTrainContext,
-        smaller_is_better: bool,
     ) -> None:
         super().__init__(
             cluster._dist,
@@ -361,7 +360,6 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         self._checkpoints_path = run_directory.checkpoints_path
         self._keep = keep
         self._train = train
-        self._smaller_is_better = smaller_is_better
         self._owned: dict[str, bool] = {}
 
     def _report_checkpoint(
@@ -380,7 +378,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             self._checkpoints_path,
             self._keep,
             self._train.validations,
-            smaller_is_better=self._smaller_is_better,
+            smaller_is_better=self._train.smaller_is_better,
         ):
             if self._is_own(superfluous):
                 remove_marker(self._checkpoints_path / superfluous)

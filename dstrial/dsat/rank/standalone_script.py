@@ -22,7 +22,6 @@ import determined as det
 from determined import core
 
 from dstrial.local import core_context as local_context
-from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir
 from dstrial.local.script_variables import STAND_IN_CLUSTER, KnownExperiment, read_experiment
 from dstrial.ranks.identity import RankIdentity, identify
@@ -81,17 +80,11 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
             if made is not None:
                 runs.append(made)
             directory = RunDirectory.open(channel.broadcast(None if made is None else str(made.path)))
-            searcher = known.config.get("searcher") or {}
-            length, unit = _length(searcher.get("max_length"))
             return local_context.init(
                 directory,
+                known.config,
                 distributed=channel,
-                metric=searcher.get("metric"),
-                smaller_is_better=bool(searcher.get("smaller_is_better", True)),
                 stop_requested=lambda: signals.requested,
-                keep=KeepPolicy.from_config(known.config.get("checkpoint_storage")),
-                max_length=length,
-                max_length_unit=unit,
                 preempt_mode=preempt_mode,
             )
 
@@ -111,14 +104,6 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
         finally:
             for run in runs:
                 run.end_attempt(RunState.COMPLETED if failure is None else RunState.FAILED, failure)
-
-
-def _length(given: Any) -> tuple[int | None, core.Unit | None]:
-    """Return ``searcher.max_length`` and its unit, None for a bare number."""
-    if not isinstance(given, Mapping):
-        return given, None
-    ((unit, number),) = given.items()
-    return int(number), core.Unit[str(unit).upper()]
 
 
 def stand_in_cluster(
