@@ -73,7 +73,7 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 
 
 def begin_checkpoint(checkpoints_path: Path, storage_id: str, *, is_chief: bool) -> None:
-    """Create the directory of a new checkpoint; on the chief also the note of its writer.
+    """Create the directory of a checkpoint; on the chief also the note of its writer.
 
     If the directory cannot be created, nothing is left behind.
     """
