@@ -24,9 +24,7 @@ from determined import core
 
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local import core_context as local_context
-from dstrial.local.checkpoint_directory import KeepPolicy
-from dstrial.local.core_context import LocalContext, mirror, remove_tensorboard_directories
-from dstrial.local.json_files import read_json
+from dstrial.local.core_context import mirror, remove_tensorboard_directories
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -157,35 +155,25 @@ def process_runtime(
             made.profiler = local_context.NodeProfiler(info.agent_id, channel, sink)
             if os.environ.get(RUN_DIR_VARIABLE):
                 kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
-                mirrored = _mirror(made, kept, exp_conf or {})
+                mirrored = mirror(made, kept, exp_conf or {})
                 stack.callback(remove_tensorboard_directories, made, kept)
                 stack.callback(mirrored.flush_progress)
         else:
             directory, is_own = _run_directory(run_dir, exp_conf, channel)
             own_run = directory if is_own and channel.rank == 0 else None
-            made = _local_core(directory, exp_conf, channel, signals)
+            made = local_context.init(
+                directory,
+                exp_conf,
+                distributed=channel,
+                stop_requested=lambda: signals.requested,
+                preempt_mode=core.PreemptMode.ChiefOnly,
+            )
         if own_run is not None:
             stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
         stack.enter_context(made)
         found = ProcessRuntime(made, channel, device, signals, info, exp_conf, own_run, is_own)
         setattr(made, RUNTIME_ATTRIBUTE, found)
         yield found
-
-
-def _mirror(
-    core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
-) -> LocalTrainContext:
-    """Keep all in the run directory of ``dstrial run``, too, with its own retention."""
-    searcher = exp_conf.get("searcher") or {}
-    asked = read_json(directory.submission_path) or {}
-    return mirror(
-        core_context,
-        directory,
-        metric=searcher.get("metric"),
-        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
-        # What the user has asked for is done while training; the master does it at the end, its defaults included.
-        keep=KeepPolicy.from_config(asked.get("checkpoint_storage")),
-    )
 
 
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
@@ -283,29 +271,6 @@ def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: Bas
         state = RunState.COMPLETED if kind is None else RunState.FAILED
         run.end_attempt(state, None if error is None else f"{kind.__name__ if kind else ''}: {error}")
     return False
-
-
-def _local_core(
-    directory: RunDirectory,
-    exp_conf: Mapping[str, Any] | None,
-    channel: core.DistributedContext,
-    signals: StopSignals,
-) -> LocalContext:
-    searcher = (exp_conf or {}).get("searcher") or {}
-    storage = (exp_conf or {}).get("checkpoint_storage")
-    length = core._parse_searcher_max_length(exp_conf) if searcher else None
-    unit = core._parse_searcher_units(exp_conf) if length else None
-    return local_context.init(
-        directory,
-        distributed=channel,
-        metric=searcher.get("metric"),
-        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
-        stop_requested=lambda: signals.requested,
-        keep=KeepPolicy.from_config(storage),
-        max_length=length,
-        max_length_unit=unit,
-        preempt_mode=core.PreemptMode.ChiefOnly,
-    )
 
 
 class _ClusterSystemMetrics:

@@ -112,7 +112,7 @@ _SMALL_BYTES = 64 << 20
 
 @contextlib.contextmanager
 def bytes_bar(what: str, num_bytes: int, *, is_plain: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in bytes, and yield the thread-safe function that advances it.
+    """Show a progress bar in bytes; yield the thread-safe function that advances it.
 
     It is hidden without a terminal and for small totals.
     """

@@ -1,7 +1,7 @@
 """Checkpoint directories: complete, being written, orphaned, or to be deleted.
 
 ``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion marker exists. While it is written, ``<uuid>.saving/`` beside
-it names a writing process. The directory of a process that has died is an orphan, which the next start removes.
+it names the process of rank 0. If that process has died, the directory is an orphan, which the next start removes.
 
 ``KeepPolicy`` has Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so that "best of the trial"
 and "best of the experiment" rank the same checkpoints.
@@ -72,15 +72,16 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
     return checkpoints_path / f"{storage_id}{SAVING_SUFFIX}"
 
 
-def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Create the directory of a new checkpoint, and the note of its writer.
+def begin_checkpoint(checkpoints_path: Path, storage_id: str, *, is_chief: bool) -> None:
+    """Create the directory of a checkpoint; on the chief also the note of its writer.
 
-    Every rank calls it. If the directory cannot be created, nothing is left behind.
+    If the directory cannot be created, nothing is left behind.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
-        saving_path.mkdir(exist_ok=True)
-        write_json_atomically(saving_path / _WRITER_FILE, dataclasses.asdict(this_writer()), sync=False)
+        if is_chief:
+            saving_path.mkdir()
+            write_json_atomically(saving_path / _WRITER_FILE, dataclasses.asdict(this_writer()), sync=False)
         (checkpoints_path / storage_id).mkdir(exist_ok=True)
     except OSError:
         remove_checkpoint(checkpoints_path, storage_id)

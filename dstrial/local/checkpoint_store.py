@@ -99,14 +99,15 @@ class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc
     Never creates the storage itself: in an unmounted storage nobody would find the files later.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_chief: bool) -> None:
         super().__init__(str(path))
         self.path = path
+        self._is_chief = is_chief
         self._inode = path.stat().st_ino
 
     def pre_store_path(self, dst: str) -> Path:
         self.require_present()
-        begin_checkpoint(self.path, dst)
+        begin_checkpoint(self.path, dst, is_chief=self._is_chief)
         return self.path / dst
 
     def delete(self, tgt: str, globs: list[str]) -> dict[str, int]:  # noqa: ARG002  # whole checkpoints only
@@ -146,7 +147,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         self._keep = keep
         self._validations = validations
         self._smaller_is_better = smaller_is_better
-        self._storage_manager = _CheckpointDirectory(checkpoints_path)
+        self._storage_manager = _CheckpointDirectory(checkpoints_path, is_chief=dist.rank == 0)
 
     @contextlib.contextmanager
     def store_path(
@@ -346,7 +347,6 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         *,
         keep: KeepPolicy | None,
         train: LocalTrainContext,
-        smaller_is_better: bool,
     ) -> None:
         super().__init__(
             cluster._dist,
@@ -361,7 +361,6 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         self._checkpoints_path = run_directory.checkpoints_path
         self._keep = keep
         self._train = train
-        self._smaller_is_better = smaller_is_better
         self._owned: dict[str, bool] = {}
 
     def _report_checkpoint(
@@ -380,7 +379,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             self._checkpoints_path,
             self._keep,
             self._train.validations,
-            smaller_is_better=self._smaller_is_better,
+            smaller_is_better=self._train.smaller_is_better,
         ):
             if self._is_own(superfluous):
                 remove_marker(self._checkpoints_path / superfluous)

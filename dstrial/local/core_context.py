@@ -20,6 +20,7 @@ from dstrial.local.checkpoint_store import (
     MirroredCheckpointContext,
     open_checkpoint_store,
 )
+from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory
 from dstrial.local.train_context import LocalTrainContext, repair_reports
 
@@ -138,43 +139,34 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
 
 def init(
     run_dir: RunDirectory | Path,
+    exp_conf: Mapping[str, Any] | None = None,
     *,
     distributed: core.DistributedContext,
-    metric: str | None,
-    smaller_is_better: bool,
     stop_requested: Callable[[], str | None] = lambda: None,
-    keep: KeepPolicy | None = None,
-    max_length: int | None = None,
-    max_length_unit: core.Unit | None = None,
     preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
 ) -> LocalContext:
     """Return the core context of a run without a master.
 
-    ``stop_requested`` returns why the job should stop, or None, and must not communicate. Only with ``max_length``
-    (``searcher.max_length``) there is a searcher context; its unit is None for a bare number. ``keep`` None keeps all
-    checkpoints.
+    ``exp_conf`` has the searcher's metric and ``max_length``, without which there is no searcher context, and the retention of
+    checkpoints. ``stop_requested`` returns why the job should stop, or None, and must not communicate.
     """
+    config = {**(exp_conf or {}), "searcher": (exp_conf or {}).get("searcher") or {}}
     run_directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.open(run_dir)
-    is_chief = distributed.rank == 0
-    repair_reports(run_directory, is_chief=is_chief)
-    train = LocalTrainContext(
-        run_directory, is_chief=is_chief, metric=metric, smaller_is_better=smaller_is_better
-    )
-    checkpoint = open_checkpoint_store(
-        distributed,
-        run_directory.checkpoints_path,
-        keep=keep,
-        validations=train.validations,
-        smaller_is_better=smaller_is_better,
-    )
-    searcher = (
-        None
-        if max_length is None
-        else core.SearcherContext(_ProgressSession(train), distributed, LOCAL_ID, max_length, max_length_unit)
-    )
+    train = _train_context(run_directory, config, is_chief=distributed.rank == 0)
+    max_length = core._parse_searcher_max_length(config)
+    searcher = None
+    if max_length is not None:
+        unit = core._parse_searcher_units(config)
+        searcher = core.SearcherContext(_ProgressSession(train), distributed, LOCAL_ID, max_length, unit)
     context = LocalContext(
         distributed=distributed,
-        checkpoint=checkpoint,
+        checkpoint=open_checkpoint_store(
+            distributed,
+            run_directory.checkpoints_path,
+            keep=KeepPolicy.from_config(config.get("checkpoint_storage")),
+            validations=train.validations,
+            smaller_is_better=train.smaller_is_better,
+        ),
         preempt=LocalPreemptContext(distributed, stop_requested, preempt_mode),
         train=train,
         searcher=searcher,
@@ -186,39 +178,45 @@ def init(
     return context
 
 
-def mirror(
-    core_context: core.Context,
+def _train_context(
     run_directory: RunDirectory,
+    exp_conf: Mapping[str, Any],
     *,
-    metric: str | None,
-    smaller_is_better: bool,
-    keep: KeepPolicy | None,
+    is_chief: bool,
+    cluster: core.TrainContext | None = None,
+) -> LocalTrainContext:
+    repair_reports(run_directory, is_chief=is_chief)
+    searcher = exp_conf.get("searcher") or {}
+    return LocalTrainContext(
+        run_directory,
+        is_chief=is_chief,
+        metric=searcher.get("metric"),
+        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+        cluster=cluster,
+    )
+
+
+def mirror(
+    core_context: core.Context, run_directory: RunDirectory, exp_conf: Mapping[str, Any]
 ) -> LocalTrainContext:
     """Have a cluster's core context keep everything in a run directory as well.
 
     Replaces the parts of ``core_context``, which ``core.init`` has made with manual TensorBoard files, and returns its
-    ``train``. At the end, call the ``flush_progress`` of that and :func:`remove_tensorboard_directories`. ``keep`` None keeps
-    all checkpoints.
+    ``train``. At the end, call the ``flush_progress`` of that and :func:`remove_tensorboard_directories`.
     """
     is_chief = core_context.distributed.rank == 0
-    repair_reports(run_directory, is_chief=is_chief)
     if is_chief:
         for name, num_bytes in remove_incomplete_checkpoints(run_directory.checkpoints_path).items():
             logger.info("removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}")
-    train = LocalTrainContext(
-        run_directory,
-        is_chief=is_chief,
-        metric=metric,
-        smaller_is_better=smaller_is_better,
-        cluster=core_context.train,
-    )
+    train = _train_context(run_directory, exp_conf, is_chief=is_chief, cluster=core_context.train)
+    # The retention that the user asked for applies while training; the master applies its defaults at the end.
+    submitted = read_json(run_directory.submission_path) or {}
     core_context.train = train
     core_context.checkpoint = MirroredCheckpointContext(
         core_context.checkpoint,
         run_directory,
-        keep=keep,
+        keep=KeepPolicy.from_config(submitted.get("checkpoint_storage")),
         train=train,
-        smaller_is_better=smaller_is_better,
     )
     return train
 

@@ -65,7 +65,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._run_directory = run_directory
         self._is_chief = is_chief
         self._metric = metric
-        self._smaller_is_better = smaller_is_better
+        self.smaller_is_better = smaller_is_better
         self._clock = clock
         self.cluster = cluster
         self._exp_id = LOCAL_ID if cluster is None else cluster._exp_id
@@ -238,7 +238,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         values = [value for value in self.validations().values() if not math.isnan(value)]
         if not values:
             return None
-        return min(values) if self._smaller_is_better else max(values)
+        return min(values) if self.smaller_is_better else max(values)
 
     def report_progress(self, progress: float) -> None:
         """Keep progress from 0 to 1, once per ``PROGRESS_PERIOD_S``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,7 +100,3 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             result[f"{prefix}{name}"] = value
     return result
-
-
-def is_finite(number: float) -> bool:
-    return math.isfinite(number)

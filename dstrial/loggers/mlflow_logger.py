@@ -8,22 +8,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.loggers.logger import FinalState, LoggedRun, Report, flat, is_finite
+from dstrial.loggers.logger import FinalState, LoggedRun, Report, flat
 
 logger = logging.getLogger("dstrial.loggers")
 
-RUN_TAG = "dstrial.run_id"  # by which a resumed run is found
+RUN_TAG = "dstrial.run_id"  # tag that identifies a resumed run
 
 _SQLITE = "sqlite:///"
 _STATUS: Mapping[FinalState, str] = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
-# What MLflow takes, mlflow/utils/validation.py: names are paths, too.
+# Limits of mlflow/utils/validation.py; names are paths, too.
 _NOT_IN_NAME = re.compile(r"[^/\w.\- :]")
 _MAX_NAME_CHARS = 250
 _MAX_VALUE_CHARS = 6000
@@ -44,11 +45,11 @@ class MLflowLogger:
     def begin(self, run: LoggedRun) -> str:
         from mlflow import MlflowClient
 
-        # It writes a traceback of every batch that fails; what failed first is said once, by our thread.
+        # MLflow logs a traceback of every failing batch; LoggerThread warns once.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         given = self._options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         uri = str(given or f"{_SQLITE}{run.store.absolute() / 'mlflow.db'}")
-        with _alone(uri):
+        with _locked(uri):
             self._client = client = MlflowClient(tracking_uri=uri)
             experiment_id = self._experiment(run, None if given else run.store)
             found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run.run_id}'", max_results=1)
@@ -75,7 +76,7 @@ class MLflowLogger:
             for original, number in named.items():
                 name = self._name(original)
                 if name is not None:
-                    self._look_for_infinity(original, number)
+                    self._warn_of_infinity(original, number)
                     metrics.append(Metric(name, number, time_ms, report.batches_trained))
         for start in range(0, len(metrics), _MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS])
@@ -91,7 +92,7 @@ class MLflowLogger:
         name = self._options.get("experiment_name") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
         if (known := client.get_experiment_by_name(name)) is not None:
             return str(known.experiment_id)
-        # Otherwise MLflow means a directory of wherever a rank happens to be.
+        # Without a location MLflow uses the rank's working directory.
         place = None if store is None else (store.absolute() / "mlartifacts").as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=place))
@@ -134,8 +135,8 @@ class MLflowLogger:
             self._names[original] = name
         return self._names[original]
 
-    def _look_for_infinity(self, name: str, number: float) -> None:
-        if not self._has_warned_of_infinity and not is_finite(number) and number == number:
+    def _warn_of_infinity(self, name: str, number: float) -> None:
+        if not self._has_warned_of_infinity and math.isinf(number):
             self._has_warned_of_infinity = True
             logger.warning("logger mlflow: %s is infinite, which SQL stores of MLflow keep as 1.8e308", name)
 
@@ -147,8 +148,8 @@ def accepted_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(uri: str) -> Iterator[None]:
-    """Lock out other trials of this machine while a new file's tables are created."""
+def _locked(uri: str) -> Iterator[None]:
+    """Hold a lock of this machine while a new file's tables are created."""
     if not uri.startswith(_SQLITE):
         yield
         return

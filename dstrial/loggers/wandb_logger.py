@@ -27,7 +27,7 @@ _DEFAULT_SERVER = "https://api.wandb.ai"
 _NOT_IN_PROJECT = re.compile(r"[/\\#?%:]")
 _MAX_PROJECT_CHARS = 128
 
-# Its writer fails without telling us, and in pieces: what is smaller than this may not hold the next one.
+# W&B's writer does not report failures; with less free space the next write may be partial.
 _MIN_FREE_BYTES = 2**20
 
 
@@ -122,7 +122,7 @@ class WandbLogger:
 
 
 def _has_key() -> bool:
-    """Look for an API key where W&B does."""
+    """Return whether W&B would find an API key."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname

@@ -51,10 +51,6 @@ class Progress:
         return self.batches_trained // self.epoch_length if self.epoch_length else 0
 
     @property
-    def epochs_trained(self) -> int:
-        return self.epoch_idx
-
-    @property
     def is_epoch_start(self) -> bool:
         return (
             self.batches_trained % self.epoch_length == 0 if self.epoch_length else self.batches_trained == 0

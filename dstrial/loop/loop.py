@@ -419,7 +419,7 @@ class TrainingLoop:
         settings = self._settings
         return self._reports.report_validation(
             validation.run(),
-            epochs=progress.epochs_trained,
+            epochs=progress.epoch_idx,
             policy=settings.checkpoint_policy,
             searcher_metric=settings.searcher_metric,
             smaller_is_better=settings.smaller_is_better,

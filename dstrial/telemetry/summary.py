@@ -165,10 +165,6 @@ def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
     return {part: float(value) for part, value in found.items() if value is not None}
 
 
-def _stage_of(rank: int, num_ranks: int, predicted: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-    return predicted[rank * len(predicted) // num_ranks]
-
-
 def memory_rows(
     ranks: Sequence[Mapping[str, Any]],
     predicted: Sequence[Mapping[str, float]] = (),
@@ -193,7 +189,7 @@ def memory_rows(
         name = f"  rank {rank}" + (", most" if rank == worst and len(measured) > 1 else "")
         rows.append((name, [_cell(measured[rank].get(part)) for part in columns]))
         if predicted:
-            said = _stage_of(rank, len(ranks), predicted)
+            said = predicted[rank * len(predicted) // len(ranks)]
             rows.append(("    predicted", [_cell(said.get(part)) for part in columns]))
     shown = [measured[rank] for rank in chosen]
     widths = [max(len(cells[idx]) for _, cells in rows) for idx in range(len(columns))]

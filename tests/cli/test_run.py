@@ -51,7 +51,9 @@ with core.init(
     distributed=core.DummyDistributedContext(), tensorboard_mode=core.TensorboardMode.MANUAL
 ) as context:
     run_directory = RunDirectory.open(os.environ["DSTRIAL_RUN_DIR"])
-    train = mirror(context, run_directory, metric="accuracy", smaller_is_better=False, keep=None)
+    train = mirror(
+        context, run_directory, {"searcher": {"metric": "accuracy", "smaller_is_better": False}}
+    )
     first = 0
     if resume:
         with context.checkpoint.restore_path(resume) as path:

@@ -20,9 +20,9 @@ def run_directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
 
 
-def local_context(run_directory: RunDirectory | Path, **options: Any) -> LocalContext:
-    options = {"metric": "loss", "smaller_is_better": True} | options
-    return init(run_directory, distributed=core.DummyDistributedContext(), **options)
+def local_context(run_directory: RunDirectory | Path, max_length: Any = None) -> LocalContext:
+    searcher = {"metric": "loss", "max_length": max_length}
+    return init(run_directory, {"searcher": searcher}, distributed=core.DummyDistributedContext())
 
 
 def test_it_is_determineds_context_and_keeps_what_it_is_told(run_directory: RunDirectory) -> None:
@@ -65,7 +65,7 @@ class TestSearcher:
             list(context.searcher.operations())
 
     def test_it_yields_the_configured_length_once(self, run_directory: RunDirectory) -> None:
-        with local_context(run_directory, max_length=40, max_length_unit=core.Unit.BATCHES) as context:
+        with local_context(run_directory, max_length={"batches": 40}) as context:
             lengths = []
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
@@ -122,7 +122,7 @@ def test_the_chiefs_answer_counts_for_all_ranks() -> None:
 
 def train_to_the_searchers_length(dist: core.DistributedContext, path: Path) -> list[int]:
     lengths = []
-    with init(path, distributed=dist, metric=None, smaller_is_better=True, max_length=7) as context:
+    with init(path, {"searcher": {"max_length": 7}}, distributed=dist) as context:
         for operation in context.searcher._operations():
             lengths.append(operation.length)
             if dist.rank == 0:

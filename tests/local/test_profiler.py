@@ -73,8 +73,6 @@ def test_a_training_that_is_shorter_than_a_window_is_reported_at_its_end(
     with init(
         run_directory,
         distributed=core.DummyDistributedContext(),
-        metric=None,
-        smaller_is_better=True,
     ) as context:
         context.profiler.on()
         context.train.report_training_metrics(1, {"loss": 1.0})
@@ -118,7 +116,7 @@ def test_what_cannot_be_reported_ends_the_collecting_and_nothing_else() -> None:
 @pytest.mark.process
 def test_the_first_rank_of_a_node_collects_and_the_others_do_not(run_directory: RunDirectory) -> None:
     def train(dist: core.DistributedContext, path: Path) -> int:
-        with init(path, distributed=dist, metric=None, smaller_is_better=True) as context:
+        with init(path, distributed=dist) as context:
             context.profiler.on(sampling_interval=0.1, samples_per_report=1)
             return len(collectors())
 
@@ -132,7 +130,7 @@ def test_another_node_has_a_file_of_its_own(run_directory: RunDirectory) -> None
     second = core.DummyDistributedContext()
     second.rank, second.size, second.cross_rank, second.cross_size = 1, 2, 1, 2
     for dist in (first, second):
-        made = init(run_directory, distributed=dist, metric=None, smaller_is_better=True)
+        made = init(run_directory, distributed=dist)
         made.profiler.on(sampling_interval=0.1, samples_per_report=1)
         made.profiler.off()
 

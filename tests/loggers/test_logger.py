@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrial.loggers.logger import Report, flat, numbers_of
 from dstrial.loggers.mlflow_logger import accepted_name
+from dstrial.loggers.wandb_logger import next_step
 
 
 def test_numbers_are_plain_whatever_they_were() -> None:
@@ -59,3 +61,22 @@ def test_mlflow_takes_every_accepted_name_as_it_is(name: str) -> None:
 def test_a_name_that_mlflow_takes_stays() -> None:
     assert accepted_name("training/loss of: a-b_c.1") == "training/loss of: a-b_c.1"
     assert accepted_name("training/a☃[0]") == "training/a__0_"
+
+
+@pytest.mark.parametrize(
+    ("seen", "batches", "steps"),
+    [
+        pytest.param(-1, [0, 10, 10, 20], [0, 10, 10, 20], id="a new run"),
+        pytest.param(30, [10, 20, 20, 30, 40], [31, 32, 32, 33, 40], id="trained again after a resume"),
+        pytest.param(1000, [998, 999, 1000, 1001], [1001, 1002, 1003, 1004], id="each batch reported"),
+    ],
+)
+def test_a_step_is_the_batch_or_the_next_that_is_free(
+    seen: int, batches: list[int], steps: list[int]
+) -> None:
+    step, before, found = seen, None, []
+    for batch in batches:
+        step = next_step(step, before, batch)
+        before = batch
+        found.append(step)
+    assert found == steps

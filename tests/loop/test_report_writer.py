@@ -89,31 +89,17 @@ def test_waiting_has_a_deadline(places):
     writer.close()
 
 
-def test_after_a_failure_nothing_is_written(places, writer):
-    places.fails_at["record", 2] = OSError(28, "No space left on device")
+@pytest.mark.parametrize("at", ["record", "publish"])
+def test_failure_ends_writing_and_is_raised_once(places, writer, at):
+    """A report that is recorded is not written again because a sink has failed."""
+    error = places.fails_at[at, 2] = OSError(28, "No space left on device")
     hand_over(places, writer, 1, 2, 3)
     writer.flush()
-    assert writer.failure == "OSError: [Errno 28] No space left on device"
-    assert places.recorded == places.published == [1]
     hand_over(places, writer, 4)
-    done = []
-    writer.submit(lambda: done.append("progress"))
-    writer.flush()
-    assert places.recorded == [1]
-    assert done == []
-
-
-def test_a_recorded_report_is_not_written_twice_because_a_sink_has_failed(places, writer):
-    places.fails_at["publish", 2] = ValueError("the other end is gone")
-    hand_over(places, writer, 1, 2, 3)
-    writer.flush()
-    assert places.recorded == [1, 2]
-
-
-def test_a_failure_is_raised_once(places, writer):
-    error = places.fails_at["record", 1] = ValueError("no")
-    hand_over(places, writer, 1)
-    writer.flush()
+    assert writer.failure == "OSError: [Errno 28] No space left on device"
+    assert writer.call(lambda: "closed") == "closed"
+    assert places.recorded == ([1] if at == "record" else [1, 2])
+    assert places.published == [1]
     assert writer.take_error() is error
     assert writer.failure is None
     assert writer.take_error() is None
@@ -127,12 +113,6 @@ def test_a_call_waits_for_what_came_before_and_raises_here(places, writer):
     with pytest.raises(ZeroDivisionError):
         writer.call(lambda: 1 / 0)
     assert writer.failure is None
-
-
-def test_a_call_is_made_after_a_failure_too(places, writer):
-    places.fails_at["record", 1] = ValueError("no")
-    hand_over(places, writer, 1)
-    assert writer.call(lambda: "closed") == "closed"
 
 
 def test_closing_writes_what_is_left_and_logs_what_nobody_was_told(places, caplog):

@@ -97,3 +97,12 @@ def train(
     words += ["--context-dir", str(context_dir), "--trial", f"{module}:{trial}"]
     done = run_program(words, env=environ, cwd=tmp_path, timeout=timeout_s)
     return Run(directory, done.stdout + done.stderr, done.returncode)
+
+
+def submit(master, tmp_path, config):
+    """Create an experiment of the small trials on a master; return its number."""
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(config))
+    created = master.det("experiment", "create", str(path), str(DEFINITIONS))
+    assert created.returncode == 0, created.stdout + created.stderr
+    return int(created.stdout.split("Created experiment ")[1].split()[0])

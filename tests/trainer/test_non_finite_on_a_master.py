@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from deepspeed_release import needs_0_19_8
-from small_runs import DEFINITIONS, deepspeed_config, experiment
+from small_runs import DEFINITIONS, deepspeed_config, experiment, submit
+from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest
 
@@ -33,22 +33,16 @@ def test_a_search_counts_such_a_trial_as_an_early_exit_and_does_not_repeat_it(
 ) -> None:
     hparams = config_of()["hyperparameters"] | {"nan_from": {"type": "categorical", "vals": [4, 1000]}}
     searcher = {"name": "grid", "metric": "validation_loss", "max_length": {"batches": 12}}
-    path = tmp_path / "exp.yaml"
-    path.write_text(yaml.safe_dump(config_of(hyperparameters=hparams, searcher=searcher)))
-    created = shared_master.det("experiment", "create", str(path), str(DEFINITIONS))
-    assert created.returncode == 0, created.stdout + created.stderr
-    experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
+    experiment_id = submit(shared_master, tmp_path, config_of(hyperparameters=hparams, searcher=searcher))
     client = shared_master.client()
-    give_up_at_s = time.monotonic() + 300
-    while True:
-        state = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"]
-        if state in ("STATE_COMPLETED", "STATE_ERROR"):
-            break
-        assert time.monotonic() < give_up_at_s, state
-        time.sleep(0.2)
+
+    def state() -> str:
+        return str(client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"])
+
+    wait_for(lambda: state() in ("STATE_COMPLETED", "STATE_ERROR"), deadline_s=300)
     trials = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
     by_start = {trial["hparams"]["nan_from"]: trial for trial in trials}
-    assert state == "STATE_COMPLETED"  # one of its trials has a result
+    assert state() == "STATE_COMPLETED"  # one of its trials has a result
     assert by_start[1000]["state"].endswith("COMPLETED")
     assert by_start[4]["state"].endswith("ERROR")
     assert by_start[4]["restarts"] == 0  # it was started once

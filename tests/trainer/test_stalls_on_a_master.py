@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from small_runs import DEFINITIONS, deepspeed_config, experiment
+from small_runs import deepspeed_config, experiment, submit
 from waiting import wait_for
 
 from dstrial.master.client import Client
@@ -49,11 +47,7 @@ def create(
         max_restarts=max_restarts,
         data={"dstrial": {"stall_timeout": timeout, "stall_action": action}},
     )
-    path = tmp_path / "exp.yaml"
-    path.write_text(yaml.safe_dump(config))
-    created = master.det("experiment", "create", str(path), str(DEFINITIONS))
-    assert created.returncode == 0, created.stdout + created.stderr
-    experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
+    experiment_id = submit(master, tmp_path, config)
     client = master.client()
     wait_for(lambda: client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"])
     return int(client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
@@ -139,13 +133,6 @@ def test_pause_before_the_first_batch_ends_the_ranks_at_once(
     client.post(f"/api/v1/experiments/{experiment_id}/kill")
 
 
-def wait_until_told(log: Path, text: str, deadline_s: float) -> None:
-    give_up_at_s = time.monotonic() + deadline_s
-    while text not in log.read_text():
-        assert time.monotonic() < give_up_at_s, log.read_text()[-4000:]
-        time.sleep(0.1)
-
-
 def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_ended(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=2) as master:
         trial_id = create(
@@ -165,7 +152,8 @@ def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_en
         os.kill(master.record.pid, signal.SIGSTOP)
         try:
             # A rank whose batches took long on a busy machine counts as stalled later.
-            wait_until_told(log, "stalled: rank 0 waits for a response of the master", deadline_s=150)
+            told = "stalled: rank 0 waits for a response of the master"
+            wait_for(lambda: told in log.read_text(), told, deadline_s=150)
             shown = master.dstrial("status")
             assert shown.returncode == 1
             assert f"process {master.record.pid} is stopped (SIGSTOP)" in shown.stdout

@@ -13,7 +13,7 @@ import yaml
 from determined.common import api
 from determined.common.api import bindings
 from in_process_fits import EXP_CONF, fit, trial_class
-from small_runs import DEFINITIONS, deepspeed_config, experiment, train
+from small_runs import DEFINITIONS, deepspeed_config, experiment, submit, train
 from waiting import wait_for
 
 from dstrial import Batch
@@ -96,11 +96,7 @@ def test_a_master_has_them_of_a_trial_with_two_slots(shared_master: MasterForTes
         "resources": {"slots_per_trial": 2},
         "max_restarts": 0,
     }
-    path = tmp_path / "exp.yaml"
-    path.write_text(yaml.safe_dump(config))
-    created = shared_master.det("experiment", "create", str(path), str(DEFINITIONS))
-    assert created.returncode == 0, created.stdout + created.stderr
-    experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
+    experiment_id = submit(shared_master, tmp_path, config)
     session = session_at(shared_master)
 
     def state() -> str:

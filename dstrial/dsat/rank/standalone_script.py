@@ -21,7 +21,6 @@ import determined as det
 from determined import core
 
 from dstrial.local import core_context as local_context
-from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir
 from dstrial.local.script_variables import STAND_IN_CLUSTER, KnownExperiment, read_experiment
 from dstrial.ranks.identity import RankIdentity, identify
@@ -91,13 +90,9 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
             path = channel.broadcast(str(runs[-1].path) if channel.rank == 0 else None)
             return local_context.init(
                 RunDirectory.open(path),
+                known.config,
                 distributed=channel,
-                metric=searcher.get("metric"),
-                smaller_is_better=bool(searcher.get("smaller_is_better", True)),
                 stop_requested=lambda: signals.requested,
-                keep=KeepPolicy.from_config(known.config.get("checkpoint_storage")),
-                max_length=length,
-                max_length_unit=unit,
                 preempt_mode=preempt_mode,
             )
 
