@@ -68,11 +68,6 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
         num_ranks=identity.world_size,
         address=identity.master_addr,
     )
-    searcher = known.config.get("searcher") or {}
-    length, unit = searcher.get("max_length"), None
-    if isinstance(length, Mapping):
-        ((name, number),) = length.items()
-        length, unit = int(number), core.Unit[str(name).upper()]
     runs: list[RunDirectory] = []
     with contextlib.ExitStack() as stack:
 
