@@ -132,12 +132,12 @@ class PredictSearch:
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
         """Yield the bytes that larger micro batches lack, or its own after an OOM."""
-        outcome, grid = observation.outcome, self.space.batch_size_grid
+        outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
             return
-        at = grid.position(observation.candidate.batch.micro_batch_size)
+        at = sizes.position(observation.candidate.batch.micro_batch_size)
         is_oom = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
-        for position in range(at + (not is_oom), min(at + 1 + _NEXT_SIZES, grid.last + 1)):
+        for position in range(at + (not is_oom), min(at + 1 + _NEXT_SIZES, sizes.last + 1)):
             one = self.space.candidate(structure_of(observation.candidate), position)
             margin, memory = self.predictor.margin_bytes(one), self.predictor.memory_of(one)
             if margin is not None and memory is not None:

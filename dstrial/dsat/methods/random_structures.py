@@ -147,15 +147,15 @@ class BinarySearch:
 
     def ceiling(self, stage: int) -> int:
         """Return the position of the first guess at the largest micro batch of a stage."""
-        grid = self.space.batch_size_grid
+        sizes = self.space.batch_size_grid
         guess = None
         if self.info is not None:
             guess = largest_micro_batch(self.info, stage, self.space)
         if guess is None:
-            if not grid.is_free:
-                return self.space.first_position(grid.last)
+            if not sizes.is_free:
+                return self.space.first_position(sizes.last)
             guess = 2 * self.space.own().batch.micro_batch_size
-        highest = max(0, min(grid.position(max(guess * self.options.search_range_factor, 1)), grid.last))
+        highest = max(0, min(sizes.position(max(guess * self.options.search_range_factor, 1)), sizes.last))
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
@@ -315,11 +315,11 @@ class RandomConfigSearch(BinarySearch):
         return self.new_lineage(tuple(stage for stage in self.space.stages if stage != 3 or not has_excluded))
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        grid, ceiling = self.space.batch_size_grid, self.ceiling(stage)
+        sizes, ceiling = self.space.batch_size_grid, self.ceiling(stage)
         high = ceiling
         runs: list[tuple[float, int]] = []
         for one in self._ended(stage):
-            position = grid.position(one.candidate.batch.micro_batch_size)
+            position = sizes.position(one.candidate.batch.micro_batch_size)
             value = None if one.outcome is None else score(one.outcome, self.options.metric)
             if value is not None:
                 runs.append((value, position))
@@ -329,8 +329,8 @@ class RandomConfigSearch(BinarySearch):
             return 0, ceiling
         best, largest = max(runs)[1], max(position for _, position in runs)
         if self.filters.disabled:
-            low = min(best + 1, grid.last)
-            return low, min(max(largest, ceiling, 2 * low), grid.last)
+            low = min(best + 1, sizes.last)
+            return low, min(max(largest, ceiling, 2 * low), sizes.last)
         high = max(largest, high)
         return min(best, high), high
 
