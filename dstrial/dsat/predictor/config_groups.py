@@ -107,8 +107,8 @@ class ConfigGroups:
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
         """Return run key -> the structure to dry-run for it, and whether it accumulates."""
-        grid = self.space.batch_size_grid
-        kinds = sorted({grid.split(position).accumulation > 1 for position in (0, grid.last)}, reverse=True)
+        sizes = self.space.batch_size_grid
+        kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
         return {
             self.run_key(structure, is_accumulating=is_accumulating): (structure, is_accumulating)
             for structure in self.bases()
@@ -145,10 +145,10 @@ def structure_of(candidate: Candidate) -> Structure:
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
     """Return the grid's positions up to a micro batch of ``largest``, or to its end."""
-    grid = space.batch_size_grid
-    if not grid.is_free:
-        return range(grid.last + 1)
-    end = 1 + (grid.last if largest is None else grid.position(largest))
+    axis = space.batch_size_grid
+    if not axis.is_free:
+        return range(axis.last + 1)
+    end = 1 + (axis.last if largest is None else axis.position(largest))
     # All small sizes, then steps of a sixteenth to an eighth, which matter where communication dominates.
     sizes = {end, *range(1, min(_ALL_UP_TO, end) + 1)}
     size = _ALL_UP_TO
@@ -160,6 +160,6 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
     """Return grid positions up to 8 times the largest micro batch run, or the own."""
-    grid = space.batch_size_grid
+    axis = space.batch_size_grid
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)
-    return [at for at in positions(space, largest) if grid.split(at).micro_batch_size <= largest]
+    return [at for at in positions(space, largest) if axis.split(at).micro_batch_size <= largest]
