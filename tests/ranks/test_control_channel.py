@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dstrial.launch.failures import is_peer_error
 from dstrial.testing.ranks import run_function
 
 pytestmark = pytest.mark.process
@@ -20,7 +21,8 @@ def _channel(timeout_s: float = 60.0) -> Any:
     from dstrial.ranks.control_channel import ControlChannel
     from dstrial.ranks.identity import identify
 
-    torch.distributed.init_process_group("gloo")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
     return ControlChannel(identify(os.environ), timeout_s=timeout_s)
 
 
@@ -43,20 +45,7 @@ def exchange() -> dict[str, Any]:
     return seen
 
 
-def test_values_of_any_length_reach_all_ranks() -> None:
-    results = [result.value for result in run_function(exchange, 2)]
-    for rank, seen in enumerate(results):
-        assert seen["allgather"] == [{"rank": 0}, {"rank": 1}]
-        assert seen["mixed"] == [None, "x" * 10_000]
-        assert seen["gather"] == ([0, 1] if rank == 0 else None)
-        assert seen["broadcast"] == "from chief"
-        assert seen["broadcast_long"] == "x" * 5_000
-        assert seen["local"] == ([0, 1], [0, 1] if rank == 0 else None, 0)
-        assert seen["attributes"] == (2, 2, 1, rank == 0)
-        assert seen["limit"] == ["y" * 1003] * 2
-
-
-def exchange_while_others_are_under_way() -> dict[str, Any]:
+def exchange_concurrently() -> dict[str, Any]:
     channel = _channel()
     rank = channel.rank
     seen: dict[str, Any] = {"short": [], "long": [], "between": []}
@@ -77,10 +66,98 @@ def exchange_while_others_are_under_way() -> dict[str, Any]:
     return seen
 
 
-def test_a_gather_that_has_begun_mixes_with_no_other_operation() -> None:
-    results = [result.value for result in run_function(exchange_while_others_are_under_way, 2)]
-    assert results[0] == results[1]
-    seen = results[0]
+def error_of(operation: Any) -> str:
+    from dstrial.errors import RankError
+
+    try:
+        operation()
+    except RankError as error:
+        return f"{type(error).__name__}: {error}"
+    return "completed"
+
+
+def begin_without_rank_1() -> str:
+    """Rank 1 is alive for longer than rank 0 waits: it is late, and not gone."""
+    channel = _channel(timeout_s=3.0)
+    if channel.rank == 1:
+        time.sleep(8)
+        return ""
+    pending = channel.begin_allgather("alone")  # does not wait, and so raises nothing
+    return error_of(pending.wait)
+
+
+def call_different_operations() -> str:
+    channel = _channel(timeout_s=3.0)
+    operation = channel.allgather if channel.rank == 0 else channel.broadcast
+    message = error_of(lambda: operation("a value"))
+    time.sleep(3)
+    return message
+
+
+def wait_for_rank_that_leaves() -> str:
+    import torch.distributed
+
+    channel = _channel(timeout_s=12.0)
+    if channel.rank == 1:
+        channel.leave("the upload failed")
+    message = "left" if channel.rank == 1 else error_of(lambda: channel.allgather(None))
+    torch.distributed.barrier()  # keeps the connections of the channel open while rank 0 waits
+    return message
+
+
+def use_as_determineds_context(directory: str) -> list[Any]:
+    from determined import core
+
+    channel = _channel()
+    with core.init(distributed=channel, checkpoint_storage=directory) as context:
+        with context.checkpoint.store_path({"steps_completed": 1}, shard=True) as (path, uuid):
+            (Path(path) / f"rank{channel.rank}").write_text("here")
+        assert not context.preempt.should_preempt()
+        stored = Path(directory) / uuid
+        return [context.distributed.allgather(channel.rank), sorted(p.name for p in stored.glob("rank*"))]
+
+
+def use_two_ranks(directory: str) -> dict[str, Any]:
+    import torch.distributed
+
+    seen: dict[str, Any] = {}
+    for function in (
+        exchange,
+        exchange_concurrently,
+        begin_without_rank_1,
+        call_different_operations,
+        wait_for_rank_that_leaves,
+    ):
+        seen[function.__name__] = function()
+        torch.distributed.barrier()
+    seen["core"] = use_as_determineds_context(directory)
+    torch.distributed.destroy_process_group()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = str(tmp_path_factory.mktemp("storage"))
+    return [result.value for result in run_function(use_two_ranks, 2, directory)]
+
+
+def test_values_of_any_length_reach_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(two_ranks):
+        assert found["exchange"] == {
+            "allgather": [{"rank": 0}, {"rank": 1}],
+            "mixed": [None, "x" * 10_000],
+            "gather": [0, 1] if rank == 0 else None,
+            "broadcast": "from chief",
+            "broadcast_long": "x" * 5_000,
+            "local": ([0, 1], [0, 1] if rank == 0 else None, 0),
+            "attributes": (2, 2, 1, rank == 0),
+            "limit": ["y" * 1003] * 2,
+        }
+
+
+def test_pending_gather_mixes_with_no_other_operation(two_ranks: list[dict[str, Any]]) -> None:
+    seen, other = (found["exchange_concurrently"] for found in two_ranks)
+    assert seen == other
     assert seen["short"] == [[(0, number), (1, number)] for number in range(50)]
     assert seen["long"] == [7, 2007]
     assert seen["last"] == [0, 1]
@@ -88,33 +165,39 @@ def test_a_gather_that_has_begun_mixes_with_no_other_operation() -> None:
     assert between == [([-number, -number], number) for number in range(50)]
 
 
-def begin_without_rank_1() -> str:
-    from dstrial.errors import RankTimeoutError
-
-    channel = _channel(timeout_s=3.0)
-    message = ""
-    if channel.rank == 0:
-        pending = channel.begin_allgather("alone")  # does not wait, and so raises nothing
-        try:
-            pending.wait()
-        except RankTimeoutError as error:
-            message = str(error)
-        return message
-    time.sleep(8)  # alive for longer than the other one waits: it is late, and not gone
-    return message
-
-
-def test_a_gather_begins_at_once_and_its_end_names_who_never_began() -> None:
-    message = run_function(begin_without_rank_1, 2)[0].value
-    assert message.startswith(
-        "allgather (operation 4 of the control channel) is still without rank 1 after 3 s"
+def test_pending_gather_times_out_with_missing_rank(two_ranks: list[dict[str, Any]]) -> None:
+    assert two_ranks[0]["begin_without_rank_1"].startswith(
+        "RankTimeoutError: allgather (operation 4 of the control channel) is still without rank 1 after 3 s"
     )
 
 
-def exchange_over_two_machines() -> dict[str, Any]:
+def test_ranks_in_different_calls_are_named(two_ranks: list[dict[str, Any]]) -> None:
+    errors = [found["call_different_operations"] for found in two_ranks]
+    assert any("rank 0 in allgather, rank 1 in broadcast" in error for error in errors)
+
+
+def test_waiting_for_a_rank_that_left_fails(two_ranks: list[dict[str, Any]]) -> None:
+    assert [found["wait_for_rank_that_leaves"] for found in two_ranks] == [
+        "RankError: allgather cannot complete without a rank that has left; rank 1: the upload failed",
+        "left",
+    ]
+
+
+def test_determineds_core_api_works_on_it(two_ranks: list[dict[str, Any]]) -> None:
+    assert [found["core"] for found in two_ranks] == [[[0, 1], ["rank0", "rank1"]]] * 2
+
+
+def set_machines() -> int:
+    """Say that each two ranks are on a machine of their own; return this rank."""
     rank = int(os.environ["RANK"])
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2" if rank < 2 else "1")
+    on_machine = min(2, int(os.environ["WORLD_SIZE"]) - rank // 2 * 2)
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE=str(on_machine))
     os.environ.update(GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2")
+    return rank
+
+
+def exchange_over_two_machines() -> dict[str, Any]:
+    rank = set_machines()
     channel = _channel()
     seen = {
         "local": channel.allgather_local(rank),
@@ -140,14 +223,9 @@ def count_collective_splits() -> list[str]:
     torch 2.13 distributed_c10d.py:2030-2058: who is no member of a new group calls ``perform_nocolor_split`` of the
     default group's backend, in which NCCL waits for all ranks; members of a gloo group never call it.
     """
-    rank = int(os.environ["RANK"])
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-    os.environ.update(GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2")
+    rank = set_machines()
     import torch
     import torch.distributed as dist
-
-    from dstrial.ranks.control_channel import ControlChannel
-    from dstrial.ranks.identity import identify
 
     calls: list[str] = []
 
@@ -166,7 +244,7 @@ def count_collective_splits() -> list[str]:
     dist.Backend.register_backend("splitting", create, devices=["cpu", "cuda"])
     dist.init_process_group("splitting")
     dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
-    channel = ControlChannel(identify(os.environ), timeout_s=20.0)
+    channel = _channel(timeout_s=20.0)
     local = channel.allgather_local(rank)
     channel.close()
     return [*calls, f"local {local}"]
@@ -179,17 +257,12 @@ def test_a_channel_over_machines_splits_no_communicator() -> None:
 
 def groups_of_unequal_number() -> list[Any]:
     """A rank that is in more groups than its neighbours makes its second channel as they do."""
-    rank = int(os.environ["RANK"])
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-    os.environ.update(GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2")
+    rank = set_machines()
     import torch.distributed as dist
-
-    from dstrial.ranks.control_channel import ControlChannel
-    from dstrial.ranks.identity import identify
 
     first = _channel(timeout_s=20.0)
     own = dist.new_group([0, 2], backend="gloo")
-    second = ControlChannel(identify(os.environ), timeout_s=20.0)
+    second = _channel(timeout_s=20.0)
     seen = [channel.allgather_local(rank) for channel in (second, first)]
     second.close()
     first.close()
@@ -204,43 +277,28 @@ def test_channels_are_made_by_ranks_with_unequal_groups() -> None:
 
 def claim_the_same_place() -> str:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="2")
-    from dstrial.errors import RankIdentityError
-    from dstrial.ranks.process_group import shutdown
-
-    try:
-        _channel()
-    except RankIdentityError as error:
-        return str(error)
-    finally:
-        shutdown()
-    return ""
+    return error_of(_channel)
 
 
 def test_ranks_that_claim_the_same_place_are_told_which() -> None:
     for result in run_function(claim_the_same_place, 2):
+        assert result.value.startswith("RankIdentityError: ")
         assert "rank 1 of 2: local rank 0 of 1 on machine 0 of 2" in result.value
 
 
 def miss_a_rank(missing: int, directory: str) -> str:
-    from dstrial.errors import RankTimeoutError
-
     channel = _channel(timeout_s=3.0)
     channel.allgather("all are here")
     if channel.rank == missing:
         time.sleep(12)
         os._exit(0)
-    try:
-        channel.allgather("where are you")
-    except RankTimeoutError as error:
-        # Rank 0 has the store that tells who is missing: it stays until the others have asked.
-        Path(directory, str(channel.rank)).touch()
-        give_up_at_s = time.monotonic() + 30
-        while (
-            channel.rank == 0 and len(list(Path(directory).iterdir())) < 2 and time.monotonic() < give_up_at_s
-        ):
-            time.sleep(0.01)
-        return str(error)
-    return ""
+    message = error_of(lambda: channel.allgather("where are you"))
+    # Rank 0 has the store that tells who is missing: it stays until the others have asked.
+    Path(directory, str(channel.rank)).touch()
+    give_up_at_s = time.monotonic() + 30
+    while channel.rank == 0 and len(list(Path(directory).iterdir())) < 2 and time.monotonic() < give_up_at_s:
+        time.sleep(0.01)
+    return message
 
 
 @pytest.mark.exhaustive("[0]")
@@ -253,60 +311,19 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_wait(missing: int, tmp_p
             assert "expected all 3 ranks" in result.value
 
 
-def call_different_operations() -> str:
-    from dstrial.errors import RankTimeoutError
-
-    channel = _channel(timeout_s=3.0)
-    operation = channel.allgather if channel.rank == 0 else channel.broadcast
-    try:
-        operation("a value")
-    except RankTimeoutError as error:
-        time.sleep(3)
-        return str(error)
-    return "completed"
-
-
-def test_ranks_in_different_calls_are_told_so() -> None:
-    values = [result.value for result in run_function(call_different_operations, 2)]
-    assert any("rank 0 in allgather, rank 1 in broadcast" in value for value in values)
-
-
 def lose_a_peer() -> str:
-    from dstrial.errors import RankError
-    from dstrial.launch.failures import is_peer_error
-
     channel = _channel()
     if channel.rank == 1:
         os._exit(3)
-    try:
-        channel.allgather("still there?")
-    except RankError as error:
-        return f"{type(error).__name__} {is_peer_error(str(error))}: {error}"
-    return ""
+    return error_of(lambda: channel.allgather("still there?"))
 
 
 def test_a_dead_peer_is_told_from_a_late_one() -> None:
     survivor, dead = run_function(lose_a_peer, 2, check=False)
     assert dead.exit_code == 3
-    assert survivor.value.startswith("RankError True: allgather is broken on rank 0")
+    assert survivor.value.startswith("RankError: allgather is broken on rank 0")
+    assert is_peer_error(survivor.value)
     assert "Look for the traceback of the rank that failed first." in survivor.value
-
-
-def use_as_determineds_context(directory: str) -> list[Any]:
-    from determined import core
-
-    channel = _channel()
-    with core.init(distributed=channel, checkpoint_storage=directory) as context:
-        with context.checkpoint.store_path({"steps_completed": 1}, shard=True) as (path, uuid):
-            (Path(path) / f"rank{channel.rank}").write_text("here")
-        assert not context.preempt.should_preempt()
-        stored = Path(directory) / uuid
-        return [context.distributed.allgather(channel.rank), sorted(p.name for p in stored.glob("rank*"))]
-
-
-def test_determineds_core_api_works_on_it(tmp_path: Path) -> None:
-    results = run_function(use_as_determineds_context, 2, str(tmp_path))
-    assert [result.value for result in results] == [[[0, 1], ["rank0", "rank1"]]] * 2
 
 
 def test_one_rank_needs_no_process_group() -> None:
