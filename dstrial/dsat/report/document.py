@@ -324,10 +324,10 @@ def _needs(
         capacity, record = metrics.get("device_memory_bytes"), metrics.get("activation_bytes_per_record")
         if peak is None or capacity is None or record is None:
             continue
-        grid = space.batch_size_grid
-        at = grid.position(micro)
-        for position in range(at + 1, min(at + 1 + _NEXT_SIZES, grid.last + 1)):
-            larger = grid.split(position).micro_batch_size
+        axis = space.batch_size_grid
+        at = axis.position(micro)
+        for position in range(at + 1, min(at + 1 + _NEXT_SIZES, axis.last + 1)):
+            larger = axis.split(position).micro_batch_size
             yield {
                 "trial_id": trial.trial_id,
                 "micro_batch_size": larger,
