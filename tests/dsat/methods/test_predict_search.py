@@ -101,7 +101,7 @@ def test_page_shows_running_and_finished_search(search: Search, shared_master: M
     so_far = search.so_far
     assert so_far["search"]["state"] == "RUNNING"
     assert not so_far["report"]["is_finished"]
-    assert (so_far["report"]["best"], so_far["pareto"]) == (1, [1])
+    assert (so_far["report"]["best"], so_far["report"]["pareto"]) == (1, [1])
     own, second = so_far["trials"]
     assert own["throughput"] > 0
     assert second["predicted"]["step_s"] > 0
