@@ -87,6 +87,9 @@ class Watched(Good):
         for _ in tqdm(range(3), desc="reading the table"):
             pass
 
+    def build_validation_data_loader(self):
+        return DataLoader(Records(False), batch_size=16)
+
     def evaluate_batch(self, dataloader_iter, batch_idx):
         next(dataloader_iter)
         self.num_validations += 1
