@@ -72,17 +72,16 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
     return checkpoints_path / f"{storage_id}{SAVING_SUFFIX}"
 
 
-def begin_checkpoint(checkpoints_path: Path, storage_id: str, *, is_chief: bool) -> None:
-    """Create the directory of a checkpoint; on the chief also the note of its writer.
+def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
+    """Create the directory of a checkpoint, and the note of its writer.
 
-    If the directory cannot be created, nothing is left behind.
+    If the directory cannot be created, nothing is left behind. Ranks: 0.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
-        if is_chief:
-            saving_path.mkdir()
-            write_json_atomically(saving_path / _WRITER_FILE, dataclasses.asdict(this_writer()), sync=False)
-        (checkpoints_path / storage_id).mkdir(exist_ok=True)
+        saving_path.mkdir()
+        write_json_atomically(saving_path / _WRITER_FILE, dataclasses.asdict(this_writer()), sync=False)
+        (checkpoints_path / storage_id).mkdir()
     except OSError:
         remove_checkpoint(checkpoints_path, storage_id)
         raise

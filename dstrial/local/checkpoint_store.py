@@ -28,7 +28,7 @@ from dstrial.checkpoint.completion_marker import (
     remove_marker,
     write_marker,
 )
-from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, hash_files
+from dstrial.checkpoint.manifest import MANIFEST_NAME, FileEntry, hash_file, hash_files
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     KeepPolicy,
@@ -82,6 +82,9 @@ def run_on_all_ranks(
     if isinstance(error, RankError):
         raise error  # there are no ranks to agree with
     message = None if error is None else describe(error)
+    if error is not None and distributed.size > 1 and not isinstance(error, CheckpointError):
+        # The other ranks may wait in a collective of the step, such as a barrier of DeepSpeed's, instead of the gather below.
+        logger.error("%s", message)
     outcomes: list[tuple[str | None, T]] = distributed.allgather((message, result))
     if isinstance(error, OSError):
         raise CheckpointError(message) from error
@@ -107,12 +110,9 @@ class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc
 
     def pre_store_path(self, dst: str) -> Path:
         self.require_present()
-        begin_checkpoint(self.path, dst, is_chief=self._is_chief)
+        if self._is_chief:  # the other ranks write after an exchange
+            begin_checkpoint(self.path, dst)
         return self.path / dst
-
-    def delete(self, tgt: str, globs: list[str]) -> dict[str, int]:  # noqa: ARG002  # whole checkpoints only
-        remove_checkpoint(self.path, tgt)
-        return {}
 
     def require_present(self) -> None:
         """Raise ``StorageGoneError`` if another directory is in the storage's place."""
@@ -160,26 +160,40 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         Raises:
             CheckpointError: a rank could not write its part; the directory is removed. An exception that is no ``OSError``
                 is raised as it is on its rank.
+            RankError: ``shard=False`` on another rank than 0.
+            RuntimeError: ranks have different metadata of one key.
 
         Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
         """
+        if not shard and self._dist.rank != 0:
+            raise RankError(
+                f"CheckpointContext.store_path(shard=False) is called on rank {self._dist.rank}; expected rank 0. Pass "
+                "shard=True and call it on all ranks, or call it on the chief only."
+            )
         ranks = self._dist if shard else core.DummyDistributedContext()
         stack = contextlib.ExitStack()
         storing = super().store_path(metadata, shard=shard)
-        begun = run_on_all_ranks(ranks, lambda: stack.enter_context(storing), self._failed_to("begun"))
-        path, storage_id = Path(begun[0][0]), str(begun[0][1])
+        made: list[str] = []
+
+        def begin() -> tuple[str, str]:
+            path, storage_id = stack.enter_context(storing)
+            made.append(storage_id)
+            return str(path), storage_id
+
         error: Exception | None = None
         try:
-            yield path, storage_id
-        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-            error = caught
-        try:
+            begun = run_on_all_ranks(ranks, begin, self._failed_to("begun"))
+            path, storage_id = Path(begun[0][0]), begun[0][1]
+            try:
+                yield path, storage_id
+            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+                error = caught
             run_on_all_ranks(ranks, lambda: _raise(error), self._failed_to(f"saved in {path}"))
             run_on_all_ranks(ranks, stack.close, self._failed_to(f"completed in {path}"))
         except Exception as failure:
             # Without its ranks a checkpoint may be complete; otherwise the next start removes it.
-            if self._dist.rank == 0 and not isinstance(failure, RankError):
-                remove_checkpoint(self._checkpoints_path, storage_id)
+            if self._dist.rank == 0 and made and not isinstance(failure, RankError):
+                remove_checkpoint(self._checkpoints_path, made[0])
             raise
         if self._dist.rank == 0:
             self._apply_keep_policy()
@@ -247,19 +261,25 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         Unlike Determined's own, it adds no file to the directory. ``ckpt_dir`` is None on a rank that has nothing to add.
 
         Raises:
-            CheckpointError: no rank has a file, or ranks have different files of one name.
+            CheckpointError: ``ckpt_dir`` is None on all ranks, or ranks have different files of one name.
 
         Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
         """
         with self.store_path(metadata, shard=shard) as (path, storage_id):
             source = Path(ckpt_dir or os.devnull)
-            names = [found.relative_to(source).as_posix() for found in source.rglob("*") if found.is_file()]
-            mine = hash_files(source, [name for name in names if selector is None or selector(name)])
-            files = self._dist.allgather(mine) if shard else [mine]
-            if not any(files):
+            ranks = self._dist if shard else core.DummyDistributedContext()
+            listings = run_on_all_ranks(
+                ranks,
+                lambda: None if ckpt_dir is None else _selected_files(source, selector),
+                self._failed_to("listed"),
+            )
+            if all(listing is None for listing in listings):
                 raise CheckpointError(
-                    "ckpt_dir has no file on any rank; expected a directory on at least one. Name the directory to upload."
+                    "ckpt_dir is None on every rank that uploads; expected a directory on at least one. Name the directory to "
+                    "upload."
                 )
+            files = [listing or {} for listing in listings]
+            mine = files[ranks.rank]
             for name, entry in mine.items():
                 owner = next(rank for rank, of_rank in enumerate(files) if name in of_rank)
                 if files[owner][name] != entry:
@@ -420,6 +440,13 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             return dict(read_json(Path(storage_id) / METADATA_FILE) or {})
         metadata: dict[str, Any] = super().get_metadata(storage_id)
         return metadata
+
+
+def _selected_files(source: Path, selector: Callable[[str], bool] | None) -> dict[str, FileEntry]:
+    """Return size and checksum of each file in a directory that the selector selects."""
+    next(source.iterdir(), None)  # raises an OSError unless the directory can be read
+    names = [found.relative_to(source).as_posix() for found in source.rglob("*") if found.is_file()]
+    return hash_files(source, [name for name in names if selector is None or selector(name)])
 
 
 def _raise(error: Exception | None) -> None:

@@ -264,6 +264,7 @@ class TrainingLoop:
             seconds = time.monotonic() - first_batch.began_s
             self._instruments.end_first_batch(self._progress.batches_trained, seconds)
         if runtime.accumulates_itself:
+            self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)  # ranks wait for each other
             self._require_whole_batch(self._adapter.micro_batches_stepped - first_batch.stepped_before)
 
     def _resume(self) -> int:

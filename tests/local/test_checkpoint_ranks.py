@@ -11,7 +11,7 @@ import pytest
 from determined import core
 from rank_processes import names_in, on_ranks
 
-from dstrial.errors import CheckpointError
+from dstrial.errors import CheckpointError, RankError
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.checkpoint_store import open_checkpoint_store
 from dstrial.local.json_files import read_json
@@ -106,8 +106,33 @@ def upload_different_files(dist: core.DistributedContext, path: Path) -> None:
     upload_together(dist, path, [{"a": "1"}, {"a": "2"}])
 
 
+def upload_a_file_that_vanishes(dist: core.DistributedContext, path: Path) -> None:
+    for rank in range(2):
+        (path / f"source-{rank}").mkdir(exist_ok=True)
+        (path / f"source-{rank}" / "a").write_text("1")
+
+    def is_selected(name: str) -> bool:
+        if dist.rank == 1:
+            (path / "source-1" / name).unlink()
+        return True
+
+    store = open_checkpoint_store(dist, path / "store")
+    dist.allgather(None)
+    store.upload(path / f"source-{dist.rank}", {"steps_completed": 1}, shard=True, selector=is_selected)
+
+
+def fail_to_begin_on_one_rank(dist: core.DistributedContext, path: Path) -> None:
+    store = open_checkpoint_store(dist, path / "store")
+    if dist.rank == 1:
+        store._storage_manager._inode = -1
+    with store.store_path({"steps_completed": 1}, shard=True):
+        pass
+
+
 CHIEF_FULL = "rank 0: OSError: [Errno 27] File too large"
 GONE = "a checkpoint could not be begun: rank {rank}: StorageGoneError: checkpoint storage "
+GONE_ON_ONE = GONE.format(rank=1)
+VANISHED = "a checkpoint could not be listed: rank 1: FileNotFoundError"
 METADATA = "refusing to upload with metadata conflicts"
 
 
@@ -117,6 +142,8 @@ METADATA = "refusing to upload with metadata conflicts"
         (fail_in_user_code, (CheckpointError, KeyError), ("rank 1: KeyError: 'mine'", "mine")),
         (fail_to_complete, (CheckpointError, CheckpointError), (CHIEF_FULL, CHIEF_FULL)),
         (fail_to_begin, (CheckpointError, CheckpointError), (GONE, GONE)),
+        (fail_to_begin_on_one_rank, (CheckpointError, CheckpointError), (GONE_ON_ONE, GONE_ON_ONE)),
+        (upload_a_file_that_vanishes, (CheckpointError, CheckpointError), (VANISHED, VANISHED)),
         (disagree_about_metadata, (RuntimeError, RuntimeError), (METADATA, METADATA)),
         (upload_different_files, (CheckpointError, CheckpointError), ("file 'a' differs between ranks 0 and 1",) * 2),
     ],
@@ -129,7 +156,7 @@ def test_failure_on_one_rank_fails_all_and_leaves_nothing(
     messages: tuple[str, ...],
 ) -> None:
     for rank, error in enumerate(on_ranks(2, fail, tmp_path)):
-        assert isinstance(error, kinds[rank])
+        assert type(error) is kinds[rank]
         assert messages[rank].format(rank=rank) in str(error)
         assert ".." not in str(error)
     assert not [
@@ -149,7 +176,8 @@ def save_alone(dist: core.DistributedContext, path: Path) -> Any:
 def test_saving_without_shards_is_for_the_chief(tmp_path: Path) -> None:
     chief, worker = on_ranks(2, save_alone, tmp_path)
     assert [entry.uuid for entry in list_checkpoints(tmp_path)] == [chief]
-    assert "store_path(shard=False) from non-chief worker (rank=1)" in str(worker)
+    assert isinstance(worker, RankError)
+    assert "store_path(shard=False) is called on rank 1; expected rank 0" in str(worker)
 
 
 def upload_together(dist: core.DistributedContext, path: Path, contents: list[dict[str, str] | None]) -> str:

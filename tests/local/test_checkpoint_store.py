@@ -13,9 +13,15 @@ from determined import core, errors
 from determined.common import storage
 from rank_processes import names_in
 
-from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, DstrialError
+from dstrial.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    DstrialError,
+    RankError,
+)
 from dstrial.local.checkpoint_directory import KeepPolicy, newest_checkpoint, remove_incomplete_checkpoints
-from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
+from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store, run_on_all_ranks
 
 
 def local_store(path: Path, **options: Any) -> LocalCheckpointContext:
@@ -138,6 +144,75 @@ def test_a_completion_mark_of_something_else_is_named(tmp_path: Path) -> None:
     (tmp_path / "x" / "COMPLETE").write_text('{"a": 1}')
     with pytest.raises(CheckpointDamagedError, match="expected one with steps_completed and time"):
         store.list()
+
+
+class OneOfTwoRanks(core.DummyDistributedContext):  # type: ignore[misc]  # mypy does not follow determined
+    """A rank whose peer gives the same answer to every gather."""
+
+    def __init__(self, rank: int, peer_answer: Any) -> None:
+        super().__init__()
+        self.rank, self.size = rank, 2
+        self._peer_answer = peer_answer
+
+    def broadcast(self, stuff: Any) -> Any:
+        return stuff
+
+    def allgather(self, stuff: Any) -> list[Any]:
+        return [stuff, self._peer_answer] if self.rank == 0 else [self._peer_answer, stuff]
+
+
+def test_checkpoint_that_a_peer_cannot_begin_is_removed(tmp_path: Path) -> None:
+    store = open_checkpoint_store(OneOfTwoRanks(0, ("rank 1: no storage", None)), tmp_path)
+    with (
+        pytest.raises(CheckpointError, match="rank 1: no storage"),
+        store.store_path({"steps_completed": 1}, shard=True),
+    ):
+        pass
+    assert names_in(tmp_path) == []
+
+
+def test_only_the_chief_creates_and_removes_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "of the chief.saving").mkdir()
+    store = open_checkpoint_store(OneOfTwoRanks(1, None), tmp_path)
+    store._storage_manager.pre_store_path("of the chief")
+    assert names_in(tmp_path) == ["of the chief.saving"]
+
+
+def test_failing_rank_logs_its_error_before_the_gather(caplog: pytest.LogCaptureFixture) -> None:
+    logged: list[list[str]] = []
+
+    class Gathering(OneOfTwoRanks):
+        def allgather(self, stuff: Any) -> list[Any]:
+            logged.append(caplog.messages)
+            return super().allgather(stuff)
+
+    with pytest.raises(CheckpointError, match="rank 1: full"):
+        run_on_all_ranks(Gathering(1, (None, None)), lambda: fill_disk(Path()), lambda _: "rank 1: full")
+    assert logged == [["rank 1: full"]]
+
+
+def test_saving_without_shards_off_the_chief_is_refused(tmp_path: Path) -> None:
+    store = open_checkpoint_store(OneOfTwoRanks(1, None), tmp_path)
+    with (
+        pytest.raises(RankError, match=r"store_path\(shard=False\) is called on rank 1; .* Pass shard=True"),
+        store.store_path({"steps_completed": 1}),
+    ):
+        pass
+
+
+def test_upload_of_an_empty_directory_is_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    store = local_store(tmp_path / "store")
+    uploaded = store.upload(tmp_path / "source", {"steps_completed": 1})
+    assert [entry.uuid for entry in store.list()] == [uploaded]
+
+
+@pytest.mark.parametrize(("source", "message"), [(None, "ckpt_dir is None"), ("absent", "No such file")])
+def test_upload_of_no_directory_is_refused(tmp_path: Path, source: str | None, message: str) -> None:
+    store = local_store(tmp_path / "store")
+    with pytest.raises(CheckpointError, match=message):
+        store.upload(source and tmp_path / source, {"steps_completed": 1})
+    assert names_in(tmp_path / "store") == []
 
 
 def raise_own(_path: Path) -> None:

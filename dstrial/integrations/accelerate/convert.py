@@ -71,7 +71,7 @@ class Conversion:
     config: Mapping[str, Any]
     choices: Choices
     file: Mapping[str, Any] | None
-    stage: Any = 0
+    stage: int = 0
     slots: int = 1
     deepspeed: dict[str, Any] = dataclasses.field(default_factory=dict)
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -97,7 +97,8 @@ def convert(
     """Convert an Accelerate config; ``choices`` has what it cannot say.
 
     ``label`` names the file in messages. ``deepspeed_file`` is the content of ``deepspeed_config.deepspeed_config_file``.
-    ConfigError if the file is not for DeepSpeed on one's own machines, or a value has the wrong type.
+    ConfigError if the file is not for DeepSpeed on one's own machines, has the old key ``fp16``, or a section, the ZeRO stage,
+    the precision or the number of processes is wrong.
     """
     problems: list[ConfigProblem] = []
     made = Conversion(config, choices, deepspeed_file if is_deepspeed(config) else None)
@@ -107,7 +108,12 @@ def convert(
             where = f"{label}: {key}"
             raise ConfigError([ConfigProblem(where, repr(section), "a mapping", "Write its keys below it.")])
     if is_deepspeed(made.config):
-        made.stage = sections[_SECTION].get("zero_stage", _DEFAULT_STAGE)
+        stage = sections[_SECTION].get("zero_stage", _DEFAULT_STAGE)
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+            where = f"{label}: {_SECTION}.zero_stage"
+            problems.append(ConfigProblem(where, repr(stage), "an integer of at least 0", "Correct it."))
+        else:
+            made.stage = stage
     elif config.get("mixed_precision") == "fp16":
         made.stage = 1  # in stage 0 DeepSpeed does not scale the loss
     micro = choices.micro_batch_size
@@ -160,6 +166,10 @@ def _take(made: Conversion, key: str, value: Any) -> Place:
     """Take over a key of ``_TAKEN``; return where it is now."""
     if key == "mixed_precision":
         return _take_precision(made, value)
+    if key == "fp16":
+        if value is not True or "mixed_precision" in made.config:
+            return "nowhere", "an old key, which asks for nothing here"
+        raise _RefusedError("mixed_precision; fp16 is the old key", "Write mixed_precision: fp16.")
     if key.startswith(f"{_SECTION}."):
         return _take_into_json(made, key.removeprefix(f"{_SECTION}."), value)
     if key.startswith("dynamo"):
@@ -274,6 +284,7 @@ _TAKEN = frozenset(
         "num_processes",
         "use_cpu",
         "mixed_precision",
+        "fp16",
         "dynamo_backend",
         "dynamo_config",
         *(

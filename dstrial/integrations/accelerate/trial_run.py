@@ -176,7 +176,7 @@ class TrialRun:
             return
         if tracker.batches_trained:
             self._reports.submit_progress()
-            self._reports.writer.submit(functools.partial(self._core.train.report_progress, 1.0))
+            self._reports.writer.call(functools.partial(self._core.train.report_progress, 1.0))
         self._watch.close()
         self._reports.finish_telemetry()
         self._set_status("completed")
@@ -242,10 +242,12 @@ class TrialRun:
     def _exchange(self) -> None:
         """Agree on stopping, report metrics, settle the save. Ranks: all, collectively."""
         tracker = self._tracker
-        self._reports.begin(
-            reports=tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
-        )
+        reports = tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
+        self._reports.begin(reports=reports)
         stop = self._reports.end()
+        if self._is_chief and not reports and tracker.batches_total is not None:  # a report includes it
+            progress = min(tracker.batches_trained / tracker.batches_total, 1.0)
+            self._reports.writer.submit(functools.partial(self._core.train.report_progress, progress))
         if stop is not None and not tracker.is_at_end:
             tracker.stopped = stop
             if self._is_chief:

@@ -88,11 +88,13 @@ class Throughput:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._has_started = False
         self._resumed_s: float | None = None  # None while training pauses
         self._active_s = 0.0
         self._step, self._tokens = 0, 0.0
 
     def start(self, step: int, tokens: float) -> None:
+        self._has_started = True
         self._resumed_s, self._active_s = self._clock(), 0.0
         self._step, self._tokens = step, tokens
 
@@ -107,7 +109,7 @@ class Throughput:
 
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
         """Return the speed since the last report; ``train_batch_size`` is over all ranks."""
-        if step <= self._step:
+        if not self._has_started or step <= self._step:
             return {}
         is_paused = self._resumed_s is None
         self.pause()

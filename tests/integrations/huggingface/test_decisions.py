@@ -138,6 +138,10 @@ def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
     assert speed.report(4, 800.0, train_batch_size=10) == {}
 
 
+def test_throughput_that_was_not_started_reports_nothing() -> None:
+    assert Throughput().report(4, 800.0, train_batch_size=10) == {}
+
+
 def test_a_named_checkpoint_that_the_core_context_does_not_know_of_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -210,6 +210,20 @@ def test_wrong_values_and_other_libraries_are_refused_all_at_once() -> None:
     assert [problem.where.rpartition(" ")[2] for problem in caught.value.problems] == list(config)
 
 
+@pytest.mark.parametrize("stage", ["3", None, True, -1])
+def test_zero_stage_that_is_no_number_is_refused(stage: Any) -> None:
+    with pytest.raises(ConfigError, match=r"zero_stage.*an integer of at least 0"):
+        converted(plugin(zero_stage=stage))
+
+
+def test_old_fp16_key_is_refused() -> None:
+    config = {"distributed_type": "MULTI_GPU", "num_processes": 2, "fp16": True}
+    with pytest.raises(ConfigError, match=r"fp16 is the old key.*Write mixed_precision: fp16"):
+        converted(config)
+    assert converted({**config, "fp16": False}).stage == 0
+    assert converted({**config, "mixed_precision": "fp16"}).stage == 1
+
+
 @pytest.mark.parametrize("name", ["1e5", "08", "0o7", "true", "two: words", f"{'long ' * 40}end"])
 def test_experiment_yaml_names_are_read_back(name: str, tmp_path: Path) -> None:
     text = experiment_yaml(converted(plugin(), Choices(None, 4, name)), "default_config.yaml")
