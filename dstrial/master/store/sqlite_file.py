@@ -68,7 +68,7 @@ def newest_copy(database: Path) -> Path | None:
 
 
 def unusable(path: Path, error: Exception) -> MasterError:
-    """Return the exception for a file that SQLite cannot open."""
+    """Return the ``MasterError`` for a database file that SQLite cannot open."""
     return MasterError(
         f"{path} cannot be used ({error}); expected a database of dstrial's with room to grow. Make room, put a copy of it "
         f"back with {hints.put_back(newest_copy(path), path.parent)}, or pass another --state-dir."

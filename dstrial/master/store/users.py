@@ -1,7 +1,7 @@
 """Users and their passwords.
 
-Clients send the SHA-512 of a fixed salt and the password. The database stores a salted scrypt of that, which is useless for a
-login. A blank password is stored blank.
+Clients send the SHA-512 of a fixed salt and the password. The database stores a salted scrypt of this hash, which is useless for
+a login. A blank password is stored blank.
 """
 
 from __future__ import annotations
