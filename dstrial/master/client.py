@@ -45,8 +45,8 @@ class Client:
 
         Raises:
             RequestError: the master returned an error status.
-            MasterError: the master is unreachable. Or the connection was lost during the response; the request may then have
-            succeeded.
+            MasterError: the master is unreachable, or the connection was lost during the response. In the latter case, the
+            request may have succeeded.
         """
         with self._answer(method, path, query or {}, body, timeout_s=self.timeout_s) as answer:
             text = answer.read()

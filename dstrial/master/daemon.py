@@ -71,10 +71,10 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a background master and wait until it serves; reuse one just started.
+    """Start a master in the background; return its record as soon as it serves.
 
-    ``meanwhile`` is called once while the new process starts. With ``may_take_another_port``, use any free port if the default
-    port is taken.
+    If another command has just started a master for the directory, return its record. ``meanwhile`` is called while the new
+    process starts. With ``may_take_another_port``, use any free port if the chosen port is taken.
 
     Raises:
         MasterError: a master already serves this directory, the port is taken, trials of an earlier master report to

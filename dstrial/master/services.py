@@ -247,7 +247,7 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     async def check(self, function: Callable[[], T]) -> T:
-        """Run a slow validation in the checkers' thread pool, not to delay other requests."""
+        """Run a slow validation in a separate thread pool, so that reads are not delayed."""
         return await asyncio.get_running_loop().run_in_executor(self.checker, function)
 
     def close(self) -> None:

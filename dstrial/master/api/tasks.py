@@ -245,7 +245,7 @@ def show_config(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def kill(tx: Transaction, request: ApiRequest) -> None:
-    """Kill a task and its descendants; ``killFromRoot`` also kills its ancestors.
+    """Kill a task and its descendants; ``killFromRoot`` starts at the tree's root.
 
     A COMPLETED or CANCELED task is rejected, as in Determined 0.38.1 (KillGenericTask, "cannot cancel task … as it is in state").
     """

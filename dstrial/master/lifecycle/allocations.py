@@ -59,7 +59,8 @@ def assign(
 ) -> allocation_rows.Allocation | None:
     """Assign slots to a trial for a new run; None if the trial is no longer pending.
 
-    ``resources`` are slots, ports (environment variable -> port), resources_id, and directory (parent of the allocation's one).
+    ``resources`` are slots, ports (environment variable -> port), resources_id, and directory, which is the parent of the
+    allocation's directory.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)

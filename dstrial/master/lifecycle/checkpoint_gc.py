@@ -125,7 +125,7 @@ def _deleting(directory: Path) -> Iterator[None]:
 
 
 def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
-    """Delete a checkpoint's files that match; return the remaining path -> bytes.
+    """Delete a checkpoint's files matching ``globs``; return the rest (path -> bytes).
 
     Symbolic links are deleted, not followed. Without patterns nothing is deleted.
     """

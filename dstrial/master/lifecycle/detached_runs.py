@@ -131,7 +131,7 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """End trials in ERROR without a heartbeat since ``before_us``; return their count.
+    """Set trials without a heartbeat since ``before_us`` to ERROR; return their count.
 
     Also end experiments that started before ``before_us`` and have no trial.
     """
@@ -156,7 +156,7 @@ def has_silent_runs(connection: Connection, before_us: int) -> bool:
 
 
 def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
-    """Raise ``InvalidError`` if runs are detached; the message contains ``verb``."""
+    """Raise ``InvalidError`` for an experiment of detached runs (cannot ``verb``)."""
     if row.unmanaged:
         raise InvalidError(
             f"experiment {row.id} has detached runs; "

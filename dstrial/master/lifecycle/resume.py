@@ -30,7 +30,7 @@ _LOCAL_TRIAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
-    """Return the saved run that a trial resumes from; None if not one of dstrial's."""
+    """Return the saved run that a trial resumes from; None: no dstrial checkpoint."""
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
         return _read(latest)

@@ -107,7 +107,7 @@ class Storages:
                 path.chmod((0o666 if path == marker else 0o777) & ~self._umask)
 
     def _probe(self, root: Path) -> str | None:
-        """Return why a storage is unavailable, else None; runs one probe per storage."""
+        """Return why a storage is unavailable, or None; reuse a probe that already runs."""
         with self._lock:
             began_s, probe = self._probes.get(root, (0.0, None))
             if (
@@ -122,7 +122,7 @@ class Storages:
 
 
 class StorageWait:
-    """Pending trials whose storage is unavailable; only the scheduler thread uses it."""
+    """Tracks trials that wait for their storage; only the scheduler thread uses it."""
 
     def __init__(self, database: Database, storages: Storages) -> None:
         self._database = database
@@ -137,13 +137,13 @@ class StorageWait:
         return self._storages.trouble(json.loads(experiment.config)["checkpoint_storage"])
 
     def look_again(self) -> None:
-        """Probe the storages of held trials again; blocks for seconds."""
+        """Probe the storages of the waiting trials again; may block for seconds."""
         known: dict[int, str | None] = {}
         for row, _ in list(self._held.values()):
             self.holds_up(row, known)
 
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
-        """Return the trials of ``rows`` that are not held; forget trials not in ``rows``."""
+        """Return trials of ``rows`` that need not wait; forget trials not in ``rows``."""
         self._held = {row.id: self._held[row.id] for row in rows if row.id in self._held}
         return [row for row in rows if row.id not in self._held]
 

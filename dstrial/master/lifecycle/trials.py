@@ -1,4 +1,4 @@
-"""Handles what trials report: metrics, checkpoints, progress, early exit; kills."""
+"""Handles what trials report (metrics, checkpoints, progress), and kills trials."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def report_metrics(
     metrics: dict[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Store a metric report; in the same transaction, the searcher gets a validation.
+    """Store a metric report and pass a validation to the searcher, in one transaction.
 
     ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` is only stored.
     """

@@ -146,7 +146,7 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Compare-and-swap a log's read offset; return False if it is not ``before``."""
+    """Set a log's read offset to ``after`` if it is ``before``; else return False."""
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
         (after, num_lines, allocation_id, before),
@@ -197,7 +197,7 @@ class AllocationUsage:
 
 
 def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[AllocationUsage]:
-    """Return the usage of allocations that overlap a time range, by start time."""
+    """Return the usage of allocations that overlap a time range, sorted by start."""
     sql = (
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "

@@ -57,6 +57,6 @@ def done(tx: Transaction, work_id: int) -> None:
 
 
 def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
-    """Return experiments' jobs except sweeps that are pending, running or just ended."""
+    """Return jobs of experiments (except "sweep") that have not ended or just ended."""
     sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id"
     return fetch_all(BackgroundJob, connection, sql, (now_us() - _SHOWN_US,))

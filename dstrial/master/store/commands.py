@@ -67,7 +67,7 @@ class CommandInfo(Command):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewCommand:
-    """A command to insert."""
+    """Values of a new command, for :func:`insert`."""
 
     kind: CommandKind
     spec: CommandConfig

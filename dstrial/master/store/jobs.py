@@ -40,7 +40,7 @@ class QueuedExperiment(Experiment):
 class WaitingTrial:
     """A pending trial, with the scheduling settings of its experiment.
 
-    Holds only data for scheduling, as thousands of pending trials may be read whenever an allocation ends.
+    The class holds only data for scheduling, as thousands of pending trials may be read whenever an allocation ends.
     """
 
     id: int
@@ -154,12 +154,12 @@ class ResizableTrial:
 
 
 def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
-    """Return running trials that a checkpoint allows to resize, in queue order."""
+    """Return running trials that can be preempted for a resize, in queue order."""
     return fetch_all(ResizableTrial, connection, _RESIZABLE)
 
 
 def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: int) -> int:
-    """Return the slot count of the previous run; 0 for the first run."""
+    """Return the slot count of a trial's run before ``run_id``; 0 for the first run."""
     sql = "SELECT json_array_length(slots) FROM allocations WHERE trial_id = ? AND run_id < ? ORDER BY run_id DESC LIMIT 1"
     return fetch_value(int, connection, sql, (trial_id, run_id)) or 0
 

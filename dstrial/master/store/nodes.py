@@ -1,4 +1,4 @@
-"""Queries on remote nodes, and on an allocation's part on each of its nodes."""
+"""Queries on remote nodes, and on the state of an allocation on each node."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
 
 
 def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, AllocationNode]:
-    """Return an allocation's parts on remote nodes: node id -> part."""
+    """Return node id -> row, for each remote node of an allocation."""
     rows = fetch_all(
         AllocationNode,
         connection,
@@ -67,7 +67,7 @@ def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, Al
 
 
 def insert_parts(tx: Transaction, allocation_id: str, node_ids: Sequence[int]) -> None:
-    """Insert an allocation's part for each node; ``node_ids`` are in rank order."""
+    """Insert a row for each node of an allocation; ``node_ids`` are in rank order."""
     for rank, node_id in enumerate(node_ids):
         columns = {"allocation_id": allocation_id, "node_id": node_id, "rank": rank}
         tx.insert("allocation_nodes", columns, "INSERT OR IGNORE")
@@ -84,7 +84,7 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Compare-and-swap a log's read offset; return False if it is not ``before``."""
+    """Set a log's read offset to ``after`` if it is ``before``; else return False."""
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
         "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",

@@ -122,7 +122,7 @@ def _find_damage(path: Path) -> str:
 
 
 def check_whole(connection: sqlite3.Connection) -> str:
-    """Run SQLite's ``quick_check``; return its complaint, or an empty string."""
+    """Run SQLite's ``quick_check``; return the problems found, or an empty string."""
     try:
         connection.execute("PRAGMA cell_size_check = 1")
         found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]

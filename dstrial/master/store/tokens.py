@@ -99,7 +99,7 @@ def end_token(tx: Transaction, token_hash: str) -> None:
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
-    """Revoke a user's session and access tokens, except ``except_hash``."""
+    """Revoke a user's tokens, except ``except_hash`` and tokens of kind "allocation"."""
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),

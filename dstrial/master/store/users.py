@@ -97,7 +97,7 @@ def change_user(
     active: bool | None = None,
     password: str | None = None,
 ) -> None:
-    """Change the given fields of a user; raise if it is the last active administrator."""
+    """Update fields of a user; raise if no active administrator would remain."""
     row = find_by_id(tx.connection, user_id)
     if username is not None and username != row.username:
         _check_name(username)

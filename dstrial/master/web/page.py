@@ -1,4 +1,4 @@
-"""Routes of the web page, its files, its events and the login form; task pages."""
+"""Routes of the web page, its files, events and login form; HTML pages for tasks."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def list_experiments(
 
 
 def _of_page(select: str, id_column: str, page: str, order: str) -> str:
-    """Return SQL that finds a page's ids by ``page`` before it reads full rows."""
+    """Return SQL that selects ids by the subquery ``page``, then reads their rows."""
     return f"{select} WHERE {id_column} IN ({page}) {order}"
 
 

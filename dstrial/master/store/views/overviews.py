@@ -109,7 +109,7 @@ def trials(
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[Json]:
-    """Return the newest ``MAX_CHECKPOINTS`` + 1 checkpoints; one more marks a cut."""
+    """Return an experiment's newest checkpoints, at most ``MAX_CHECKPOINTS`` + 1."""
     return _fetch(connection, _CHECKPOINTS, (experiment_id, MAX_CHECKPOINTS + 1))
 
 
