@@ -99,7 +99,7 @@ def start(
         if other is not None:
             return other
         raise MasterError(message.get("error") or _died(state, process.returncode))
-    process.returncode = 0  # detach: subprocess must not wait for it
+    process.returncode = 0  # detach the master: subprocess must not wait for its end
     record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
     # Wait for a complete request, not only for an open port.
     Client(record.address).get("/info")

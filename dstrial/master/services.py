@@ -81,13 +81,13 @@ class Services:
     state_dir: Path
     database: Database
     pubsub: PubSub
-    own_slots: tuple[Slot, ...]  # of the master's machine
+    own_slots: tuple[Slot, ...]  # slots of the master's machine
     cluster_id: str
     master_id: str  # new at every start
     agent_id: str
     address: str  # URL for local processes, without a trailing slash
     hosts: tuple[Host, ...] = ()  # empty: this machine only
-    transport: Transport | None = None  # to hosts; None for ssh
+    transport: Transport | None = None  # how to reach the hosts; None for ssh
     engine: str | None = None  # Slurm or Ray; None if the nodes are fixed
     start_us: int = dataclasses.field(default_factory=now_us)
     executor: ThreadPoolExecutor = dataclasses.field(

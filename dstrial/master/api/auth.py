@@ -28,9 +28,8 @@ from dstrial.master.store.tokens import AccessToken
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
 
-_NOBODY = users.stored_hash(
-    "0"
-)  # compared for an unknown user, so that the response takes as long as for a wrong password
+# Compared for an unknown user, so that the response takes as long as after a wrong password.
+_NOBODY = users.stored_hash("0")
 
 
 async def log_in(request: ApiRequest) -> Response:

@@ -219,7 +219,7 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
         is_unstarted and allocation_rows.count_ended_as(tx.connection, row.task_id, _LOST_EARLY) < _MAX_LOST
     )
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
-    # Messages of Determined 0.38.1, which scripts search for in logs.
+    # These are messages of Determined 0.38.1, for which scripts search the logs.
     if exit_.exit_code == 0 and not was_asked:
         details = "resources exited successfully with a zero exit code"
     elif is_failure and not exit_.was_lost:

@@ -110,9 +110,7 @@ class Storages:
         """Return why a storage is unavailable, or None; reuse a probe that already runs."""
         with self._lock:
             began_s, probe = self._probes.get(root, (0.0, None))
-            if (
-                probe is None or probe.done()
-            ):  # a finished probe began before this call, so its result is stale
+            if probe is None or probe.done():  # the result of an earlier probe is stale
                 began_s, probe = time.monotonic(), _in_thread(lambda: what_is_there_instead(str(root)))
                 self._probes[root] = began_s, probe
         try:
@@ -176,7 +174,6 @@ class StorageWait:
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
-
     future: Future[Any] = Future()
 
     def run() -> None:

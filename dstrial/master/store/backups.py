@@ -85,7 +85,7 @@ def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connecti
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
     """Make a daily backup if one is due; prune old ones; return its path or None."""
     daily = [copy for copy in sqlite_file.list_copies(database) if copy.is_daily]
-    # Absolute difference, in case the clock was set back.
+    # abs(): if the clock was set back, a backup's time may be in the future.
     if any(abs(now_s - copy.time_s) < DAY_S for copy in daily):
         return None
     target = sqlite_file.new_path(database, now_s, "daily")

@@ -75,7 +75,7 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
         raise TypeError(
             f"columns are {columns}; expected those of {kind.__name__}, {list(names)}. Read these."
         )
-    # By name: the statement's column order may differ from the field order.
+    # Match columns by name, as their order may differ from the order of the fields.
     places = [columns.index(name) for name in names]
     for row in cursor:
         values = [row[place] for place in places]
@@ -389,7 +389,7 @@ class Database:
             logger.exception("%s could not be written; the writes of this transaction are lost", self.path)
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            # Not reset by a successful write: on a full disk, a smaller write may still succeed.
+            # A successful write does not reset this: on a full disk, a smaller write may still succeed.
             self._failed_write = (str(error), time.monotonic())
             for _, future in group:
                 if not future.done():

@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrial.master.store.reports.metric_summaries import as_number
 
-# Names as in dstrial.telemetry.samples, which writes them; the master must not import training code.
+# dstrial.telemetry.samples writes these names. They are repeated here, as the master must not import training code.
 GROUP = "telemetry"
 _RANKS = "ranks"
 MAX_REPORTS = 2000  # per curve

@@ -82,7 +82,7 @@ def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> Log
             where.need("id >= ?" if is_back else "id <= ?", edge)
         need_levels_and_ranks(where, levels, wanted.ranks)
         where.need_part("log", wanted.text)  # lower() ignores the case of ASCII letters only
-    # As BLOB: SQLite's string functions stop at a NUL character.
+    # Read the text as BLOB, as SQLite's string functions stop at a NUL character.
     rows = connection.execute(
         "SELECT id, time_us, level, rank, source, stdtype, substr(CAST(log AS BLOB), 1, ?) AS start, "  # noqa: S608 - constants
         f"length(CAST(log AS BLOB)) AS num_bytes FROM logs {where.sql} ORDER BY id {order} LIMIT ?",
@@ -128,7 +128,7 @@ def some_ranks(connection: sqlite3.Connection, log: LogKey) -> list[int]:
 
 def whole_line(connection: sqlite3.Connection, log: LogKey, line_id: int) -> bytes | None:
     """Return an untruncated line as UTF-8; None if the log has no such line."""
-    # In one query: reading a long text in parts would take quadratic time.
+    # Read the line in one query, as reading a long text in parts would take quadratic time.
     sql = f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?"  # noqa: S608 - constants
     return fetch_value(bytes, connection, sql, (log.value, line_id))
 

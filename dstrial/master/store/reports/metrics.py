@@ -22,7 +22,7 @@ from dstrial.master.store.reports.metric_summaries import as_number, plain
 from dstrial.master.store.trials import Trial
 
 _NO_STEPS = -1
-# Approximate maximum size of a stream message.
+# Approximate limits of a stream message: number of reports, and of characters.
 _AT_ONCE = 1000
 _CHARS_AT_ONCE = 4 * 2**20
 
@@ -251,7 +251,7 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
     found = array("q")
-    # Two queries, as each has its own partial index.
+    # Use two queries, as each condition on ``steps`` has its own partial index.
     for part, order in (("steps < 0", "id"), ("steps >= 0", "steps, id")):
         rows = connection.execute(
             f"SELECT id FROM metrics WHERE trial_id = ? AND {part} AND archived = 0{condition} ORDER BY {order}",  # noqa: S608 - constants

@@ -53,7 +53,7 @@ class ExperimentView:
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRow:
     id: int
-    rank: int | None  # None without a rank
+    rank: int | None  # None if the line has no rank
     source: str  # ``task`` or ``master``
     stdtype: str | None  # None for lines of the master
     level: str | None
@@ -145,7 +145,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
         for trial_id, of_experiment, log, time_us in waiting
     ]
     for row in live:
-        # Written by dstrial.launch.start_watch.
+        # dstrial.launch.start_watch writes this file.
         report = _report(Path(row["directory"]) / "starting.json", "phase")
         if report is not None:
             found.append(Start(row["trial_id"], row["experiment_id"], *report))
