@@ -1,4 +1,4 @@
-"""The master's settings file: Determined's keys that apply here, and own keys."""
+"""The master's settings file: the subset of Determined's keys, and dstrial's keys."""
 
 from __future__ import annotations
 

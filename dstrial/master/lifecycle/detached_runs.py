@@ -42,7 +42,7 @@ class StartPoint:
 def create(
     tx: Transaction, *, submission: Submission, owner_id: int, project_id: int, external_id: str | None
 ) -> int:
-    """Create an experiment of detached runs; return its id, or an existing one's."""
+    """Create an experiment of detached runs, or find it by external id; return its id."""
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_deleting(known)
@@ -96,7 +96,10 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 
 
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Record a heartbeat; reactivate a trial that had timed out."""
+    """Record a heartbeat; set a trial that timed out back to ACTIVE.
+
+    With ``is_current_run``, do the same for a trial that an earlier run set to COMPLETED or ERROR.
+    """
     if trial.heartbeat_us is None:
         return
     trial_rows.update(tx, trial.id, heartbeat_us=now_us())

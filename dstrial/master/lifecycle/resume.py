@@ -38,7 +38,7 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return the saved run of another trial's checkpoint, of which only weights load."""
+    """Return the saved run of another trial's checkpoint, for its weights only."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
@@ -61,7 +61,7 @@ def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun
 
 
 def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run that ``dstrial run --resume`` names in the environment."""
+    """Return the saved run that ``dstrial run --resume`` names in a config, or None."""
     environment = config.get("environment")
     variables = environment.get("environment_variables") if isinstance(environment, Mapping) else None
     if isinstance(variables, Mapping):

@@ -1,7 +1,7 @@
 """Opens and verifies the SQLite file; lists its backups.
 
-``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, made by the master, and ``master-DATE-TIME.db``, made by users and
-never deleted. Times are UTC.
+The master creates ``<state dir>/backups/daily-DATE-TIME.db``. Users create ``master-DATE-TIME.db`` in the same directory, which
+the master never deletes. Times are UTC.
 """
 
 from __future__ import annotations

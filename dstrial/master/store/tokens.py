@@ -1,6 +1,6 @@
 """API tokens, stored as SHA-256, and a cache of the identities they authenticate.
 
-Users create access tokens for scripts; session tokens come from logins and allocations.
+Users create access tokens for scripts. Logins and allocations create session tokens.
 """
 
 from __future__ import annotations

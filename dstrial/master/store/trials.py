@@ -101,7 +101,7 @@ def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
 def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, warm_start: str | None) -> int:
     """Insert a trial that the searcher requests, and its task; return the trial's id.
 
-    ``now`` is in microseconds; ``warm_start`` is the checkpoint of another trial to start from.
+    ``now`` is in microseconds. ``warm_start`` is the uuid of another trial's checkpoint, from which the new trial starts.
     """
     task_id = f"{experiment.id}.{action.request_id}"
     columns = {

@@ -64,7 +64,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Check a client's hash against the stored one, in constant time unless blank."""
+    """Return whether a client's hash matches the stored hash, in constant time."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")
@@ -78,7 +78,7 @@ def _scrypt(hashed: str, salt: bytes, cost: int) -> bytes:
 def create_user(
     tx: Transaction, *, username: str, admin: bool, password: str, display_name: str = "", active: bool = True
 ) -> int:
-    """Create a user; ``password`` is the client's hash, or blank."""
+    """Insert a user and return its id; ``password`` is the client's hash, or blank."""
     _check_name(username)
     display_name = _checked_display_name(tx.connection, display_name, None)
     if find_by_name(tx.connection, username) is not None:

@@ -44,7 +44,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Render a template with autoescaping and a strict Content-Security-Policy."""
+    """Return a template as an HTML response with a strict Content-Security-Policy."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {

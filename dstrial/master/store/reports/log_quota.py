@@ -97,7 +97,7 @@ def _lines_behind(tx: Transaction, owner: LogOwner, log_id: int) -> sqlite3.Curs
 
 
 def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -> LogSize:
-    """Delete the oldest lines after the head until the log fits the quota.
+    """Delete the oldest lines after the log's kept beginning, to fit the quota.
 
     One call deletes at most ``_MAX_DELETED`` lines, to keep the writer thread responsive. One call adds fewer lines.
     """

@@ -42,7 +42,7 @@ class LogLine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogKey:
-    """Key of a log: a trial (shared by its tasks), or a task without a trial."""
+    """Key of a log: the trial id (a trial's tasks share one log), else the task id."""
 
     task_id: str | None = None
     trial_id: int | None = None

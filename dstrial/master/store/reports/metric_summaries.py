@@ -44,7 +44,7 @@ class Admitted:
 
 
 def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
-    """Return a report's metrics within ``MAX_NAMES``; log when a trial reaches it.
+    """Return a report's metrics within ``MAX_NAMES``; warn when a trial reaches it.
 
     The searcher metric is always admitted.
     """
