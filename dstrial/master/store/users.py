@@ -64,7 +64,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Return whether a client's hash matches the stored hash, in constant time."""
+    """Compare a client's hash with the stored hash, in constant time unless blank."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")
