@@ -1,4 +1,4 @@
-"""HTTP client of the local master; standard library only, for fast imports."""
+"""HTTP client of the local master; uses only the standard library, to import fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Client:
-    """Sends requests to a master."""
+    """Sends HTTP requests to one master, with a token or over the owner's UNIX socket."""
 
     address: str
     token: str = ""  # empty for public routes
@@ -45,8 +45,8 @@ class Client:
 
         Raises:
             RequestError: the master returned an error status.
-            MasterError: the master is unreachable, or the connection was lost during the response; in that case the request
-            may have succeeded.
+            MasterError: the master is unreachable, or the connection was lost during the response. In the latter case, the
+            request may have succeeded.
         """
         with self._answer(method, path, query or {}, body, timeout_s=self.timeout_s) as answer:
             text = answer.read()
@@ -59,7 +59,7 @@ class Client:
         return value
 
     def stream(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the objects of a streaming response; errors as for ``send``."""
+        """Yield the JSON objects of a streaming response; raises the errors of ``send``."""
         with self._answer("GET", path, query, None, timeout_s=None) as answer:
             for line in answer:
                 message = json.loads(line)
@@ -82,7 +82,7 @@ class Client:
         target = f"{url.path}{path}" + (f"?{words}" if words else "")
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         data = None if body is None else json.dumps(body).encode()
-        # Not localhost, which may resolve to ::1 first; the master listens on 127.0.0.1 only.
+        # The master listens on 127.0.0.1 only, but localhost may resolve to ::1 first.
         host = "127.0.0.1" if url.hostname == "localhost" else str(url.hostname)
         connection = (
             _UnixConnection(self.socket, timeout_s)
@@ -124,7 +124,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _error_text(body: bytes, reason: str) -> str:
-    """Extract the message of an error response, like Determined's client."""
+    """Return the message of an error response, found as Determined's client does."""
     try:
         value = json.loads(body)
         error = value.get("error") or {}

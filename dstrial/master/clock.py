@@ -1,4 +1,4 @@
-"""Timestamps of the master: integer microseconds since the epoch, and text."""
+"""The master's timestamps: integer microseconds since the epoch, or ISO text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def now_us() -> int:
 
 
 def format_us(us: int) -> str:
-    """Format a time as ``2026-11-21T02:00:00.123456Z``; fixed width, so texts sort."""
-    # Not strftime, which does not pad years before 1000.
+    """Return ``2026-11-21T02:00:00.123456Z``; by its fixed width, texts sort by time."""
+    # isoformat() pads years before 1000; strftime() does not.
     return f"{(_EPOCH + us * _US).replace(tzinfo=None).isoformat(timespec='microseconds')}Z"
 
 
 def parse_time(text: str) -> int:
-    """Parse a client's ISO time in the years 1 to 9999; without a zone it is UTC."""
+    """Return a client's ISO time in microseconds; without a time zone, it is UTC."""
     from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
 
     found: datetime.datetime = parser.isoparse(text)

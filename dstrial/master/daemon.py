@@ -1,6 +1,6 @@
 """Starts, finds and stops the background master of a state directory.
 
-The new process gets port and options on its command line and reports through a pipe that it is serving, or why it failed.
+The new process gets its port and options on its command line. It reports through a pipe that it serves, or why it failed.
 This module does not import the server.
 """
 
@@ -30,7 +30,7 @@ HOST = "127.0.0.1"  # the only address that a master listens on
 
 DEFAULT_PORT = 8080
 _START_TIMEOUT_S = 60.0
-_CHECK_S_PER_GIB = 30.0  # start-up verifies the database; ten times what was measured after a kill
+_CHECK_S_PER_GIB = 30.0  # time to verify the database at start-up; ten times the time measured after a kill
 
 _OTHER_TIMEOUT_S = 10.0
 _POLL_PERIOD_S = 0.05
@@ -71,10 +71,10 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a background master and wait until it serves; reuse one just started.
+    """Start a master in the background; return its record as soon as it serves.
 
-    ``meanwhile`` is called once while the new process starts. With ``may_take_another_port``, use any free port if the default
-    port is taken.
+    If another command has just started a master for the directory, return its record. ``meanwhile`` is called while the new
+    process starts. With ``may_take_another_port``, use any free port if the chosen port is taken.
 
     Raises:
         MasterError: a master already serves this directory, the port is taken, trials of an earlier master report to
@@ -99,7 +99,7 @@ def start(
         if other is not None:
             return other
         raise MasterError(message.get("error") or _died(state, process.returncode))
-    process.returncode = 0  # detach: subprocess must not wait for it
+    process.returncode = 0  # detach the master: subprocess must not wait for its end
     record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
     # Wait for a complete request, not only for an open port.
     Client(record.address).get("/info")
@@ -109,7 +109,7 @@ def start(
 def _launch(
     state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
 ) -> tuple[subprocess.Popen[bytes], bytes | None]:
-    """Start the process; return it and its startup report, None after a timeout."""
+    """Start the master's process; return it and its startup report (None: timeout)."""
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
@@ -188,7 +188,7 @@ def _died(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port to listen on: the last master's if running trials use it."""
+    """Return the port to listen on; with running trials, it is the last master's port."""
     asked = options.port
     if asked is None and options.config_file is not None:
         from dstrial.master.settings import MasterSettings
@@ -206,7 +206,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 
 def living_allocations(state: StateDirectory) -> list[str]:
-    """Return allocations with a running supervisor; needs no running master."""
+    """Return ids of allocations whose supervisor runs, even if no master runs."""
     found = supervisors(state)
     if not found:
         return []
@@ -223,7 +223,7 @@ def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
 
 
 def _resume_if_stopped(record: MasterRecord) -> None:
-    """Send SIGCONT to a stopped master, which could not handle requests."""
+    """Send SIGCONT if the master is stopped, so that it can handle a stop signal."""
     if is_stopped(record.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGCONT)
@@ -235,9 +235,9 @@ def wait_for_end(
     timeout_s: float,
     on_progress: Callable[[int], None] = lambda _num_allocations: None,
 ) -> bool:
-    """Wait at most ``timeout_s`` for a master to exit; return whether it has.
+    """Wait at most ``timeout_s`` for a master to exit; return whether it exited.
 
-    Sends SIGCONT if the master is stopped. ``on_progress`` gets the number of running allocations when it changes.
+    A stopped master gets SIGCONT. ``on_progress`` gets the number of running allocations whenever this number changes.
     """
     deadline_s = time.monotonic() + timeout_s
     told: int | None = None
@@ -257,7 +257,7 @@ def wait_for_end(
 
 
 def tail(path: Path, num_lines: int) -> list[str]:
-    """Return a text file's last lines without newlines; empty if the file is missing."""
+    """Return a text file's last lines without newlines; [] if the file is missing."""
     if num_lines <= 0:
         return []
     try:

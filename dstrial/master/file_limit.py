@@ -14,13 +14,13 @@ _FILES_PER_CONNECTION = 2  # a proxied connection has a second one to the servic
 _MIN_CONNECTIONS = 16
 _MIN_FILES = _RESERVED_FILES + _MIN_CONNECTIONS * _FILES_PER_CONNECTION
 
-_SPARE_FILES = 8  # minimum of free descriptors: a response needs a connection and a file or two
+_SPARE_FILES = 8  # minimum of free descriptors: a response needs a connection and one or two files
 
 _soft_before: int | None = None
 
 
 def raise_limit() -> int:
-    """Raise this process's limit; return the number of connections that it allows."""
+    """Raise this process's limit; return how many connections the new limit allows."""
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
@@ -39,14 +39,14 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Restore the user's limit for a child, as ``select`` fails beyond 1024 files."""
+    """Restore the user's limit for a child: its ``select`` fails beyond 1024 files."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))
 
 
 def shortage() -> str:
-    """Return a message if file descriptors are running out, else an empty string."""
+    """Return a message if fewer than 8 file descriptors are free; empty otherwise."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())

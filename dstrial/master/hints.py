@@ -1,4 +1,4 @@
-"""What the master's error messages suggest: commands of ``det`` and ``dstrial``."""
+"""Suggestions that end the master's error messages, mostly commands to run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Hint(enum.Enum):
-    """Suggested action for an error of the store; its value ends the message."""
+    """Suggestion for the user in an error of the store; its value ends the message."""
 
     LIST_ALLOCATIONS = "; expected one of `det task list`."
     LIST_CHECKPOINTS = "; expected one of `det experiment list-checkpoints`."

@@ -1,7 +1,7 @@
-"""Logs ``det`` in: writes this master's entries into ``det``'s token store.
+"""Logs ``det`` in: writes a master's tokens into the token store of ``det``.
 
-``det`` stores tokens by address, and a master has two: ``localhost`` and ``127.0.0.1``. An entry with a token that this master
-does not accept belongs to another master and is replaced only with the user's consent.
+``det`` stores tokens by address, and a master has two addresses: ``localhost`` and ``127.0.0.1``. If the master does not accept
+the token of an entry, the entry belongs to another master. It is then replaced only with the user's consent.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def addresses_of(port: int) -> tuple[str, str]:
 
 
 def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str, Login]:
-    """Log ``det`` in at both addresses of a master; return address -> result.
+    """Log ``det`` in at both addresses of a master; return address -> outcome.
 
-    A valid entry is kept, whichever user it has. ``may_replace`` is called with an address whose entry belongs to another
-    master.
+    A valid entry is kept, whichever user it has. ``may_replace`` is called with each address whose entry belongs to another
+    master, and returns whether to replace the entry.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore (file and places), ``det`` addresses
     of the form ``http://host:port``.
@@ -57,7 +57,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
             outcome[address] = Login.REPLACED if store.get_all_users() else Login.ADDED
             missing.append((address, store))
     if missing:
-        with contextlib.suppress(RequestError):  # A login at the other address is valid here too.
+        with contextlib.suppress(RequestError):  # on an error, use the token of the other address, if any
             known = USERNAME, new_token(record)
     for address, store in missing:
         if known is None:
@@ -71,7 +71,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
 
 
 def log_in_as(record: MasterRecord, username: str) -> None:
-    """Make a user the active one at both addresses of a master; keep other users."""
+    """Make a user the active user of ``det`` at both addresses; keep other users."""
     token: str | None = None
     for address in addresses_of(record.port):
         store = _token_store(address)
@@ -95,7 +95,7 @@ def _token_store(address: str) -> Any:
 
 
 def _accepted_user(store: Any, record: MasterRecord) -> str | None:
-    """Return a user whose stored token this master accepts, the active user first."""
+    """Return a user whose stored token the master accepts, preferably the active user."""
     users = sorted(store.get_all_users(), key=lambda user: user != store.get_active_user())
     return next((user for user in users if is_accepted(record, store.get_token(user))), None)
 
@@ -109,7 +109,7 @@ def is_accepted(record: MasterRecord, token: str) -> bool:
 
 
 def new_token(record: MasterRecord, username: str = USERNAME) -> str:
-    """Request a token of a user through the owner's UNIX socket."""
+    """Return a new session token of a user, requested through the owner's UNIX socket."""
     client = Client(record.address, socket=record.socket)
     return str(client.post("/owner/login", {"username": username})["token"])
 
@@ -117,7 +117,7 @@ def new_token(record: MasterRecord, username: str = USERNAME) -> str:
 def browser_link(record: MasterRecord, username: str = USERNAME) -> str:
     """Return a one-time login link for browsers, valid for ten minutes.
 
-    The code is in the URL fragment, which browsers do not send: it appears in no request, log or ``Referer``.
+    The code is in the URL fragment, which browsers do not send. Thus it appears in no request line, log or ``Referer``.
     """
     client = Client(record.address, socket=record.socket)
     code = str(client.post("/owner/link", {"username": username})["code"])
@@ -125,7 +125,7 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str:
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
-    """Return username -> password as generated at the first start; empty if blank."""
+    """Return username -> password of the first users; {} without generated passwords."""
     try:
         value = json.loads(state.credentials_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def read_credentials(state: StateDirectory) -> dict[str, Any]:
 
 
 def session(record: MasterRecord) -> Client:
-    """Return a client with the token of ``det``'s user, by default ``determined``."""
+    """Return a client with the token of ``det``'s active user, else of ``determined``."""
     store = _token_store(record.address)
     user = store.get_active_user()
     token = store.get_token(user) if user is not None else None

@@ -1,8 +1,8 @@
 """The UNIX socket through which the state directory's owner reaches the master.
 
-It is in the state directory, which has mode 0700. A socket address is limited to 108 bytes (unix(7) ``sun_path``), so a longer
-path is addressed through ``/proc/self/fd``. If the file system has no sockets, it is in a new directory (mode 0700) below the
-user's runtime or temporary directory; ``MasterRecord.socket`` is its path.
+The socket is in the state directory, which has mode 0700. A socket address is limited to 108 bytes (unix(7) ``sun_path``), so a
+longer path is addressed through ``/proc/self/fd``. If the file system has no sockets, the socket is in a new directory (mode
+0700) below the user's runtime or temporary directory. ``MasterRecord.socket`` is its path.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _BACKLOG = 128
 
 @contextlib.contextmanager
 def listening(state: StateDirectory, last: str) -> Iterator[tuple[socket.socket, Path]]:
-    """Context manager: listen on the socket; yield the socket and its path.
+    """Listen on the owner's socket; yield the listening socket and its path.
 
-    ``last`` is the socket path of the last master, which may have been killed; empty for none.
+    ``last`` is the socket path of the last master, or empty. That master may have been killed, so the file is removed.
     """
     if last:
         _remove(Path(last))
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
         path = _bind_somewhere(listener, state.path)
         try:
-            # Connections are impossible before listen().
+            # Set the mode before listen(), as no client can connect until then.
             path.chmod(0o600)
             listener.listen(_BACKLOG)
             listener.setblocking(False)
@@ -82,7 +82,7 @@ def _bind_somewhere(listener: socket.socket, state_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """Yield the path, or a short alias of it through ``/proc/self/fd``."""
+    """Yield the path, or its alias below ``/proc/self/fd`` if it is too long."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return
@@ -94,7 +94,7 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove an unused socket, and its directory if created for it."""
+    """Remove a socket file, and its directory if that was created for the socket."""
     with contextlib.suppress(OSError):
         if path.name != _NAME or not stat.S_ISSOCK(path.lstat().st_mode):
             return

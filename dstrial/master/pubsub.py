@@ -1,4 +1,4 @@
-"""Publish-subscribe for topics of database writes, for coroutines and threads."""
+"""Publish-subscribe of topics (strings) that database writes publish."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class Follower:
-    """Collects the published topics that one coroutine waits for."""
+    """A subscription: collects published topics until one coroutine fetches them."""
 
     def __init__(self, is_wanted: Callable[[str], bool], lock: threading.Lock) -> None:
         self._is_wanted = is_wanted
@@ -25,7 +25,7 @@ class Follower:
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Wait for topics published since the last call; empty after ``timeout_s``."""
+        """Return topics published since the last call; wait for one up to ``timeout_s``."""
         with self._lock:
             found, self._topics = self._topics, set()
             if found:
@@ -40,7 +40,7 @@ class Follower:
 
 
 class PubSub:
-    """Notifies coroutines of an event loop; any thread may publish.
+    """Notifies coroutines and threads of published topics; any thread may publish.
 
     To avoid lost wake-ups, read :meth:`version` before the database, then pass it to :meth:`wait`.
     """
@@ -53,7 +53,7 @@ class PubSub:
         self._followers: set[Follower] = set()
 
     def version(self, topic: str) -> int:
-        """Return the number of publications of a topic."""
+        """Return how often a topic has been published so far."""
         with self._lock:
             return self._versions.get(topic, 0)
 
@@ -70,7 +70,7 @@ class PubSub:
                     future.get_loop().call_soon_threadsafe(_finish, future)
 
     async def wait(self, topic: str, seen: int, timeout_s: float) -> bool:
-        """Wait until a topic's version exceeds ``seen``; False after ``timeout_s``."""
+        """Wait until a topic's version differs from ``seen``; False after ``timeout_s``."""
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._versions.get(topic, 0) != seen:
@@ -91,7 +91,7 @@ class PubSub:
 
     @contextlib.contextmanager
     def follow(self, is_wanted: Callable[[str], bool]) -> Iterator[Follower]:
-        """Context manager: subscribe to all topics for which ``is_wanted`` is true."""
+        """Subscribe within the block to all topics for which ``is_wanted`` is true."""
         follower = Follower(is_wanted, self._lock)
         with self._lock:
             self._followers.add(follower)
@@ -102,7 +102,7 @@ class PubSub:
                 self._followers.discard(follower)
 
     def listen(self, topic: str) -> threading.Event:
-        """Return an event that every publication sets; the waiting thread clears it."""
+        """Return an event that every publication of a topic sets; the waiter clears it."""
         event = threading.Event()
         with self._lock:
             self._thread_waiters.setdefault(topic, set()).add(event)

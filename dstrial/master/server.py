@@ -1,6 +1,6 @@
-"""The master process: assembles its parts, serves on loopback, shuts down cleanly.
+"""The master process: creates its parts, serves on loopback, shuts down cleanly.
 
-``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS`` is what ``dstrial up`` starts.
+``dstrial up`` starts ``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = logging.getLogger("dstrial.master")
 _STREAM_END_S = 2.0  # grace period for open streams at shutdown
 
 _STOP_TIMEOUT_S = 24 * 3600.0
-"""Timeout for checkpoints of trials at shutdown, seconds; each trial has its own, shorter ``preemption_timeout``."""
+"""Timeout for all trials' checkpoints at shutdown, in seconds; the ``preemption_timeout`` of each trial is shorter."""
 
 _DRAIN_S = 5.0  # time for pending webhook events at shutdown
 
@@ -72,7 +72,7 @@ _LOG_INDENT = "    "
 
 
 class MasterServer(uvicorn.Server):
-    """uvicorn server without signal handlers; calls ``on_ready`` once it serves."""
+    """uvicorn server without signal handlers; calls ``on_ready`` when it serves."""
 
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], owner_listener: socket.socket
@@ -83,7 +83,7 @@ class MasterServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Override: install no handlers, because a signal first stops the trials."""
+        """Install no signal handlers, as a signal must first stop the trials."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -91,12 +91,12 @@ class MasterServer(uvicorn.Server):
 
         await super().startup(sockets)
         if self.started:
-            # A separate listener distinguishes the owner's requests from those to the TCP port.
+            # A separate listener distinguishes the owner's requests from requests to the TCP port.
             self.servers.append(
                 await asyncio.get_running_loop().create_unix_server(  # type: ignore[call-arg]  # of Python 3.10
                     lambda: OwnerConnection(self.config, self.server_state, self.lifespan.state),
                     sock=self._owner_listener,
-                    # Otherwise uvloop, from Python 3.13 on, tries to unlink the path that the socket was bound to.
+                    # With True, uvloop tries from Python 3.13 on to unlink the path to which the socket was bound.
                     cleanup_socket=False,
                 )
             )
@@ -104,7 +104,7 @@ class MasterServer(uvicorn.Server):
 
 
 class RefuseSubmissions:
-    """Middleware that returns 503 for submissions during shutdown."""
+    """ASGI middleware that returns 503 for new experiments and tasks during shutdown."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -140,9 +140,9 @@ def serve(
 ) -> None:
     """Serve until a signal shuts the master down.
 
-    SIGTERM, SIGINT and SIGHUP first stop the trials with a checkpoint. A further SIGINT, or ``KILL_SIGNAL``, kills them.
-    ``on_ready`` is called once, when requests are served; it must not send requests itself. ``shows_log`` logs to stderr as
-    well.
+    SIGTERM, SIGINT and SIGHUP first stop the trials with a checkpoint. A further SIGINT, or ``KILL_SIGNAL``, kills the trials.
+    ``on_ready`` is called one time, when the master serves. It must not send requests itself. With ``shows_log``, the log also
+    goes to stderr.
     """
     from dstrial.master.backends import local
     from dstrial.master.backends.devices import find_slots
@@ -188,7 +188,7 @@ def serve(
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
-    """Return the settings with the options of the command line applied; pure."""
+    """Return the settings with the command line's Python and back end, if given."""
     return dataclasses.replace(
         settings,
         hosts_python=options.python or settings.hosts_python,
@@ -197,7 +197,7 @@ def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSett
 
 
 def hosts_of(options: MasterOptions, settings: MasterSettings) -> tuple[Host, ...]:
-    """Return the hosts that run allocations; empty if this machine runs them."""
+    """Return the hosts that run allocations; () if the master's machine runs them."""
     if options.is_under_slurm:
         return hosts_of_allocation(own_allocation(), options.num_slots)
     hostfile = options.hostfile or settings.hostfile
@@ -237,7 +237,7 @@ def _listen(port: int) -> socket.socket:
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes messages and indents tracebacks, so that user text cannot forge a line."""
+    """Escapes messages and indents tracebacks: user text must not forge log lines."""
 
     def __init__(self) -> None:
         super().__init__(_LOG_FORMAT, "%Y-%m-%dT%H:%M:%S")
@@ -331,9 +331,10 @@ def _run(
 
 
 class Shutdown:
-    """Graceful shutdown: stops the trials first, then the server.
+    """Shutdown of the master: stops or kills the trials first, then stops the server.
 
-    Reports are accepted until the end. Meanwhile ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
+    During the shutdown, the server accepts reports of trials, ``app`` rejects submissions, and ``delivery`` sends pending webhook
+    events.
     """
 
     def __init__(
@@ -346,9 +347,9 @@ class Shutdown:
         self._is_killing = False
 
     def request(self, cause: str) -> None:
-        """Stop the trials with a checkpoint; kill them on Ctrl-C during that.
+        """Stop the trials with a checkpoint; a SIGINT (Ctrl-C) during the stop kills them.
 
-        Further SIGTERM (a second `dstrial down`) or SIGHUP (a closed session) has no additional effect.
+        ``cause`` is a signal's name. A further SIGTERM (a second `dstrial down`) or SIGHUP (a closed session) has no effect.
         """
         if self._app.is_stopping:
             if cause == signal.SIGINT.name:
@@ -380,7 +381,7 @@ class Shutdown:
 
 
 def main(words: list[str]) -> int:
-    """Entry point for ``dstrial up``; reports success or failure through a pipe."""
+    """Run a master; report success or failure through a pipe; return the exit code."""
     state = StateDirectory(Path(words[0]))
     ready = int(words[1])
     os.set_inheritable(ready, False)
@@ -395,7 +396,7 @@ def main(words: list[str]) -> int:
     options = MasterOptions.from_arguments(words[2:])
     if options.owner_pid is not None:
         _end_with(options.owner_pid)
-        # Agents of a run's own master store their files here too, so that nothing is left elsewhere.
+        # The state directory is in a run directory; agents store their files here too, so that nothing is left elsewhere.
         os.environ[STATE_DIR_VARIABLE] = str(state.path)
     try:
         serve(state, options, on_ready=on_ready)
@@ -408,7 +409,7 @@ def main(words: list[str]) -> int:
 
 
 def _end_with(owner_pid: int) -> None:
-    """Shut down gracefully when the parent process dies (PR_SET_PDEATHSIG)."""
+    """Have the kernel send SIGTERM to this process when its parent process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != owner_pid:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Shared objects of handlers and the scheduler, created once at startup."""
+"""Objects that request handlers and the scheduler share, created at startup."""
 
 from __future__ import annotations
 
@@ -55,45 +55,45 @@ VERSION = "0.38.1"  # release of Determined whose API is served; clients warn ab
 
 
 class Activity:
-    """Last use of each task's service, for idle timeouts. In memory, thread-safe."""
+    """Last use of each task's proxied service, for idle timeouts; only in memory."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
 
     def touch(self, task_id: str) -> None:
-        """Record a use of a task's service."""
+        """Record that a task's service is used now."""
         self._last_s[task_id] = time.monotonic()
 
     def idle_s(self, task_id: str) -> float:
-        """Return the seconds since the last use, or since the first call of this method."""
+        """Return the seconds since the last use, or since the first call for the task."""
         return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
 
     def forget(self, task_id: str) -> None:
-        """Remove an ended task."""
+        """Delete the last use of a task that has ended."""
         self._last_s.pop(task_id, None)
 
 
 @dataclasses.dataclass(slots=True)
 class Services:
-    """The parts of a running master."""
+    """The parts of a running master, for handlers, web page and scheduler."""
 
     settings: MasterSettings
     state_dir: Path
     database: Database
     pubsub: PubSub
-    own_slots: tuple[Slot, ...]  # of the master's machine
+    own_slots: tuple[Slot, ...]  # slots of the master's machine
     cluster_id: str
     master_id: str  # new at every start
     agent_id: str
     address: str  # URL for local processes, without a trailing slash
     hosts: tuple[Host, ...] = ()  # empty: this machine only
-    transport: Transport | None = None  # to hosts; None for ssh
+    transport: Transport | None = None  # how to reach the hosts; None for ssh
     engine: str | None = None  # Slurm or Ray; None if the nodes are fixed
     start_us: int = dataclasses.field(default_factory=now_us)
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
-    # A separate pool, so that slow checks do not delay database reads.
+    # Slow checks have a separate pool, so that they do not delay database reads.
     checker: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
     )
@@ -177,7 +177,7 @@ class Services:
         )
 
     def _over_hosts(self, own: LocalBackend) -> Backend:
-        """Return the back end of hosts, whose ids never change; the local one without."""
+        """Return the back end for ``hosts``; without hosts, return the local back end."""
         from dstrial.master.backends.hosts.backend import HostsBackend
 
         if not self.hosts:
@@ -190,14 +190,14 @@ class Services:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All slots of all nodes, including unavailable ones."""
+        """All slots of all nodes, including slots that are disabled or on a down node."""
         return tuple(slot for node in self.backend.nodes() for slot in node.slots)
 
     def node_name(self, node_id: int) -> str:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of an allocation's nodes, comma-separated."""
+        """Return an allocation's node names, comma-separated; by default this machine's."""
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
@@ -208,7 +208,7 @@ class Services:
     async def read(
         self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run ``function(connection, *args)`` in a reader thread, in one snapshot."""
+        """Return ``function(connection, *args)``, run in a reader thread on one snapshot."""
 
         def run() -> T:
             with self.database.read() as connection:
@@ -217,11 +217,11 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
     def note_scheduler(self, step: str) -> None:
-        """Record the scheduler's current step, for health checks."""
+        """Record what the scheduler does now, for :meth:`describe_trouble`."""
         self.scheduler_step = step, time.monotonic()
 
     def describe_trouble(self) -> str:
-        """Return a message about the master's health problem, if any, else an empty one."""
+        """Return a message about a health problem of the master; empty if there is none."""
         what, since_s = self.scheduler_step or ("", math.inf)
         late_s = time.monotonic() - since_s
         scheduler = (
@@ -239,19 +239,19 @@ class Services:
         )
 
     async def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run a function in a transaction of the writer thread; wait for the commit."""
+        """Return ``function(transaction)``, run in the writer thread, after the commit."""
         return await asyncio.wrap_future(self.database.submit(function))
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a blocking function in a thread, for example file I/O."""
+        """Run a blocking function, for example file I/O, in the thread pool of readers."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     async def check(self, function: Callable[[], T]) -> T:
-        """Run a slow validation in its own thread pool, without delaying other requests."""
+        """Run a slow validation in a separate thread pool, so that reads are not delayed."""
         return await asyncio.get_running_loop().run_in_executor(self.checker, function)
 
     def close(self) -> None:
-        """Shut down the thread pools but not the database, which the caller closes."""
+        """Shut down back end, webhook sender and thread pools, but not the database."""
         self.backend.close()
         self.webhook_sender.end()
         self.checker.shutdown(wait=True, cancel_futures=True)
@@ -270,10 +270,10 @@ def open_services(
     hosts: tuple[Host, ...] = (),
     transport: Transport | None = None,
 ) -> Services:
-    """Create the services; the first start creates the cluster id and users.
+    """Create the services; the first start also creates the cluster id and users.
 
-    With ``has_passwords`` the first users get random passwords, stored in ``credentials.json`` in ``state_dir`` (mode 0600),
-    instead of Determined's blank ones.
+    With ``has_passwords``, the first users get random passwords, stored in ``credentials.json`` in ``state_dir`` (mode 0600).
+    Otherwise their passwords are blank, as in Determined.
     """
     with database.read() as connection:
         is_new = not users.has_users(connection)
@@ -281,7 +281,7 @@ def open_services(
         passwords = users.new_passwords(is_blank=not has_passwords)
         path = state_dir / "credentials.json"
         if has_passwords:
-            # Write the file before the users, so that a crash cannot leave unknown passwords.
+            # Write the file before the rows of users, so that a crash cannot leave unknown passwords.
             _write_secret(path, passwords)
         else:
             path.unlink(missing_ok=True)

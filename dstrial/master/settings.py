@@ -1,4 +1,4 @@
-"""The master's settings: the subset of Determined's keys that applies here."""
+"""The master's settings file: the subset of Determined's keys, and dstrial's keys."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterSettings:
-    """Validated settings of a master."""
+    """Validated settings of a master, with the settings file's defaults applied."""
 
     port: int | None
     launch_error: bool  # reject experiments that need more slots than exist
     log_level: str
     log_color: bool  # no effect, as the log is a file; only shown
-    checkpoint_storage: Mapping[str, Any]  # path None: in the state directory
+    checkpoint_storage: Mapping[str, Any]  # without a path: ``checkpoints`` in the state directory
     pool_name: str
     environment_variables: tuple[str, ...]  # ``NAME=value`` for every trial
     startup_hook: str  # shell commands before every entrypoint
@@ -126,7 +126,7 @@ class MasterSettings:
     limits: TextLimits = DEFAULT_LIMITS
     trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
-    token_default_days: int = DEFAULT_TOKEN_DAYS  # -1: the maximum
+    token_default_days: int = DEFAULT_TOKEN_DAYS  # -1: ``token_max_days``
     token_max_days: int = -1  # -1: unlimited
     signing_key: str | None = dataclasses.field(default=None, repr=False)  # signs webhooks; None: generated
     base_url: str = ""  # URL of the web page, for links in webhooks
@@ -139,7 +139,7 @@ class MasterSettings:
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
-        """Load a settings file; raise ConfigError with all of its problems."""
+        """Load a settings file (None: defaults); raise ``ConfigError`` with all problems."""
         label = "master.yaml" if path is None else str(path)
         given: Any = {}
         lines: dict[Any, str] = {}
@@ -193,7 +193,7 @@ class MasterSettings:
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
-        """Return the defaults that the master merges into every experiment."""
+        """Return the defaults that the master merges into every experiment config."""
         storage = dict(self.checkpoint_storage)
         key = "host_path" if storage["type"] == "shared_fs" else "container_path"
         storage.setdefault(key, str(state_dir / "checkpoints"))
@@ -235,7 +235,7 @@ class MasterSettings:
                     "max_lifespan_days": self.token_max_days,
                 }
             },
-            # Mask the key even if generated; `dstrial webhook key` prints it for the owner.
+            # Mask the key even if it was generated: `dstrial webhook key` prints it for the owner.
             "webhooks": {"signing_key": MASK, "base_url": self.base_url},
             "feature_switches": list(self.feature_switches),
             **({} if self.hostfile is None else {"hostfile": self.hostfile}),
@@ -248,7 +248,7 @@ class MasterSettings:
 
 
 def _path(text: str | None, config_file: Path | None) -> str | None:
-    """Resolve a path relative to the settings file."""
+    """Return an absolute path; relative paths are relative to the settings file."""
     if text is None:
         return None
     beside = Path.cwd() if config_file is None else config_file.absolute().parent
@@ -256,7 +256,7 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
-    """Return the pool's name; merge its ``task_container_defaults`` over the master's.
+    """Return the pool's name; merge the pool's task defaults into those of ``raw``.
 
     Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables are merged, hooks are replaced.
     """
@@ -312,7 +312,7 @@ def _check_each(
     what: tuple[str, str],
     findings: Diagnostics,
 ) -> None:
-    """Report entries of a list that do not fit; ``what`` is expected, and the fix."""
+    """Report list entries that do not match ``pattern``; ``what`` is (expected, fix)."""
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
             findings.problem((*path, index), render(entry), *what)

@@ -3,7 +3,7 @@
 ``<state dir>/`` holds::
 
     master.db         the database; -wal, -shm: SQLite's files while the database is open
-    backups/          backups of the database: 7 daily ones, and those of `dstrial backup`
+    backups/          backups of the database: the last 7 daily backups, and all backups of `dstrial backup`
     replaced-*/       databases that `dstrial restore` has replaced
     master.json       the current or last master process (``MasterRecord``)
     master.lock       locked by the running master
@@ -41,7 +41,7 @@ class StateInUseError(MasterError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterRecord:
-    """The content of ``master.json``."""
+    """The current or last master process of a state directory, from ``master.json``."""
 
     pid: int
     start_time: str  # kernel ticks; detects a reused pid
@@ -58,13 +58,13 @@ class MasterRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateDirectory:
-    """A master's state directory; an immutable value without open files."""
+    """Paths, record and lock of a master's state directory; holds no open files."""
 
     path: Path
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return the given directory, else ``DSTRIAL_STATE_DIR``, else the default."""
+        """Use ``state_dir``, else ``DSTRIAL_STATE_DIR``, else the user data directory."""
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
             return cls(Path(asked).absolute())
@@ -123,7 +123,7 @@ class StateDirectory:
             ) from error
 
     def close_to_others(self) -> None:
-        """Remove group and other permissions from existing files."""
+        """Set mode 0600 on the files directly in the directory, except links."""
         for path in self.path.iterdir():
             if path.is_file() and not path.is_symlink():
                 with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: hold the directory's lock; a crash releases it."""
+        """Hold the directory's lock within the block; a crash of the process releases it."""
         with self.lock_path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +173,7 @@ class StateDirectory:
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return a process's start in kernel ticks since boot; None if it has exited.
+    """Return a process's start time in kernel ticks since boot; None if it exited.
 
     Zombies count as exited.
     """

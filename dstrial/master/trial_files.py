@@ -39,7 +39,7 @@ def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file; raises ValueError, and errors of :func:`open_regular`."""
+    """Parse a JSON file; raise ``ValueError`` if invalid, or as :func:`open_regular`."""
     with open_regular(path) as file:
         content = file.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Parse a JSON file into a dataclass; raises errors of :func:`read_json`."""
+    """Parse a JSON file into dataclass ``kind``; raise errors as :func:`read_json`."""
     found = read_json(path)
     fields = {}
     for name, wanted in get_type_hints(kind).items():

@@ -1,4 +1,4 @@
-"""Agents (nodes) with their slots, and the single resource pool."""
+"""Routes for agents (nodes), their slots, and the single resource pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dstrial.master.store.nodes import OWN_NODE, agent_key, index_of, node_of, s
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
 _MAX_AUX_CONTAINERS = 100
 _MAX_NAMED = 10
-_CLOUD_FIELDS = (  # of a resource pool; empty here
+_CLOUD_FIELDS = (  # fields of a resource pool in a cloud, empty here
     *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage", "accelerator"),
     *("containerStartupScript", "imageId", "instanceType", "location", "masterCertName", "masterUrl"),
     "startupScript",
@@ -32,12 +32,12 @@ _CLOUD_FIELDS = (  # of a resource pool; empty here
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Usage:
-    """Snapshot of devices, disabled slots and allocations."""
+    """Snapshot of all devices, disabled slots, allocations and queued experiments."""
 
-    disabled: Mapping[int, bool]
-    devices: Mapping[int, dict[str, Any]]  # slot -> v1Device
+    disabled: Mapping[int, bool]  # slot id or agent key -> whether draining
+    devices: Mapping[int, dict[str, Any]]  # slot id -> v1Device
     allocations: tuple[Allocation, ...]
-    # Node -> (slots, v1Container) of each allocation on the node.
+    # Node id -> (slot ids, v1Container) of each allocation on the node.
     containers: Mapping[int, list[tuple[list[int], dict[str, Any]]]]
     num_queued: int
 
@@ -102,7 +102,7 @@ def _slots(usage: _Usage, node: Node) -> dict[str, dict[str, Any]]:
 
 
 def _stats(slots: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Count v1Slots (total, disabled, draining, by state) per value of a device field."""
+    """Return counts of v1Slots (total, disabled, ...) by the value of a device field."""
     counts: dict[str, dict[str, Any]] = {}
     for slot in slots:
         empty = {"total": 0, "disabled": 0, "draining": 0, "states": {}}
@@ -127,7 +127,7 @@ def _agent(
         registeredTime=format_us(services.start_us if node.id == OWN_NODE else node.since_us),
         addresses=[node.address],
         resourcePools=[services.settings.pool_name],
-        # A node that is down accepts no work, as if a user had disabled it.
+        # Show a node that is down as disabled, as it accepts no work.
         enabled=key not in usage.disabled and node.why_down is None,
         draining=usage.disabled.get(key, False),
         slots=slots if has_slots else None,
@@ -157,7 +157,7 @@ def _node_in_path(request: ApiRequest) -> Node:
 
 
 def _slot_in_path(request: ApiRequest) -> tuple[Node, int]:
-    """Return the slot named in the path; clients send both ``3`` and ``003``."""
+    """Return the node and slot id in the path; clients send slots as ``3`` or ``003``."""
     node = _node_in_path(request)
     text = request.path_params["slot_id"]
     offered = [slot.id for slot in node.slots]
@@ -184,7 +184,7 @@ def list_agents(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 
 def _switch(tx: Transaction, request: ApiRequest, slot_id: int, what: str) -> _Usage:
-    """Enable or disable a slot or agent, as the path says; return the new usage."""
+    """Enable or disable a slot (or agent key) as the path says; return the new usage."""
     if request.route.path.endswith("/enable"):
         jobs.enable_slot(tx, slot_id)
     else:

@@ -1,7 +1,7 @@
-"""Login, logout, the current user, and access tokens (``det token``).
+"""Routes for login, logout, the current user, and access tokens (``det token``).
 
-Source: Determined 0.38.1 ``master/internal/api_auth.go`` and ``master/internal/token``. In Determined access tokens are an
-Enterprise feature, and only administrators create them; here users may also create, see and change their own.
+Source: Determined 0.38.1 ``master/internal/api_auth.go`` and ``master/internal/token``. In Determined, access tokens are an
+Enterprise feature, and only administrators create them. Here users may also create, see and change their own access tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dstrial.master.store.tokens import AccessToken
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
 
-_NOBODY = users.stored_hash("0")  # compared for an unknown user, so that both responses take equally long
+# Compared for an unknown user, so that the response takes as long as after a wrong password.
+_NOBODY = users.stored_hash("0")
 
 
 async def log_in(request: ApiRequest) -> Response:
@@ -77,7 +78,7 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 @writes
 def log_owner_in(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Return a new token of any user; the owner can read the database anyway."""
+    """Log in as any user without a password, for the master's owner on this machine."""
     row = require_by_name(tx.connection, request.body().required_text("username"))
     token, user = _new_token(tx, row.id)
     return message(bindings.v1LoginResponse, token=token, user=user_json(user))
@@ -90,9 +91,9 @@ async def make_link(request: ApiRequest) -> dict[str, Any]:
 
 
 async def spend_link(request: ApiRequest) -> Response:
-    """Exchange a login link's code for a session token, set as the page's cookie."""
+    """Exchange a login link's code for a session token, also set as a cookie."""
     origin = request.headers.get("origin", "").lower()
-    # Login CSRF: another site that knows a code must not log its visitor in as a user of its choice.
+    # Prevents login CSRF: another site that knows a code must not log its visitor in as a user of its choice.
     if origin != f"http://{request.headers['host'].lower()}":
         raise RequestError(
             403,
@@ -109,7 +110,7 @@ async def spend_link(request: ApiRequest) -> Response:
 
 
 async def log_out(request: ApiRequest) -> Response:
-    """End the request's session; an access token of a script stays valid."""
+    """Revoke the request's session token and delete the cookie; access tokens stay."""
     identity = request.identity
     assert identity is not None
     await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))
@@ -150,7 +151,7 @@ def _token_json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry_us(request: ApiRequest, lifespan: str | None) -> int | None:
-    """Return a new token's expiry; None for never. ``lifespan`` is in hours, or -1."""
+    """Return a new token's expiry (us), or None. ``lifespan`` is like ``48h``, or -1."""
     settings = request.services.settings
     limit = settings.token_max_days
     days: float = settings.token_default_days if lifespan is None else _UNLIMITED
@@ -237,7 +238,7 @@ def _require_allowed(request: ApiRequest, user_id: int, what: str) -> None:
 
 
 routes = [
-    # Read before authentication.
+    # The body limits are small, as these bodies are read before authentication.
     route("POST", "/auth/login", log_in, access=PUBLIC, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "//owner/login", log_owner_in, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "//owner/link", make_link, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),

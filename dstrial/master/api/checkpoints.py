@@ -1,4 +1,4 @@
-"""Checkpoints: report, list, show, download, delete."""
+"""Routes for checkpoints: report, list, show, download, delete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dstrial.master.store.reports import metrics
 from dstrial.master.store.reports.metric_summaries import as_number
 from dstrial.master.trial_files import open_regular
 
-_CHUNK_BYTES = 1 << 16  # what a pipe holds
+_CHUNK_BYTES = 1 << 16  # capacity of a pipe
 
 
 def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
@@ -91,9 +91,9 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
-    """Raise 409 if the trial's checkpoint storage is unavailable.
+    """Raise HTTP 409 if the trial's checkpoint storage is unavailable.
 
-    Not 503: clients would retry indefinitely while the trial holds its slots.
+    The status is not 503, at which clients would retry indefinitely while the trial holds its slots.
     """
 
     def read(connection: Connection) -> dict[str, Any] | None:
@@ -123,7 +123,7 @@ def show_checkpoint(connection: Connection, request: ApiRequest) -> dict[str, An
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """Store which files of each given checkpoint still exist."""
+    """Store the remaining files of each checkpoint in the request."""
     changes: list[tuple[str, dict[str, int]]] = []
     for item in request.body().items_of("checkpoints") or []:
         if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
@@ -149,7 +149,7 @@ def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def remove_files(tx: Transaction, request: ApiRequest) -> None:
-    """Delete matching files; without patterns, only rescan each checkpoint's files."""
+    """Enqueue deletion of matching files; without patterns, only rescan all files."""
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
@@ -187,7 +187,7 @@ def set_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @reads
 def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    """Return the metric reports of trials that use this checkpoint."""
+    """Return the metric reports of trials that use the checkpoint in the path."""
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
     checkpoint_rows.require_checkpoint(connection, uuid)
@@ -198,7 +198,7 @@ def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 
 async def download(request: ApiRequest) -> StreamingResponse:
-    """Stream a checkpoint as tar.gz, whatever ``Accept`` requests."""
+    """Stream a checkpoint's files as tar.gz; the ``Accept`` header is ignored."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
     storage = json.loads(row.experiment_config)["checkpoint_storage"]
@@ -213,7 +213,7 @@ async def download(request: ApiRequest) -> StreamingResponse:
 
 
 async def _archive(directory: Path) -> AsyncIterator[bytes]:
-    """Yield an archive of files; abort the stream if a file becomes unreadable."""
+    """Yield a tar.gz of a directory's regular files; raise if a file is unreadable."""
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
@@ -237,13 +237,13 @@ async def _archive(directory: Path) -> AsyncIterator[bytes]:
     with contextlib.closing(transport):
         while chunk := await reader.read(_CHUNK_BYTES):
             yield chunk
-    thread.join()  # has closed its end of the pipe and is about to exit
+    thread.join()  # returns at once: the thread has closed its end of the pipe
     if problems:
         raise problems[0]
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """Return the regular files of a tree; rglob() fails on deep trees."""
+    """Return all regular files below a directory, sorted; ``rglob()`` fails if deep."""
     found, directories = [], [directory]
     while directories:
         with os.scandir(directories.pop()) as entries:
@@ -257,7 +257,7 @@ def _files_below(directory: Path) -> list[Path]:
 
 @reads
 def preview_gc(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    """Return the checkpoints that the given retention policy would delete."""
+    """Return the checkpoints that the query's retention policy would delete."""
     experiment = experiments.require(connection, request.path_params["experiment_id"])
     policy = checkpoint_gc.Policy(
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
@@ -300,7 +300,7 @@ _COLUMNS = {
 def list_checkpoints(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return a page of checkpoints, sorted by an attribute or a validation metric.
 
-    Without an explicit order, the searcher metric is sorted best first. Checkpoints without a value come last.
+    Without an explicit order, checkpoints sorted by a metric are best first. Checkpoints without a value come last.
     """
     sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
     metric = request.query("sortByMetric")

@@ -1,4 +1,4 @@
-"""``det command``, ``det tensorboard``, and code shared with generic tasks.
+"""Routes of ``det command`` and ``det tensorboard``; helpers for generic tasks.
 
 A command is a process on this machine with a log, an exit code and, if requested, slots.
 """
@@ -29,7 +29,7 @@ from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Connection, Transaction
 
-MAX_BODY_BYTES = MAX_BYTES * 3 // 2  # of a request with files
+MAX_BODY_BYTES = MAX_BYTES * 3 // 2  # of a request with context files
 
 _ORDER: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
     "": lambda row: row.start_us,
@@ -44,7 +44,7 @@ async def checked(
 ) -> CommandConfig:
     """Validate a command's config, merged over its template and the master's defaults.
 
-    ``given`` may be copied from the template or from ``others``; masked secrets in it are restored from there.
+    Masked secrets in ``given`` are restored from the template and from ``others``, from which a user may have copied them.
 
     Raises:
         RequestError: 404, the template does not exist.
@@ -77,7 +77,7 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return a command's workspace id (default: the first); reject archived ones."""
+    """Return a command's workspace id, by default 1; reject an archived workspace."""
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:
         raise RequestError(
@@ -121,7 +121,7 @@ def routes_of(
     to_json: Callable[[ApiRequest, commands.CommandInfo], dict[str, Any]],
     sorts: type[enum.Enum],
 ) -> list[Route]:
-    """Return the routes to start, list, show, kill and prioritise one kind of command."""
+    """Return the routes that start, list, show, kill and prioritise a kind of command."""
 
     def to_answer(connection: Connection, request: ApiRequest) -> tuple[commands.CommandInfo, dict[str, Any]]:
         row = commands.require(connection, request.path_params["task_id"], (kind,))
@@ -129,7 +129,7 @@ def routes_of(
 
     @reads
     def list_all(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-        """List commands that are active or ended within the last day."""
+        """Return a page of commands that are active or ended within the last day."""
         users, user_ids = request.queries("users"), request.query_ints("userIds")
         workspace_id = request.query_int("workspaceId") or None
         found = (
@@ -186,7 +186,7 @@ def _tensorboard_json(request: ApiRequest, row: commands.CommandInfo) -> dict[st
 async def _launch_command(
     request: ApiRequest, kind: CommandKind, experiment_ids: list[int], trial_ids: list[int]
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
-    """Store and enqueue a command; return its row and its config without secrets."""
+    """Create a command; return its row and the response's config and warnings."""
     body, services = request.body(), request.services
     spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]

@@ -1,4 +1,4 @@
-"""Detached (unmanaged) runs: ``core_v2`` scripts that the master did not start.
+"""Routes for detached (unmanaged) runs: ``core_v2`` scripts that users start.
 
 Source: Determined 0.38.1, ``determined/experimental/core_v2`` and ``determined/core/_log_shipper.py``.
 """
@@ -84,7 +84,7 @@ def start_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Record a detached run's heartbeat or terminal state."""
+    """Record a heartbeat or a terminal state that a detached run reports."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     detached_runs.set_state(tx, trial_id, None if state is None else state.removeprefix("STATE_"))
@@ -94,7 +94,7 @@ def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 async def add_logs(request: ApiRequest) -> dict[str, Any]:
     """Store log lines of a detached run.
 
-    Timestamps are times of arrival, as the client sends the script's start time for every line.
+    A line's timestamp is its time of arrival, as the client sends the script's start time with every line.
     """
     records = request.json() or []
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):

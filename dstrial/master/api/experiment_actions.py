@@ -1,4 +1,4 @@
-"""Actions on one or many experiments: pause, kill, move, delete and others."""
+"""Routes that act on one or many experiments: pause, kill, move, delete etc."""
 
 from __future__ import annotations
 

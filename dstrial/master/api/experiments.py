@@ -1,4 +1,4 @@
-"""Experiments: submit, list, show, change, continue."""
+"""Routes for experiments: submit, list, show, change, continue."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def checked(
 ) -> Submission:
     """Validate a YAML config with its model definition; slow, so call it in a thread.
 
-    ``template`` supplies missing keys; ``storage`` is the workspace's checkpoint storage; ``document`` is the same YAML, already
-    parsed, and is modified in place; ``active`` is the complete config of the experiment that the config is derived from.
+    ``template`` supplies missing keys. ``storage`` is the workspace's checkpoint storage. ``document`` is the parsed ``config``,
+    and is modified in place. ``active`` is the complete config of the experiment from which ``config`` is derived.
 
     Raises:
         ConfigError: with every problem.
@@ -103,7 +103,7 @@ def checked(
 
 
 def _check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
-    """Raise ``ConfigError`` unless the experiment's Python can run its entrypoint."""
+    """Raise ``ConfigError`` unless the Python runs and has the entrypoint's packages."""
     if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
         raise _interpreter_error(
             interpreter, "the absolute path of a Python", "Take the output of `which python3`."
@@ -169,14 +169,14 @@ def _strip_temporary_path(problem: ConfigProblem, context_dir: str) -> ConfigPro
 async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
     row, trial_ids, external_id = await services.read(_with_trials, experiment_id)
     found = (await _to_json(services, [row]))[0]
-    # Only for a single experiment, as in Determined 0.38.1: a list of searches would contain thousands of trial ids.
+    # Lists do not contain trial ids, as in Determined 0.38.1: searches may have thousands.
     return {**found, "trialIds": trial_ids, "externalTrialId": external_id}
 
 
 def _with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
-    """Return an experiment, its trial ids and, if it has one trial, its external id."""
+    """Return an experiment, its trial ids, and its only trial's external id (or None)."""
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
@@ -186,7 +186,7 @@ def _with_trials(
 
 
 async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
-    """Convert experiments to ``v1Experiment``; large ones in a thread."""
+    """Return experiments as ``v1Experiment``; large ones are converted in a thread."""
 
     def show() -> list[dict[str, Any]]:
         return [experiment_json(services, row) for row in rows]
@@ -202,8 +202,8 @@ class Prepared:
     submission: Submission
     tgz: bytes  # model definition
     project: projects.ProjectInfo
-    findings: Diagnostics  # of the config; none yet
-    may_wait: bool  # if more slots are requested than exist now
+    findings: Diagnostics  # collects problems of the config; empty at first
+    may_wait: bool  # accept the experiment although it requests more slots than exist now
     shown_config: dict[str, Any]  # without secrets
 
 
@@ -217,7 +217,7 @@ def prepare(
     template_name: str | None = None,
     is_detached: bool = False,
 ) -> Prepared:
-    """Validate a submitted YAML config in one snapshot; slow, so call it in a thread.
+    """Validate a submitted YAML config and its files; slow, so call it in a thread.
 
     Raises:
         ConfigError: with every problem.
@@ -282,7 +282,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
-    """Create an experiment of detached runs, or return the one with ``external_id``."""
+    """Create an experiment of detached runs, or find it by ``external_id``; return it."""
     services = request.services
     config, project_id = body.text("config") or "", body.integer("projectId")
     prepared = await services.check(lambda: prepare(services, config, (), project_id, is_detached=True))
@@ -311,7 +311,7 @@ def _files(body: Fields) -> list[Any]:
 def _parse_with_template(
     services: Services, config: str, template: Mapping[str, Any] | None
 ) -> tuple[Document, dict[str, Any]]:
-    """Parse a config; return it and its values merged over the template's."""
+    """Return a parsed config, and its values merged over the template's values."""
     document = read_yaml_text(config, LABEL, services.settings.limits)
     if not isinstance(document.value, dict):
         return document, {}
@@ -324,7 +324,7 @@ def _unmask_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Replace masked secrets of a config by those of the template or parent."""
+    """Return a YAML config with masked secrets restored from its template or parent."""
     if MASK not in config:
         return config
     limits = services.settings.limits
@@ -423,7 +423,7 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the run that a single trial resumes from; None for a fresh start."""
+    """Return the saved run that an experiment's only trial resumes from, or None."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
@@ -442,7 +442,7 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Validate a continuation; return its submission and whether the config changes."""
+    """Validate a continuation; return its submission, and whether the config changes."""
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
         changes = read_override(override, services.settings.limits)
@@ -508,7 +508,7 @@ async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def change_label(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Add the path's label to an experiment, or remove it for DELETE."""
+    """Add the label in the path to an experiment for PUT, or remove it for DELETE."""
     experiment_id, label = request.path_params["experiment_id"], request.path_params["label"]
     labels = set(json.loads(experiment_rows.require(tx.connection, experiment_id).labels)) - {label}
     if request.route.method == "PUT":

@@ -1,4 +1,4 @@
-"""The job queue: experiments and commands, running or pending, in order."""
+"""Routes for the job queue of running and pending experiments and commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_SHOWN_JOBS = 3
 
 
 Entry: TypeAlias = "jobs.QueuedExperiment | commands.CommandInfo"
-"""A queue entry."""
+"""An experiment or a command in the job queue."""
 
 
 def _state(entry: Entry) -> str:
@@ -38,14 +38,14 @@ def entries(connection: Connection) -> list[Entry]:
 
 
 def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
-    """Describe the entry's Slurm or Ray jobs; empty without an engine."""
+    """Return " [...]" with states of the entry's Slurm or Ray jobs; empty without any."""
     if services.engine is None:
         return ""
     keys: list[int] | list[str] = (
         [entry.task_id] if isinstance(entry, commands.CommandInfo) else trials.open_ids(connection, entry.id)
     )
     texts = [text for key in keys if (text := services.backend.job_text(key))]
-    # Pending jobs first: users list the queue to see those.
+    # Pending jobs come first: users list the queue to see why jobs are pending.
     shown = sorted(texts, key=lambda text: ": running" in text)[:_MAX_SHOWN_JOBS]
     if len(texts) > len(shown):
         shown.append(f"{len(texts) - len(shown)} more jobs")
@@ -55,7 +55,7 @@ def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str
 def _job_json(services: Services, entry: Entry, num_ahead: int, jobs_text: str) -> dict[str, Any]:
     """Return a queue entry as a ``v1Job``.
 
-    ``jobs_text`` is appended to the name, the only free-text column of ``det job list``.
+    ``jobs_text`` is appended to the name, which is the only free-text column of ``det job list``.
     """
     own: dict[str, Any]
     if isinstance(entry, commands.CommandInfo):

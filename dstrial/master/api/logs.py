@@ -1,4 +1,4 @@
-"""Logs of trials and tasks: streaming, following and retention."""
+"""Routes for logs of trials and tasks: stream, follow, and delete expired logs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Return whether the log is final: every task and allocation has ended."""
+    """Return whether every task and allocation of the log has ended."""
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 

@@ -1,4 +1,4 @@
-"""Information, configuration, health and log of the master."""
+"""Routes for the master's version, config, health and log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PYTHON_LEVELS = {
 
 
 async def show_info(request: ApiRequest) -> dict[str, Any]:
-    """Return version and cluster id; the first request of every ``det`` command."""
+    """Return the version and cluster id, which every ``det`` command requests first."""
     services = request.services
     return {
         "version": VERSION,
@@ -88,7 +88,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
-    """Change the log's level and colour until the master exits."""
+    """Change the level and colour of the master's log until the master exits."""
     body = request.body()
     paths = (body.fields("fieldMask") or Fields({})).texts("paths")
     log = (body.fields("config") or Fields({})).fields("log")
@@ -112,7 +112,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_logs(request: ApiRequest) -> Stream:
-    """Stream the master's log; a negative ``offset`` counts from the end."""
+    """Stream the master's log from line ``offset``; negative: counted from the end."""
     offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
     if limit < 0:
         raise RequestError(400, f"limit is {limit}; expected at least 0. Send 0 for no limit.")
@@ -136,7 +136,7 @@ async def _entries(
 
 
 class _LogReader:
-    """Reads lines of a growing file."""
+    """Reads new lines of a growing log file as ``v1LogEntry``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -146,7 +146,7 @@ class _LogReader:
         self._level = "LOG_LEVEL_INFO"
 
     def skip_to(self, offset: int) -> None:
-        """Skip lines; a negative offset counts from the end."""
+        """Skip ``offset`` lines, or all but the last ``-offset`` lines if negative."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -171,7 +171,7 @@ class _LogReader:
         return entries
 
     def _entry(self, text: str) -> dict[str, Any]:
-        """Parse one line; a line without a timestamp continues the entry before it."""
+        """Return a line as ``v1LogEntry``; without a time, it has the previous one's time."""
         match = _LINE.fullmatch(text)
         if match is not None:
             self._time = datetime.datetime.fromisoformat(match[1]).astimezone(datetime.timezone.utc)

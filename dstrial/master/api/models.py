@@ -1,4 +1,4 @@
-"""The model registry: models, versions and permissions."""
+"""Routes for the model registry: models, their versions, and labels."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _workspace(connection: Connection, body: Fields) -> int | None:
-    """Return the id of the workspace named in the body, if any."""
+    """Return the id of the workspace that the body names, or None; it must be in use."""
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
         return None

@@ -1,4 +1,4 @@
-"""Projects: list, create, change, annotate, archive and delete."""
+"""Routes for projects: list, create, change, annotate, archive and delete."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def create_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 def _editable_project(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
-    """Return the project in the path; raise 403 if the user may not change it.
+    """Return the project in the path; raise HTTP 403 if the user may not change it.
 
-    For PATCH, the default project raises 400 (immutable) before 403, as in Determined 0.38.1.
+    For PATCH of the default (immutable) project, raise 400 rather than 403, as in Determined 0.38.1.
     """
     row = projects.require(connection, request.path_params["project_id"])
     if request.route.method == "PATCH":

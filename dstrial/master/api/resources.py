@@ -1,6 +1,6 @@
-"""Usage reports: raw allocations, and sums per day or month, as JSON and CSV.
+"""Routes for usage reports: raw spans, or sums per day or month, as JSON or CSV.
 
-Source: Determined 0.38.1 for the columns, the kinds of rows and the unit of the sums (slot-seconds).
+The columns, the kinds of rows and the unit of the sums (slot-seconds) are as in Determined 0.38.1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _window(request: ApiRequest) -> tuple[int, int]:
 
 
 def _raw(connection: Connection, request: ApiRequest) -> list[dict[str, Any]]:
-    """Return an entry per span, with ``seconds`` within the window."""
+    """Return an entry per allocation activity, with its seconds in the time range."""
     after_us, before_us = _window(request)
     services, now = request.services, now_us()
     entries = []

@@ -1,4 +1,4 @@
-"""Tasks: list and show; create, kill, pause and fork generic ones (``det task``)."""
+"""Routes of ``det task``: list and show tasks; create, kill, pause generic tasks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _summary(
 
 
 def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
-    """Return a background file job as a checkpoint-GC task; it has no process."""
+    """Return a background job as a checkpoint GC task, which has no process here."""
     task_id = f"checkpoint-gc-{row.id}"
     return _summary_json(
         services,
@@ -131,7 +131,7 @@ def _allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def _submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return a task's config as JSON: a generic task's as submitted, else merged."""
+    """Return a task's masked JSON config: as submitted if generic, else merged."""
     return masked_json(row.original_config or row.config, names)
 
 
@@ -173,7 +173,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     known = [] if forked is None else [json.loads(forked.config)]
     given = await _given_config(request, body, forked)
     spec = await checked(request, given, "GENERIC", None, *known)
-    # The client sends secrets back masked; the fork keeps the original values.
+    # A fork's config contains masked secrets: restore them from the forked task.
     original = unmasked(given, [*known, spec.config], "the config")
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
     projects.refuse_shut(project, "take another task")
@@ -211,7 +211,7 @@ async def _given_config(
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return the files sent, or those of the parent or of the forked task (tar.gz)."""
+    """Return the request's context files as tar.gz, or the parent's or forked task's."""
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     inherits = bool(body.flag("inheritContext"))
@@ -245,9 +245,9 @@ def show_config(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def kill(tx: Transaction, request: ApiRequest) -> None:
-    """Kill a task and its descendants, or its whole tree with ``killFromRoot``.
+    """Kill a task and its descendants; ``killFromRoot`` starts at the tree's root.
 
-    Source: Determined 0.38.1, KillGenericTask: "cannot cancel task … as it is in state", for COMPLETED and CANCELED.
+    A COMPLETED or CANCELED task is rejected, as in Determined 0.38.1 (KillGenericTask, "cannot cancel task … as it is in state").
     """
     task_id = commands.require(tx.connection, request.path_params["task_id"]).task_id
     if request.body().flag("killFromRoot"):
@@ -263,7 +263,7 @@ def kill(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def pause(tx: Transaction, request: ApiRequest) -> None:
-    """Stop a task's process; unpausing starts a new one."""
+    """Stop a task's process; ``unpause`` starts a new process."""
     life.pause(tx, request.path_params["task_id"])
 
 

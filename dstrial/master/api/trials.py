@@ -1,4 +1,4 @@
-"""Trials: list, show, workloads, metrics, other reports, preemption, kill."""
+"""Routes for trials: list, show, workloads, reports, preemption, kill."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from dstrial.master.store.views import listings
 
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_STEPS = 2**31 - 1
-_MAX_WAIT_S = 600  # longest long poll for a preemption, as clients ask for it
+_MAX_WAIT_S = 600  # longest long poll for a preemption, which is what clients request
 _MAX_DAYS = 32767  # longest log retention, a smallint in Determined's database
 _INFERENCE = bindings.v1TrialSourceInfoType.INFERENCE.value
-# Kinds of workloads at one batch, in their order.
+# Kinds of workloads; the numbers order the workloads of one batch.
 _TRAINING, _VALIDATION, _CHECKPOINT = 0, 1, 2
 _KINDS = {
     "FILTER_OPTION_CHECKPOINT": {_CHECKPOINT},
@@ -169,7 +169,7 @@ def retain_logs(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def start_run(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Mark the trial's code as ready; return the id of its checkpoint storage."""
+    """Mark the trial's allocation as ready; return its checkpoint storage's id."""
     body = request.body()
     run_id, storage = body.required_integer("runId"), body.mapping("checkpointStorage")
     request.require_trial(run_id)
@@ -212,7 +212,7 @@ def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """Long-poll until the allocation should stop, or until the timeout."""
+    """Long-poll until the allocation must stop or has ended, or until the timeout."""
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeoutSeconds") or 0
     services = request.services
@@ -270,7 +270,7 @@ async def report_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 def report_time_us(text: str | None) -> int:
-    """Parse the time of a report; None is now."""
+    """Return the time of a report in microseconds; without a text, the current time."""
     if text is None:
         return now_us()
     try:
@@ -305,7 +305,7 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
-    """Convert a row to ``v1MetricsReport``; the group decides the key of the values."""
+    """Return a report as ``v1MetricsReport``; ``group`` is the requested group."""
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:
         keys.append("avg_metrics")

@@ -1,4 +1,4 @@
-"""Users: list, create, change, set passwords."""
+"""Routes for users: list, show, create, change, set passwords."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def create_user(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_user(request: ApiRequest) -> dict[str, Any]:
-    """Change a user; only administrators may change more than display name, password."""
+    """Change a user; non-administrators only change their display name and password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     if not request.user.admin and (user_id != request.user.id or given):
@@ -143,7 +143,7 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
 
 
 def _password(body: Fields) -> str | None:
-    """Return the hashed new password from the body, if any; reject a blank one."""
+    """Return the client hash of the body's new password, or None; reject a blank one."""
     password = body.text("password")
     if password is None:
         return None

@@ -1,4 +1,4 @@
-"""Webhooks: create, list, change, delete and test; alerts of trials.
+"""Routes for webhooks (create, list, change, delete, test) and for trials' alerts.
 
 Source: Determined 0.38.1 ``master/internal/webhooks/api_webhook.go`` and ``authz_basic_impl.go``.
 """
@@ -32,7 +32,7 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook as JSON; its URL, often a secret, is masked by default."""
+    """Return a webhook as JSON; without ``shows_url``, the often secret URL is masked."""
     triggers = [
         message(
             bindings.v1Trigger,
@@ -66,7 +66,7 @@ def masked_url(url: str) -> str:
 
 
 def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
-    """Return the workspaces whose webhooks a user may see; None means all."""
+    """Return ids of the workspaces whose webhooks a user may see; None means all."""
     if user.admin:
         return None
     return workspaces.owned_by(connection, user.id)
@@ -76,7 +76,7 @@ def _require_may_edit(connection: Connection, user: User, workspace_id: int | No
     if user.admin:
         return
     if workspace_id is None or workspaces.require(connection, workspace_id).owner_id != user.id:
-        # Not 403: Determined 0.38.1 returns a code that its client does not map to ForbiddenException.
+        # The status is not 403: Determined 0.38.1 returns a code that its client does not map to ForbiddenException.
         raise RequestError(
             400,
             f"user {user.username!r} is neither an administrator nor the owner of the webhook's workspace; expected one of "
@@ -131,7 +131,7 @@ def _trigger(fields: Fields) -> Trigger:
 
 
 def _editable(connection: Connection, request: ApiRequest) -> Webhook:
-    """Return the webhook in the path; raise 400 if the user may not change it."""
+    """Return the webhook in the path; raise HTTP 400 if the user may not change it."""
     found = webhooks.require(connection, request.path_params["webhook_id"])
     _require_may_edit(connection, request.user, found.workspace_id)
     return found
@@ -139,7 +139,7 @@ def _editable(connection: Connection, request: ApiRequest) -> Webhook:
 
 @writes
 def patch_webhook(tx: Transaction, request: ApiRequest) -> None:
-    """Change a webhook's URL, its only mutable field."""
+    """Change a webhook's URL, which is the only field that can change."""
     body = request.body()
     url = (body.fields("webhook") or body).required_text("url")
     webhooks.change_url(tx, _editable(tx.connection, request).id, url)
@@ -151,7 +151,7 @@ def delete_webhook(tx: Transaction, request: ApiRequest) -> None:
 
 
 async def try_out(request: ApiRequest) -> dict[str, Any]:
-    """Send a test event once; raise if the receiver does not accept it."""
+    """Send one test event to a webhook's URL; raise if the receiver rejects it."""
     services = request.services
     webhook = await services.read(_editable, request)
     body = body_of(
@@ -161,7 +161,7 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
         pool=services.settings.pool_name,
         base_url=services.settings.base_url,
     )
-    # Not in the pool of database readers: a hanging receiver must not block other requests.
+    # Uses the default executor, not the database readers' pool: a hanging receiver must not block other requests.
     outcome = await asyncio.get_running_loop().run_in_executor(
         None, services.webhook_sender.post, webhook.url, body
     )
@@ -180,7 +180,7 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def report_alert(tx: Transaction, request: ApiRequest) -> None:
-    """Store an alert sent by a trial with ``core_context.alert``."""
+    """Enqueue webhook events for an alert from ``core_context.alert`` of a trial."""
     body = request.body()
     experiment_id, trial_id = body.required_integer("experimentId", 1), body.integer("trialId") or None
     data = body.fields("data") or Fields({})

@@ -1,4 +1,4 @@
-"""Workspaces and templates: list, create, change, archive and delete."""
+"""Routes for workspaces and templates: list, create, change, archive and delete."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> d
 def is_wanted(request: ApiRequest, row: Held) -> bool:
     """Return whether a workspace or project matches the query's filters.
 
-    ``name`` must match entirely, ignoring case, as clients use the first result. A project in an archived workspace counts as
-    archived.
+    ``name`` must match the whole name, ignoring case, as clients use the first result. A project in an archived workspace counts
+    as archived.
     """
     exact, name = request.query("nameCaseSensitive"), request.query("name")
     user_ids, usernames = request.query_ints("userIds"), request.queries("users")
@@ -125,9 +125,9 @@ def create_workspace(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 def _editable_workspace(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
-    """Return the workspace in the path; raise 403 if the user may not change it.
+    """Return the workspace in the path; raise HTTP 403 if the user may not change it.
 
-    For PATCH, the default workspace raises 400 (immutable) before 403, as in Determined 0.38.1.
+    For PATCH of the default (immutable) workspace, raise 400 rather than 403, as in Determined 0.38.1.
     """
     row = workspaces.require(connection, request.path_params["workspace_id"])
     if request.route.method == "PATCH":

@@ -1,4 +1,4 @@
-"""State transitions: each function runs in the transaction of an event.
+"""State transitions of trials and experiments; functions run inside a transaction.
 
-They have no side effects outside the database; processes and files are left to the scheduler, through rows.
+The functions change only database rows. The scheduler reads these rows, and starts and stops processes and deletes files.
 """

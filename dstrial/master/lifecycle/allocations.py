@@ -1,4 +1,4 @@
-"""Life of a trial's allocation, and what its exit means for the trial."""
+"""State transitions of a trial's allocation, and of the trial after its exit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MAX_LOSSES = 3
 # Start of the message of dstrial.storage_guard.StorageGoneError.
 _STORAGE_GONE = re.compile(r"checkpoint storage .+ is gone: ")
 
-# Deterministic: a restart has the same records and weights, so its losses become non-finite again.
+# A restart reads the same records and weights, so its losses become non-finite again.
 _NOT_RETRIED_ERROR = "NonFiniteError"
 
 
 def insert(
     tx: Transaction, owner_id: int, token_hashes: Mapping[str, str], **columns: Any
 ) -> allocation_rows.Allocation:
-    """Store a new allocation with its tokens: kind ("allocation", "user") -> SHA-256."""
+    """Insert an allocation, and its tokens as kind ("allocation", "user") -> SHA-256."""
     allocation_id = allocation_rows.insert(tx, **columns)
     tokens.keep_allocation_tokens(tx, allocation_id, owner_id, token_hashes)
     tx.publish(f"allocation:{allocation_id}")
@@ -59,7 +59,8 @@ def assign(
 ) -> allocation_rows.Allocation | None:
     """Assign slots to a trial for a new run; None if the trial is no longer pending.
 
-    ``resources``: slots, ports (environment variable -> port), resources_id, and the parent of the allocation's directory.
+    ``resources`` are slots, ports (environment variable -> port), resources_id, and directory, which is the parent of the
+    allocation's directory.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
@@ -99,7 +100,7 @@ def _publish(tx: Transaction, row: allocation_rows.Allocation) -> None:
 
 
 def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, int]:
-    """Return the checkpoint that a run starts from and its completed batches."""
+    """Return the uuid (or None) of a new run's checkpoint, and the batches completed."""
     latest = checkpoint_rows.latest_completed(tx.connection, trial.id)
     if latest is not None:
         return str(latest.uuid), int(latest.steps)
@@ -107,7 +108,7 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Record an allocation's supervisor; None if it runs on other nodes."""
+    """Set an allocation to RUNNING with its supervisor (None if it is on other nodes)."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(
@@ -119,7 +120,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
-    """Record that the trial's code has contacted the master, so it can be preempted."""
+    """Record that the trial's code has contacted the master and can be preempted."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready:
         allocation_rows.update(tx, allocation_id, is_ready=True)
@@ -140,10 +141,10 @@ def allocation_exited(
     storage_trouble: str | None = None,
     begun: Sequence[str] = (),
 ) -> None:
-    """End an allocation, then restart or end its trial; no-op if already ended.
+    """End an allocation, then let its trial restart or end; no-op if it has ended.
 
-    ``storage_trouble`` says why the checkpoint storage is unavailable. Checkpoints in ``begun`` that were never reported are
-    deleted.
+    ``storage_trouble`` says why the checkpoint storage is unavailable. ``begun`` are uuids of checkpoints that the allocation
+    began to write. A background job deletes the ones that were never reported.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -223,9 +224,9 @@ def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
 
 
 def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
-    """Return whether a trial that failed while the searcher stopped it runs again.
+    """Return whether a trial runs again that failed while the searcher stopped it.
 
-    The trial resumes from its latest checkpoint, and its next validation there stops it again.
+    The trial then resumes from its latest checkpoint, and the searcher stops it again at its next validation.
     """
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     if experiment.state not in ("ACTIVE", "PAUSED"):
@@ -237,7 +238,7 @@ def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: 
 
 
 def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Count the latest consecutive runs that were lost without a report."""
+    """Count consecutive runs up to ``run_id`` that were lost without a report."""
     count = 0
     for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
         if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):
@@ -247,9 +248,9 @@ def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 
 
 def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
-    """Return the ``StorageGoneError`` message of a traceback, if it ends with one.
+    """Return the message of the ``StorageGoneError`` that ends a traceback, else None.
 
-    None for a run without reports: if only this node cannot see the storage, the trial must use up its restarts.
+    Also return None for a run without reports: if only this node cannot see the storage, the failure must count as a restart.
     """
     last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
     return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None

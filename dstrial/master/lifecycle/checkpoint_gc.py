@@ -1,4 +1,4 @@
-"""Checkpoint garbage collection: retention policy and deletion of files."""
+"""Checkpoint garbage collection: the retention policy, and deletion of files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """Retention policy: numbers of checkpoints to keep."""
+    """Numbers of checkpoints that garbage collection keeps (``save_…`` in the config)."""
 
     save_experiment_best: int
     save_trial_best: int
@@ -52,14 +52,14 @@ class Policy:
 
 
 def unused(connection: Connection, experiment_id: int) -> list[CheckpointInfo]:
-    """Return an experiment's complete checkpoints that nothing uses."""
+    """Return an experiment's COMPLETED checkpoints that no trial or model uses."""
     rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id, states=("COMPLETED",))
     in_use = checkpoints.in_use(connection)
     return [row for row in rows if row.uuid not in in_use]
 
 
 def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: bool) -> list[str]:
-    """Return the uuids of the checkpoints to delete.
+    """Return the uuids of the candidates that the policy deletes.
 
     A checkpoint is kept if it is among the best of the experiment or trial, or the newest of the trial. Only checkpoints with a
     validation at the same batch are ranked as best; ties go to the earlier one. Source: Determined 0.38.1, checkpoint garbage
@@ -125,7 +125,7 @@ def _deleting(directory: Path) -> Iterator[None]:
 
 
 def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
-    """Delete a checkpoint's matching files; return the remaining ones -> bytes.
+    """Delete a checkpoint's files matching ``globs``; return the rest (path -> bytes).
 
     Symbolic links are deleted, not followed. Without patterns nothing is deleted.
     """
@@ -159,7 +159,7 @@ def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
 
 
 def remaining(directory: Path) -> dict[str, int]:
-    """Return path -> bytes below a directory; directories end with a slash, 0 bytes."""
+    """Return path -> bytes of a directory's entries; "subdirectory/" has 0 bytes."""
     found: dict[str, int] = {}
     for entry in _entries(directory):
         # JSON cannot contain names that are not UTF-8 (RFC 8259).

@@ -1,7 +1,7 @@
-"""Life of a command: create, assign, start, pause, kill, end.
+"""State transitions of a command: create, assign, start, pause, kill, end.
 
-A pausable command can be stopped and restarted in a new allocation with the same files, also if the master shuts down or one of
-its slots is disabled. Any other command ends with its only allocation.
+A pausable command can stop, and restart with the same files in a new allocation. This also happens if the master shuts down or
+one of its slots is disabled. Any other command ends with its only allocation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _publish(tx: Transaction, task_id: str, *topics: str) -> None:
 def assign(
     tx: Transaction, task_id: str, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
-    """Assign slots to a command; None if the command is no longer pending."""
+    """Assign slots to a command for a new run; None if the command is not pending."""
     row = commands.require(tx.connection, task_id)
     if row.state != "ACTIVE" or row.allocation_id is not None:
         return None
@@ -79,7 +79,7 @@ def _log_line(
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Record an allocation's supervisor; mark it ready unless it offers a port."""
+    """Set an allocation to RUNNING; unless it is a TensorBoard, it is ready at once."""
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
     if row.state != "TERMINATED":
@@ -105,7 +105,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
 def release(
     tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
 ) -> None:
-    """Stop an allocation's process with SIGTERM, or SIGKILL if ``is_kill``."""
+    """Request SIGTERM for an allocation's process, or SIGKILL if ``is_kill``."""
     now = now_us()
     if is_kill:
         if allocation.kill_us is not None:
@@ -126,7 +126,7 @@ def release(
 
 
 def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> None:
-    """Kill a command and its descendants that are still active."""
+    """Kill a command and all its descendants that have not ended."""
     for one in commands.tree(tx.connection, task_id):
         row = commands.require(tx.connection, one)
         if row.state not in ENDED:
@@ -154,7 +154,7 @@ def unpause(tx: Transaction, task_id: str) -> None:
     if row.state not in ("PAUSED", "STOPPING_PAUSED"):
         raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
-        # A task that is still stopping restarts once its process has exited.
+        # A task that is still stopping restarts after its process exits.
         if commands.require(tx.connection, one).state in ("PAUSED", "STOPPING_PAUSED"):
             commands.update(tx, one, state="ACTIVE", stop_reason=None)
         _publish(tx, one)
@@ -186,14 +186,14 @@ def _stop(
 
 
 def refuse(tx: Transaction, task_id: str, why: str) -> None:
-    """End a pending command that can never start."""
+    """End a pending command in ERROR, because it can never start."""
     row = commands.require(tx.connection, task_id)
     if row.allocation_id is None and row.state not in commands.ENDED:
         _close(tx, row, "ERROR", why)
 
 
 def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: str) -> None:
-    """Set a command without an allocation to a terminal state."""
+    """Set a command without an allocation to PAUSED or a terminal state."""
     now = now_us()
     is_end = state in ENDED
     commands.update(tx, row.task_id, state=state, exit_status=exit_status, end_us=now if is_end else None)
@@ -219,7 +219,7 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
         is_unstarted and allocation_rows.count_ended_as(tx.connection, row.task_id, _LOST_EARLY) < _MAX_LOST
     )
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
-    # Messages of Determined 0.38.1, which scripts search for in logs.
+    # These are messages of Determined 0.38.1, for which scripts search the logs.
     if exit_.exit_code == 0 and not was_asked:
         details = "resources exited successfully with a zero exit code"
     elif is_failure and not exit_.was_lost:
@@ -265,7 +265,7 @@ def tensorboard_sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return run name -> event directory; directories need not exist yet."""
+    """Return TensorBoard run name -> event directory, which may not exist yet."""
     if not experiment_ids and not trial_ids:
         raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
@@ -302,6 +302,6 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 
 
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
-    """Return the trials to show if there are too many; None for all, also later ones."""
+    """Return the ``MAX_TRIALS`` best trial ids; None if the experiment has no more."""
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

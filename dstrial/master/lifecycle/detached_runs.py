@@ -32,7 +32,7 @@ _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Checkpoint and batch from which a detached run starts."""
+    """Number of a new detached run, and the checkpoint from which it starts."""
 
     run_id: int
     checkpoint_uuid: str | None  # None for a fresh start
@@ -42,7 +42,7 @@ class StartPoint:
 def create(
     tx: Transaction, *, submission: Submission, owner_id: int, project_id: int, external_id: str | None
 ) -> int:
-    """Create an experiment of detached runs, or return the one with the external id."""
+    """Create an experiment of detached runs, or find it by external id; return its id."""
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_deleting(known)
@@ -65,7 +65,7 @@ def create(
 def create_trial(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any] | None, external_id: str | None
 ) -> int:
-    """Create a detached trial, or update the hparams of the one with the external id."""
+    """Create a detached trial, or update the one with ``external_id``; return its id."""
     experiment = _require(tx, experiment_id)
     _refuse_deleting(experiment)
     known = (
@@ -79,7 +79,7 @@ def create_trial(
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
-    """Start a new run of a detached trial; reports of earlier runs are then rejected."""
+    """Start a new run of a detached trial; the master rejects reports of earlier runs."""
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
     _refuse_deleting(experiment)
@@ -96,7 +96,10 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 
 
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Record a heartbeat; reactivate a trial that had timed out."""
+    """Record a heartbeat; set a trial that timed out back to ACTIVE.
+
+    With ``is_current_run``, do the same for a trial that an earlier run set to COMPLETED or ERROR.
+    """
     if trial.heartbeat_us is None:
         return
     trial_rows.update(tx, trial.id, heartbeat_us=now_us())
@@ -110,9 +113,9 @@ def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: 
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
-    """Record a detached run's state: RUNNING, or terminal; None is a heartbeat.
+    """Record the state that a detached run reports; None is only a heartbeat.
 
-    A terminal state stays, unless it was a heartbeat timeout.
+    ``state`` is RUNNING, COMPLETED, CANCELED or ERROR. A terminal state is final, unless a heartbeat timeout set it.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
@@ -131,9 +134,9 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """End runs without a heartbeat since ``before_us`` in ERROR; return their number.
+    """Set trials without a heartbeat since ``before_us`` to ERROR; return their count.
 
-    Experiments that never had a trial end too.
+    Also end experiments that started before ``before_us`` and have no trial.
     """
     rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:
@@ -156,7 +159,7 @@ def has_silent_runs(connection: Connection, before_us: int) -> bool:
 
 
 def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
-    """Raise 400 if the runs are detached; ``verb`` is for the message."""
+    """Raise ``InvalidError`` for an experiment of detached runs (cannot ``verb``)."""
     if row.unmanaged:
         raise InvalidError(
             f"experiment {row.id} has detached runs; "

@@ -1,6 +1,6 @@
 """Stops and ends trials and experiments, and passes events to the searcher.
 
-The functions are mutually recursive: an ended trial is an event for the searcher, which may stop other trials.
+The functions are mutually recursive: the end of a trial is an event for the searcher, which may stop other trials.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 
 
 
 def may_follow(state: str, stopping: str) -> bool:
-    """Return whether an open state may change to the (more severe) stopping state."""
+    """Return whether a state may change to ``stopping``, which must be more severe."""
     if state in TERMINAL or state in DELETING:
         return False
     return _SEVERITY[stopping] > _SEVERITY.get(state, 0)
@@ -48,7 +48,7 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 
 
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
-    """Stop a trial: gracefully, with a checkpoint, or by kill for KILLED and ERROR.
+    """Request the stop of a trial: with a checkpoint, or a kill for KILLED and ERROR.
 
     No-op if the trial has ended or is already stopping with equal or higher severity. ``stopping`` is a STOPPING_… state; ``why``
     is logged, without a full stop.
@@ -65,7 +65,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
 
 
 def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
-    """Preempt a trial's processes; kill them if not ready yet or ``is_kill``."""
+    """Request preemption of a trial; request a kill if ``is_kill`` or it is not ready."""
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is None:
         return
@@ -90,10 +90,10 @@ def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) 
 def close_trial(
     tx: Transaction, trial_id: int, state: str, reason: ExitReason | None = None, why: str | None = None
 ) -> None:
-    """Set a trial without processes to a terminal state, and notify the searcher.
+    """Set a trial without an allocation to a terminal state, and notify the searcher.
 
-    ``reason`` is the early-exit reason if ``state`` does not imply it. ``why`` becomes the experiment's end reason if this trial
-    ends the experiment in ERROR.
+    ``reason`` is the early-exit reason for the searcher; by default, it follows from ``state``. ``why`` is stored as the end
+    reason of the experiment.
     """
     now = now_us()
     columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}
@@ -112,7 +112,7 @@ def close_trial(
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
-    """Stop an experiment's trials; the experiment ends after its last trial."""
+    """Stop an experiment and its trials; return False if its state does not allow it."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):
         return False
@@ -125,7 +125,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
 
 
 def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
-    """End an experiment in ERROR for a cause outside its trials; kill the trials."""
+    """Stop an experiment in ERROR for a cause outside its trials, which are killed."""
     experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
@@ -134,7 +134,7 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
 
 
 def finish_if_over(tx: Transaction, experiment_id: int) -> None:
-    """End an experiment without active trials if it is stopping or detached."""
+    """End an experiment if it is stopping or detached and all its trials have ended."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if trial_rows.open_ids(tx.connection, experiment_id):
         return
@@ -164,14 +164,14 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
 
 
 def begin_search(tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
-    """Initialise the searcher and create its first trials."""
+    """Create an experiment's searcher and the searcher's first trials."""
     row = experiment_rows.require(tx.connection, experiment_id)
     searcher = Searcher.new(config, int(config["reproducibility"]["experiment_seed"]))
     _apply_actions(tx, row, config, searcher, searcher.initial_trials())
 
 
 def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
-    """Pass a validation to the searcher; fail the experiment if the metric is missing."""
+    """Pass a validation to the searcher; a ``SearchError`` fails the experiment."""
     _send_to_searcher(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 
@@ -187,7 +187,7 @@ def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReaso
 
 
 def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
-    """Pass an event to the searcher; no-op if the experiment is stopping or detached."""
+    """Pass an event to the searcher; no-op if the experiment stops or is detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return
@@ -244,7 +244,7 @@ def _apply_actions(
 
 
 def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
-    """Return the checkpoint of another experiment that new trials start from, if any."""
+    """Return the checkpoint uuid that the config sets as start of new trials, or None."""
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")
         return uuid

@@ -1,4 +1,4 @@
-"""Create, change, stop, continue and delete experiments, projects and workspaces."""
+"""State transitions of experiments; deletion of projects and workspaces."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def create(
     parent_id: int | None = None,
     project_id: int = projects.DEFAULT_ID,
 ) -> int:
-    """Store an experiment and its first trials; PAUSED unless ``activate``.
+    """Create an experiment and its first trials; it is PAUSED unless ``activate``.
 
-    ``tgz`` is the model definition, gzip tar.
+    ``tgz`` is the model definition as tar.gz. Returns the experiment's id.
     """
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
     _warm_start(tx, submission.config)
@@ -72,7 +72,7 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
 
 
 def pause(tx: Transaction, experiment_id: int) -> None:
-    """Pause an experiment: its trials save a checkpoint and release their slots."""
+    """Pause an experiment; its trials save checkpoints and then release their slots."""
     state = _require_changeable(tx, experiment_id, "pause")
     if state == "PAUSED":
         return
@@ -111,7 +111,7 @@ def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
 
 
 def cancel(tx: Transaction, experiment_id: int) -> None:
-    """Cancel an experiment: its trials save a checkpoint; no-op if it has ended."""
+    """Cancel an experiment; its trials save checkpoints. No-op if it has ended."""
     experiment_rows.require(tx.connection, experiment_id)
     endings.stop_experiment(tx, experiment_id, "STOPPING_CANCELED", "the experiment was canceled")
 
@@ -138,7 +138,7 @@ def unarchive(tx: Transaction, experiment_id: int) -> None:
 
 
 def delete(tx: Transaction, experiment_id: int) -> None:
-    """Start deleting an experiment, its checkpoints, metrics and logs (DELETING)."""
+    """Set an experiment to DELETING, and enqueue deletion of its files and rows."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state == "DELETING":
         return
@@ -149,7 +149,7 @@ def delete(tx: Transaction, experiment_id: int) -> None:
 
 
 def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
-    """Raise 400 if an experiment is active or has registered checkpoints."""
+    """Raise ``InvalidError`` if an experiment is active or has registered checkpoints."""
     if row.state not in TERMINAL | DELETING:
         raise InvalidError(
             f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
@@ -189,10 +189,10 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
 
 
 def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:
-    """Resume an ended experiment from its checkpoints.
+    """Resume an ended experiment from its checkpoints; return its id.
 
-    Trials that did not complete run again, with their restart counters reset. With a changed config (single searcher only) even
-    a completed trial runs again.
+    Trials that did not complete run again, with restart counters of 0. With the single searcher, a completed trial runs again
+    too. ``submission`` is a changed config, for the single searcher only.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
@@ -209,7 +209,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
         _resample(tx, again[0].id, submission)
-    # Not None: detached experiments were rejected above.
+    # The snapshot is not None: detached experiments, which have no searcher, were rejected above.
     snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id).searcher_snapshot or "")
     reopened = {trial.request_id for trial in again}
     for name in ("closed", "failed", "cancelled", "stopped"):
@@ -253,7 +253,7 @@ def _check_continuable(row: experiment_rows.Experiment, submission: Submission |
 
 
 def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
-    """Replace the hyperparameters of a single searcher's trial after a config change."""
+    """Sample a single searcher's trial hyperparameters again from a changed config."""
     seed = int(submission.config["reproducibility"]["experiment_seed"])
     for action in Searcher.new(submission.config, seed).initial_trials():
         if isinstance(action, Create):
@@ -261,7 +261,7 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
-    """Change the given fields of an experiment.
+    """Update fields of an experiment in its row and its config.
 
     ``checkpoint_storage`` accepts its ``save_…`` keys, and a change of them runs checkpoint GC.
     """
@@ -289,9 +289,9 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
 def project_of_config(
     connection: Connection, project_id: int | None, config: Mapping[str, Any]
 ) -> projects.ProjectInfo:
-    """Return a new experiment's project: from the request, the config or the default.
+    """Return a new experiment's project: the request's, the config's, or the default.
 
-    If ``project_id`` is at most the default project's (1), the config decides; the config need not be validated yet.
+    If ``project_id`` is None or the default project (1), the config decides. The config need not be validated yet.
 
     Source: Determined 0.38.1, precedence of request and config.
     """
@@ -307,7 +307,7 @@ def project_of_config(
 
 
 def delete_project(tx: Transaction, project_id: int) -> bool:
-    """Start deleting a project; return True if it was empty and is already deleted."""
+    """Start deletion of a project; return True if it was empty and is now deleted."""
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
     held = experiment_rows.of_project(tx.connection, project_id)
@@ -324,7 +324,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
 
 
 def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
-    """Start deleting a workspace; return True if it was empty and is already deleted."""
+    """Start deletion of a workspace; return True if it was empty and is now deleted."""
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
     model = models.any_name_in(tx.connection, workspace_id)
@@ -342,7 +342,7 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project; mark it DELETE_FAILED if experiments remain."""
+    """Delete a project after its experiments; set DELETE_FAILED if any remain."""
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)
@@ -354,7 +354,7 @@ def finish_project(tx: Transaction, project_id: int) -> None:
 
 
 def finish_workspace(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace; mark it DELETE_FAILED if projects or models remain."""
+    """Delete a workspace after its projects; set DELETE_FAILED if content remains."""
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"

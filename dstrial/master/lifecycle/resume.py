@@ -1,7 +1,7 @@
 """Finds a trial's checkpoint and the slot counts on which the trial can resume.
 
-Reads rows and manifests only. A checkpoint of dstrial can resume with the same global batch size on any slot count that divides
-it, so the trial runs on fewer slots than ``slots_per_trial`` instead of waiting.
+The module reads only database rows and manifests. A trial can resume from a dstrial checkpoint with the same global batch size on
+any slot count that divides it. The trial thus runs on fewer slots than ``slots_per_trial`` instead of waiting.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dstrial.master.store.database import Connection
 from dstrial.master.store.trials import Trial
 from dstrial.resume.metadata import RESUME_VARIABLE
 
-# Launchers that start one rank per slot; another command may start any number.
+# Launchers that start one rank per slot; another command may start any number of ranks.
 _LAUNCHERS = ("dstrial.launch", "determined.launch.")
 # Trial id in the metadata of checkpoints in a local run directory.
 _LOCAL_TRIAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
-    """Return the dstrial checkpoint's run that a trial resumes from, if any."""
+    """Return the saved run that a trial resumes from; None: no dstrial checkpoint."""
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
         return _read(latest)
@@ -38,14 +38,14 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return another trial's saved run, from which only weights are loaded."""
+    """Return the saved run of another trial's checkpoint, for its weights only."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
 
 
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run that an unvalidated config's first trial starts from."""
+    """Return the saved run from which the first trial of a config starts, or None."""
     saved = _of_run_directory(config)
     if saved is not None:
         return saved
@@ -61,7 +61,7 @@ def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun
 
 
 def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the run that ``dstrial run --resume`` set in the config's environment."""
+    """Return the saved run that ``dstrial run --resume`` names in a config, or None."""
     environment = config.get("environment")
     variables = environment.get("environment_variables") if isinstance(environment, Mapping) else None
     if isinstance(variables, Mapping):
@@ -85,7 +85,7 @@ def _read(row: Checkpoint) -> SavedRun | None:
 def choices(
     connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
 ) -> tuple[int, ...]:
-    """Return the slot counts that the trial's checkpoint can resume on, descending."""
+    """Return slot counts on which a trial's checkpoint can resume, highest first."""
     saved = _resizable_run(connection, trial, config)
     if saved is None:
         return ()
@@ -97,7 +97,7 @@ def choices(
 def why_it_waits(
     connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> str | None:
-    """Return why a trial's checkpoint cannot resume on the available slots, if so."""
+    """Return why a trial cannot resume on ``num_available`` slots; None if it can."""
     saved = _resizable_run(connection, trial, config)
     if saved is None or num_available < 1:
         return None
@@ -118,6 +118,6 @@ def _resizable_run(connection: Connection, trial: Trial, config: Mapping[str, An
 
 
 def follows_slots(entrypoint: Any) -> bool:
-    """Return whether an entrypoint starts one rank per slot."""
+    """Return whether a config's entrypoint starts one rank per slot."""
     words = " ".join(map(str, entrypoint)) if isinstance(entrypoint, list) else str(entrypoint or "")
     return trial_spec(entrypoint) is not None or any(launcher in words for launcher in _LAUNCHERS)

@@ -1,6 +1,6 @@
-"""Availability of checkpoint storages, and the trials that wait for one.
+"""Probes of checkpoint storages, and the trials that wait for an unavailable one.
 
-A storage directory is created at its first use only. Storages that are not local directories are not checked.
+A storage's directory is created at its first use only. Only storages that are local directories are probed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dstrial.storage_guard import STORAGE_MARKER, StorageGoneError, what_is_ther
 
 logger = logging.getLogger("dstrial.master.storages")
 
-PROBE_TIMEOUT_S = 5.0  # of one probe: a network file system blocks forever if its server is unreachable
+PROBE_TIMEOUT_S = 5.0  # timeout of a probe: a network file system blocks forever if its server is unreachable
 _MARKER_TEXT = "Checkpoints of dstrial are stored here. If this file is missing, dstrial treats the storage as not mounted.\n"
 
 
 def root_of(storage: Mapping[str, Any]) -> Path | None:
-    """Return the local directory of a storage; None if it has none."""
+    """Return the absolute local directory of a storage; None if the storage has none."""
     try:
         root = storage_root(storage)
     except MasterError:
@@ -54,7 +54,7 @@ class Storages:
         self._probes: dict[Path, tuple[float, Future[str | None]]] = {}
 
     def trouble(self, storage: Mapping[str, Any]) -> str | None:
-        """Return why a previously used storage is unavailable; None if it is available."""
+        """Return why a storage is unavailable; None if it is available or was never used."""
         root = root_of(storage)
         if root is None or not self._is_known(root):
             return None
@@ -62,9 +62,9 @@ class Storages:
         return None if instead is None else str(StorageGoneError(str(root), instead))
 
     def secure(self, storage: Mapping[str, Any]) -> Path | None:
-        """Return a storage's directory; create it with its marker at the first use.
+        """Return a storage's directory; create it with its marker file at the first use.
 
-        None if the storage is not local or cannot be created; its trials will then report the error.
+        Returns None if the storage is not local or cannot be created. Its trials then report the error.
 
         Raises:
             StorageGoneError: the storage was used before and is unavailable.
@@ -107,10 +107,10 @@ class Storages:
                 path.chmod((0o666 if path == marker else 0o777) & ~self._umask)
 
     def _probe(self, root: Path) -> str | None:
-        """Probe in a daemon thread, with a timeout; at most one probe per storage."""
+        """Return why a storage is unavailable, or None; reuse a probe that already runs."""
         with self._lock:
             began_s, probe = self._probes.get(root, (0.0, None))
-            if probe is None or probe.done():  # A result from before this call is stale.
+            if probe is None or probe.done():  # the result of an earlier probe is stale
                 began_s, probe = time.monotonic(), _in_thread(lambda: what_is_there_instead(str(root)))
                 self._probes[root] = began_s, probe
         try:
@@ -120,7 +120,7 @@ class Storages:
 
 
 class StorageWait:
-    """Holds back trials whose storage is unavailable; used by the scheduler thread."""
+    """Tracks trials that wait for their storage; only the scheduler thread uses it."""
 
     def __init__(self, database: Database, storages: Storages) -> None:
         self._database = database
@@ -135,20 +135,20 @@ class StorageWait:
         return self._storages.trouble(json.loads(experiment.config)["checkpoint_storage"])
 
     def look_again(self) -> None:
-        """Probe the storages of held-back trials again; may take seconds."""
+        """Probe the storages of the waiting trials again; may block for seconds."""
         known: dict[int, str | None] = {}
         for row, _ in list(self._held.values()):
             self.holds_up(row, known)
 
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
-        """Return the trials not held back; forget held-back trials that left the queue."""
+        """Return trials of ``rows`` that need not wait; forget trials not in ``rows``."""
         self._held = {row.id: self._held[row.id] for row in rows if row.id in self._held}
         return [row for row in rows if row.id not in self._held]
 
     def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
-        """Return whether a startable trial must wait for its storage; log changes.
+        """Probe a trial's storage; return whether the trial must wait, and log changes.
 
-        ``known`` caches the probe results of one poll by experiment.
+        ``known`` caches probe results of one poll: experiment id -> error or None.
         """
         known = {} if known is None else known
         if row.experiment_id not in known:  # probe a slow storage once for all trials of an experiment
@@ -166,7 +166,7 @@ class StorageWait:
         return True
 
     def is_waiting(self, trial_id: int) -> bool:
-        """Return whether a trial was held back at the last probe."""
+        """Return whether the last probe found the trial's storage unavailable."""
         return trial_id in self._held
 
     def _log_line(self, row: WaitingTrial, text: str, level: str) -> None:
@@ -174,7 +174,6 @@ class StorageWait:
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a daemon thread."""
     future: Future[Any] = Future()
 
     def run() -> None:

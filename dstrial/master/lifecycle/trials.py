@@ -1,4 +1,4 @@
-"""Handles reports of trials: metrics, checkpoints, progress, early exit, kill."""
+"""Handles what trials report (metrics, checkpoints, progress), and kills trials."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def report_metrics(
     metrics: dict[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Store a metric report; pass a validation to the searcher in the transaction.
+    """Store a metric report and pass a validation to the searcher, in one transaction.
 
-    ``steps`` are batches completed; None for profiling reports. ``per_batch`` is stored without processing.
+    ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` is only stored.
     """
     added = metric_rows.add_report(
         tx,
@@ -57,12 +57,12 @@ def report_metrics(
         if not trial.is_stopped_by_searcher:
             endings.validation_completed(tx, trial, metrics)
         elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
-            # The trial crashed during its stop, was restarted, and has reached that validation again.
+            # The trial crashed while it stopped, restarted, and has reached its last validation again.
             endings.stop_trial(tx, trial_id, "STOPPING_COMPLETED", endings.STOPPED_BY_SEARCHER)
 
 
 def report_checkpoint(tx: Transaction, trial: trial_rows.Trial, **columns: Any) -> None:
-    """Store a trial's reported checkpoint; idempotent."""
+    """Store a checkpoint that a trial reports; repeated reports update its row."""
     checkpoint_rows.add_checkpoint(tx, trial=trial, **columns)
     tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
@@ -76,14 +76,14 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
 
 
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
-    """Store a trial's activity: training, validating, checkpointing, restoring, etc."""
+    """Store what a trial reports to be doing, for example training or restoring."""
     trial_rows.require(tx.connection, trial_id)
     trial_rows.update(tx, trial_id, runner_state=state)
     tx.publish(f"trial:{trial_id}")
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Mark a trial's hyperparameters as invalid; it has ten seconds to exit."""
+    """Mark a trial's hyperparameters as invalid; kill the trial after ten seconds."""
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
         raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
     trial = trial_rows.require(tx.connection, trial_id)

@@ -1,1 +1,1 @@
-"""The SQLite database with its single writer thread, and queries by resource."""
+"""The master's SQLite database (one writer thread), and queries by resource."""

@@ -1,4 +1,4 @@
-"""Rows of allocations, and usage records that outlive deleted experiments."""
+"""Queries on allocations (runs of tasks), and on usage of deleted experiments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dstrial.master.store.errors import Hint, required
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """A row of allocations; ``schema.sql`` documents the columns."""
+    """A row of the table ``allocations``; ``schema.sql`` documents the columns."""
 
     id: str
     task_id: str
@@ -64,7 +64,7 @@ def _where(connection: sqlite3.Connection, condition: str, *values: object) -> l
 
 
 def live(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
-    """Return a trial's active allocation; a trial has at most one."""
+    """Return the trial's allocation that has not terminated (at most one), or None."""
     return next(iter(_where(connection, "trial_id = ? AND state != 'TERMINATED'", trial_id)), None)
 
 
@@ -85,7 +85,7 @@ class _Supervisor(Protocol):
 
 
 def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
-    """Return the columns that identify a local supervisor; empty for None."""
+    """Return the local supervisor's PID and start time as columns; {} for None."""
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
@@ -103,12 +103,12 @@ def insert(
     directory: str,
     **others: Any,
 ) -> str:
-    """Store an allocation and return its id; ``others`` are further columns."""
+    """Insert an ASSIGNED allocation and return its id; ``others`` are more columns."""
     allocation_id = f"{task_id}.{run_id}"
     columns = {
         "id": allocation_id,
         "task_id": task_id,
-        "trial_id": 0,  # of a command, like the next one
+        "trial_id": 0,  # a command has neither trial nor experiment
         "experiment_id": 0,
         "run_id": run_id,
         "state": "ASSIGNED",
@@ -122,7 +122,7 @@ def insert(
 
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
-    """Return a trial's allocations up to and including a run, newest first."""
+    """Return the trial's last ``limit`` allocations up to ``run_id``, newest first."""
     condition = "trial_id = ? AND run_id <= ? ORDER BY run_id DESC LIMIT ?"
     return _where(connection, condition, trial_id, run_id, limit)
 
@@ -137,7 +137,8 @@ def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) ->
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
-    """Count a report of a run, which proves that the trial's code has started."""
+    """Mark the run's allocation as ready; count the report if ``has_trained``."""
+    # Any report proves that the trial's code has started.
     tx.execute(
         "UPDATE allocations SET num_reports = num_reports + ?, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
         (int(has_trained), trial_id, run_id),
@@ -145,7 +146,7 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Advance the read offset of a log (compare-and-swap); False if not at ``before``."""
+    """Set a log's read offset to ``after`` if it is ``before``; else return False."""
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
         (after, num_lines, allocation_id, before),
@@ -180,23 +181,23 @@ _REPORTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationUsage:
-    """An allocation in a usage report."""
+    """Slot usage of one allocation, for usage reports."""
 
     allocation_id: str
     kind: str  # task type, for example TRIAL
     user_id: int
     username: str
     experiment_id: int  # 0 for a command; the experiment may be deleted
-    workspace_name: str  # when the allocation started
-    labels: tuple[str, ...]  # the experiment's
+    workspace_name: str  # its name when the allocation started
+    labels: tuple[str, ...]  # of the experiment
     num_slots: int
     start_us: int
     end_us: int | None  # None while running
-    trial_id: int | None  # None if deleted
+    trial_id: int | None  # None for a command or a deleted trial
 
 
 def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[AllocationUsage]:
-    """Return every allocation that overlaps a time range, sorted by start."""
+    """Return the usage of allocations that overlap a time range, sorted by start."""
     sql = (
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
@@ -206,7 +207,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (number of slots, start, end) of allocations in a time range."""
+    """Return (slot count, start us, end us or None) of allocations in a time range."""
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
         "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "
@@ -218,9 +219,9 @@ def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> list[tuple[str, int, int]]:
-    """Return the (activity, start, end) intervals of an allocation, in microseconds.
+    """Split an allocation into (activity, start us, end us) intervals.
 
-    Each report ends the interval that the previous report started; the time after the last report is training.
+    Each report ends an interval, which began at the previous report. Time after the last report counts as training.
     """
     end_us = now_us if use.end_us is None else use.end_us
     if use.kind in NAMES:
@@ -237,7 +238,7 @@ def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> 
 
 
 def remember_uses(tx: Transaction, experiment_id: int) -> None:
-    """Copy an experiment's usage records before its rows are deleted."""
+    """Copy usage of an experiment's ended allocations before their rows are deleted."""
     tx.execute(
         "INSERT OR REPLACE INTO past_usage (allocation_id, kind, user_id, experiment_id, workspace_name, labels, "  # noqa: S608 - a constant
         "num_slots, "

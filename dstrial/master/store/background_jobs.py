@@ -1,4 +1,4 @@
-"""Queue of background jobs: checkpoint collection and deletion of files."""
+"""Queue of background jobs: checkpoint garbage collection and file deletion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_US = 2_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackgroundJob:
-    """A row of background_jobs; ``schema.sql`` documents the columns."""
+    """A row of the table ``work``; ``schema.sql`` documents the columns."""
 
     id: int
     kind: str
@@ -29,9 +29,9 @@ class BackgroundJob:
 
 
 def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
-    """Enqueue a job.
+    """Enqueue a background job and wake the scheduler.
 
-    ``kind`` is "gc" (by the experiment's policy), "delete_checkpoints" (payload ``uuids``, ``globs``), "sweep" (incomplete
+    ``kind`` is "gc" (by the checkpoint policy), "delete_checkpoints" (payload ``uuids``, ``globs``), "sweep" (incomplete
     checkpoints of an allocation: ``uuids``, ``allocation_id``), "delete_experiment", "delete_tensorboard", "delete_project" or
     "delete_workspace" (``id``; enqueued after the jobs for their contents). The experiment is 0 for projects and workspaces.
     """
@@ -41,7 +41,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest pending job except those with ids in ``but``."""
+    """Return the oldest job that has not ended, except the ids in ``but``, or None."""
     sql = (
         "SELECT * FROM work WHERE ended_us IS NULL AND id NOT IN (SELECT value FROM json_each(?)) "
         "ORDER BY id LIMIT 1"
@@ -50,13 +50,13 @@ def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> B
 
 
 def done(tx: Transaction, work_id: int) -> None:
-    """Mark a job as ended, and delete ended jobs that are no longer shown."""
+    """Mark a job as ended; delete jobs that ended more than ``_SHOWN_US`` ago."""
     now = now_us()
     tx.update("work", work_id, {"ended_us": now})
     tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
 
 
 def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
-    """Return file jobs of experiments that are pending, running or just ended."""
+    """Return jobs of experiments (except "sweep") that have not ended or just ended."""
     sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id"
     return fetch_all(BackgroundJob, connection, sql, (now_us() - _SHOWN_US,))

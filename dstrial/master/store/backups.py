@@ -1,4 +1,4 @@
-"""Backs up and restores the database."""
+"""Backup and restore of the master's database."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def make_copy(database: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """Copy in one step, so that concurrent writes do not restart the backup."""
+    """Copy a database to ``path``, and yield a connection to the copy."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as made:
-        source.backup(made)
+        source.backup(made)  # in one step, so that concurrent writes do not restart it
         made.execute("PRAGMA journal_mode = DELETE")  # a single file, without a WAL
         yield made
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a daily backup and delete old ones; None if none is due."""
+    """Make a daily backup if one is due; prune old ones; return its path or None."""
     daily = [copy for copy in sqlite_file.list_copies(database) if copy.is_daily]
-    # Absolute difference, in case the clock was set back.
+    # abs(): if the clock was set back, a backup's time may be in the future.
     if any(abs(now_s - copy.time_s) < DAY_S for copy in daily):
         return None
     target = sqlite_file.new_path(database, now_s, "daily")
@@ -129,7 +129,7 @@ _SKIPPED_IDS = 10_000  # gap after the backup's ids if the replaced database is 
 
 
 def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Restored:
-    """Copy and verify a backup, and advance its id sequences beyond ``last_ids``."""
+    """Copy ``copy`` to ``new``, verify it, and raise its id sequences to ``last_ids``."""
     new.unlink(missing_ok=True)
     with sqlite_file.reading(copy) as source, _copied(source, new) as made:
         problem = sqlite_file.check_whole(made)
@@ -147,7 +147,7 @@ def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Resto
 
 
 def _last_ids(database: Path) -> Mapping[str, int] | None:
-    """Return the last id per table of the replaced database; None if unreadable."""
+    """Return table -> last id of the database to replace; None if it is unreadable."""
     with contextlib.suppress(sqlite3.DatabaseError):
         if database.exists() and database.stat().st_size:
             with sqlite_file.reading(database) as connection:
@@ -160,7 +160,7 @@ def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -> None:
-    """Advance id sequences: files and links of users refer to ids, so none is reused."""
+    """Prevent reuse of ids, to which files and links of users refer."""
     own_ids = _ids_of(made)
     if last_ids is None:
         last_ids = {name: number + _SKIPPED_IDS for name, number in own_ids.items()}
@@ -173,7 +173,7 @@ def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -
 
 
 def _move_aside(database: Path) -> Path | None:
-    """Move a database and its WAL into a new directory; None if there is no database."""
+    """Move the database and its WAL to a new directory; return it (None: no files)."""
     found = [
         path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
     ]

@@ -1,4 +1,4 @@
-"""Rows of checkpoints; the files are in the experiment's checkpoint storage."""
+"""Queries on checkpoints; their files are in the experiment's checkpoint storage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A row of checkpoints; ``schema.sql`` documents the columns."""
+    """A row of the table ``checkpoints``; ``schema.sql`` documents the columns."""
 
     uuid: str
     experiment_id: int
@@ -77,7 +77,7 @@ def add_checkpoint(
 ) -> None:
     """Insert a checkpoint, or update it from a repeated report.
 
-    ``others`` are further columns. The manifest's SHA-256 is stored from the first report that has one and never changes, so
+    ``others`` are further columns. The first report with a SHA-256 of the manifest sets it. Later reports cannot change it, so
     that the storage can be verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
@@ -108,7 +108,7 @@ def add_checkpoint(
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
-    """Return metadata with the registered SHA-256, ignoring a client's value for it."""
+    """Return ``metadata`` with ``digest`` in place of the SHA-256 that a client sent."""
     rest = {key: value for key, value in metadata.items() if key != MANIFEST_DIGEST}
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
@@ -124,7 +124,7 @@ def _count(tx: Transaction, trial_id: int) -> None:
 
 
 def update_best(tx: Transaction, trial_id: int) -> None:
-    """Set the trial's best checkpoint: the complete one at its best validation."""
+    """Set the trial's best checkpoint: a COMPLETED one at the best validation's batch."""
     tx.execute(
         "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
         "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
@@ -143,7 +143,7 @@ def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointI
 
 
 def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
-    """Return a trial's complete checkpoint with the most batches, newest on ties."""
+    """Return the trial's COMPLETED checkpoint with the most batches, newest on ties."""
     sql = (
         "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' "
         "ORDER BY steps DESC, report_us DESC LIMIT 1"
@@ -152,7 +152,7 @@ def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoin
 
 
 def in_use(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return checkpoints that must not be deleted: uuid -> use.
+    """Return checkpoints that must not be deleted: uuid -> description of the use.
 
     As in Determined 0.38.1, these are warm-start checkpoints of trials and registered model versions.
     """
@@ -168,7 +168,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint as being deleted, or return its use if it is in use."""
+    """Mark a checkpoint as being deleted; if it is in use, only return the use."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.update("checkpoints", uuid, {"deleting_us": now_us()}, key="uuid")
@@ -176,12 +176,12 @@ def claim(tx: Transaction, uuid: str) -> str | None:
 
 
 def release_claims(tx: Transaction, uuid: str | None = None) -> None:
-    """Unmark a checkpoint whose deletion failed, or all of them after a crash."""
+    """Unmark a checkpoint after a failed deletion; without ``uuid``, unmark all."""
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 
 def refuse_deleting(connection: sqlite3.Connection, row: Checkpoint) -> None:
-    """Raise 400 if a checkpoint is incomplete or being deleted."""
+    """Raise ``InvalidError`` if a checkpoint is not COMPLETED or is being deleted."""
     state = row.state
     of_experiment = fetch_value(
         str, connection, "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
@@ -211,8 +211,9 @@ def list_checkpoints(
 
 
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
-    """Store the remaining files: none sets DELETED, fewer set PARTIALLY_DELETED.
+    """Store a checkpoint's remaining files (path -> bytes), and update its state.
 
+    Without files, the state is DELETED; with fewer files than before, PARTIALLY_DELETED.
     A deleted checkpoint keeps its file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
     """
     row = require_checkpoint(tx.connection, uuid)
@@ -230,7 +231,7 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
 
 
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
-    """Replace a checkpoint's metadata except ``steps_completed`` and the SHA-256."""
+    """Replace a checkpoint's metadata except the SHA-256 of its manifest."""
     digest = require_checkpoint(tx.connection, uuid).manifest_sha256
     tx.update("checkpoints", uuid, {"metadata": _with_digest(metadata, digest)}, key="uuid")
 

@@ -1,4 +1,4 @@
-"""Rows of commands (processes without a trial) and their context files."""
+"""Queries on commands (tasks without a trial) and on their context files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IN_ORDER = "ORDER BY c.priority, c.queue_position, c.task_id"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A row of commands; ``schema.sql`` documents the columns."""
+    """A row of the table ``commands``; ``schema.sql`` documents the columns."""
 
     task_id: str
     kind: str
@@ -67,7 +67,7 @@ class CommandInfo(Command):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewCommand:
-    """A command to insert."""
+    """Values of a new command, for :func:`insert`."""
 
     kind: CommandKind
     spec: CommandConfig
@@ -103,7 +103,7 @@ def insert(tx: Transaction, new: NewCommand) -> str:
     tx.insert("commands", columns)
     tx.insert("tasks", {"id": task_id, "type": new.kind, "start_us": now})
     if new.tgz or new.kind == "GENERIC":
-        # A generic task has a row even without files: a missing row means deleted files, so no fork is possible.
+        # A generic task has a row even without files: a missing row means that the files were deleted, which prevents forks.
         tx.insert("command_contexts", {"task_id": task_id, "tgz": new.tgz})
     return task_id
 
@@ -127,18 +127,18 @@ def require(
 
 
 def context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
-    """Return a command's context files, tar.gz; None without files or once deleted."""
+    """Return a command's context files as tar.gz; None if there are none (any more)."""
     return fetch_value(bytes, connection, "SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,))
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
-    """Return a kind's commands, active or ended within a day, oldest first."""
+    """Return commands of a kind that are active or ended within a day, oldest first."""
     condition = "c.kind = ? AND (c.end_us IS NULL OR c.end_us > ?) ORDER BY c.start_us, c.task_id"
     return _where(connection, condition, kind, now - _SHOWN_US)
 
 
 def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
-    """Return the newest commands and all active ones."""
+    """Return the ``limit`` newest commands and all active ones, newest first."""
     recent = "SELECT task_id FROM commands ORDER BY start_us DESC LIMIT ?"
     condition = f"c.end_us IS NULL OR c.task_id IN ({recent}) ORDER BY c.start_us DESC, c.task_id"
     return _where(connection, condition, limit)

@@ -75,7 +75,7 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
         raise TypeError(
             f"columns are {columns}; expected those of {kind.__name__}, {list(names)}. Read these."
         )
-    # By name: the statement's column order may differ from the field order.
+    # Match columns by name, as their order may differ from the order of the fields.
     places = [columns.index(name) for name in names]
     for row in cursor:
         values = [row[place] for place in places]
@@ -119,7 +119,7 @@ def marks(values: Sized) -> str:
 
 
 def stored(value: Any) -> Any:
-    """Convert a value for a column: mappings and lists to JSON."""
+    """Return a value as a column stores it: mappings and lists as JSON."""
     if isinstance(value, Mapping):
         return json.dumps(dict(value))
     return json.dumps(value) if isinstance(value, list) else value
@@ -137,23 +137,23 @@ class Conditions:
         self.values.extend(values)
 
     def need_one_of(self, column: str, values: Sequence[Any], *, or_null: bool = False) -> None:
-        """Need a column to have one of the values; without values, match all."""
+        """Require a column to have one of the values; empty ``values`` match all rows."""
         if values:
             null = f" OR {column} IS NULL" if or_null else ""
             self.need(f"({column} IN ({marks(values)}){null})", *values)
 
     def need_equal(self, column: str, value: Any) -> None:
-        """Need a column to have a value; None matches all."""
+        """Require a column to have a value; None matches all rows."""
         if value is not None:
             self.need(f"{column} = ?", value)
 
     def need_labels(self, column: str, labels: Sequence[str]) -> None:
-        """Need a JSON list to contain all labels."""
+        """Require the JSON list in a column to contain all labels."""
         for label in labels:
             self.need(f"? IN (SELECT value FROM json_each({column}))", label)  # noqa: S608 - our column
 
     def need_part(self, column: str, text: str | None) -> None:
-        """Need a column to contain a text, ignoring case; without a text, match all."""
+        """Require a column to contain a text, ignoring case; no text matches all rows."""
         if text:
             self.need(f"instr(lower({column}), lower(?)) > 0", text)
 
@@ -257,7 +257,7 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run ``function`` and wait for the commit; must not be called in a write."""
+        """Like ``submit``, but wait for the commit; deadlocks in the writer thread."""
         return self.submit(function).result()
 
     @contextlib.contextmanager
@@ -325,7 +325,7 @@ class Database:
             self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Convert an SQLite error to ``MasterError`` if it is known; record damage."""
+        """Return a ``MasterError`` for a known SQLite error, else the error; note damage."""
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
         if not is_damage(error):
@@ -339,13 +339,13 @@ class Database:
             logger.critical("%s", self.describe_damage())
 
     def describe_damage(self) -> str:
-        """Return a message if damage was found since the start, else an empty one."""
+        """Return a message about damage found since the start; empty if there is none."""
         if not self.damage:
             return ""
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message if there is damage or a recent failed write, else an empty one."""
+        """Return a message about damage or a recent failed write; empty if there is none."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _RECENT_S:
@@ -389,7 +389,7 @@ class Database:
             logger.exception("%s could not be written; the writes of this transaction are lost", self.path)
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            # Not reset by a successful write: on a full disk, a smaller write may still succeed.
+            # A successful write does not reset this: on a full disk, a smaller write may still succeed.
             self._failed_write = (str(error), time.monotonic())
             for _, future in group:
                 if not future.done():

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class StoreError(MasterError):
-    """Base class: the request is not possible with the stored rows."""
+    """Base class of errors: the stored rows do not allow the request."""
 
     def __init__(self, text: str, hint: Hint | None = None) -> None:
         super().__init__(text if hint is None else f"{text}{hint.value}")

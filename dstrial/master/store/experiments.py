@@ -1,4 +1,4 @@
-"""Rows of experiments."""
+"""Queries on experiments and their model definitions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dstrial.master.store.errors import Hint, required
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experiment:
-    """A row of experiments; ``schema.sql`` documents the columns."""
+    """A row of the table ``experiments``; ``schema.sql`` documents the columns."""
 
     id: int
     job_id: str
@@ -70,7 +70,7 @@ def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
 
 
 def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experiment | None:
-    """Return the experiment with an external id, which detached runs set."""
+    """Return the experiment with an external id (set by detached runs), or None."""
     return fetch_one(
         Experiment, connection, "SELECT * FROM experiments WHERE external_id = ?", (external_id,)
     )
@@ -147,14 +147,14 @@ def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
-    """Return an experiment's model definition, tar.gz; empty for none."""
+    """Return an experiment's model definition as tar.gz; empty if it has none."""
     require(connection, experiment_id)
     sql = "SELECT tgz FROM model_definitions WHERE experiment_id = ?"
     return fetch_value(bytes, connection, sql, (experiment_id,)) or b""
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return active detached experiments, older than a time, that have no trial."""
+    """Return ids of active detached experiments from before a time without a trial."""
     return fetch_column(
         int,
         connection,

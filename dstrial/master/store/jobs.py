@@ -40,7 +40,7 @@ class QueuedExperiment(Experiment):
 class WaitingTrial:
     """A pending trial, with the scheduling settings of its experiment.
 
-    Holds only data for scheduling, as thousands of pending trials may be read whenever an allocation ends.
+    The class holds only data for scheduling, as thousands of pending trials may be read whenever an allocation ends.
     """
 
     id: int
@@ -80,7 +80,7 @@ def command_of(connection: sqlite3.Connection, job_id: str) -> Command | None:
 def position_beside(
     connection: sqlite3.Connection, job_id: str, anchor: Experiment | Command, *, is_ahead: bool
 ) -> float:
-    """Return a queue position directly before or after another job (``anchor``)."""
+    """Return a queue position for ``job_id`` directly before or after job ``anchor``."""
     own: float = anchor.queue_position
     side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
     neighbour = fetch_value(
@@ -154,12 +154,12 @@ class ResizableTrial:
 
 
 def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
-    """Return trials that can be stopped with a checkpoint, in queue order."""
+    """Return running trials that can be preempted for a resize, in queue order."""
     return fetch_all(ResizableTrial, connection, _RESIZABLE)
 
 
 def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: int) -> int:
-    """Return the slot count of the previous run; 0 for the first run."""
+    """Return the slot count of a trial's run before ``run_id``; 0 for the first run."""
     sql = "SELECT json_array_length(slots) FROM allocations WHERE trial_id = ? AND run_id < ? ORDER BY run_id DESC LIMIT 1"
     return fetch_value(int, connection, sql, (trial_id, run_id)) or 0
 
@@ -195,7 +195,7 @@ def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) ->
 def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
     """Disable a slot, or a whole node by its ``agent_key``.
 
-    With ``drain`` its trials may finish. Otherwise they are killed with ``reason`` and requeued.
+    With ``drain``, its running tasks may finish. Otherwise they are killed with ``reason`` and requeued.
     """
     tx.insert("disabled_slots", {"slot_id": slot_id, "drain": drain}, "INSERT OR REPLACE")
     if not drain:

@@ -40,7 +40,7 @@ _VERSION_SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """A row of models; ``schema.sql`` documents the columns."""
+    """A row of the table ``models``; ``schema.sql`` documents the columns."""
 
     id: int
     name: str
@@ -58,7 +58,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Version:
-    """A row of model_versions; ``schema.sql`` documents the columns."""
+    """A row of the table ``model_versions``; ``schema.sql`` documents the columns."""
 
     id: int
     model_id: int
@@ -108,7 +108,7 @@ def list_models(
     sort_by: str | None = None,
     is_descending: bool = False,
 ) -> list[ModelInfo]:
-    """Return models; ``sort_by`` is a SORT_BY_… of the API, by default the id."""
+    """Return models that match a filter; ``sort_by`` is SORT_BY_…, by default the id."""
     where = Conditions()
     where.need_equal("m.id", wanted.model_id)
     where.need_equal("m.is_archived", wanted.archived)
@@ -126,7 +126,7 @@ def list_models(
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
-    """Return a model by name (case-insensitive) or id; raise 404 if there is none."""
+    """Return a model by name (case-insensitive) or id; raise ``NotFoundError``."""
     row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
         row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
@@ -134,7 +134,7 @@ def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
 
 
 def create(tx: Transaction, *, name: str, owner_id: int, workspace_id: int, **fields: Any) -> int:
-    """Store a model and return its id; ``fields`` are further columns."""
+    """Insert a model and return its id; ``fields`` are further columns."""
     check_name(tx.connection, name, None)
     now = now_us()
     columns = {"name": name, "owner_id": owner_id, "workspace_id": workspace_id, **fields}
@@ -143,7 +143,7 @@ def create(tx: Transaction, *, name: str, owner_id: int, workspace_id: int, **fi
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
-    """Raise if a name is empty, has a slash, is a number, or is taken.
+    """Raise if a model name is empty, has a slash, is a number, or is in use.
 
     Source: Determined 0.38.1; request paths contain either a name or an id.
     """
@@ -158,7 +158,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def change(tx: Transaction, model_id: int, **fields: Any) -> None:
-    """Change columns of a model."""
+    """Update columns of a model, and the time of its last change."""
     _change(tx, "models", model_id, fields)
 
 
@@ -169,7 +169,7 @@ def delete(tx: Transaction, model_id: int) -> None:
 
 
 def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
-    """Return all labels of models, most used first."""
+    """Return labels of a workspace's models (None: of all), most used first."""
     where = Conditions()
     where.need_equal("m.workspace_id", workspace_id or None)
     sql = f"SELECT value FROM models m, json_each(m.labels) {where.sql} GROUP BY value ORDER BY COUNT(*) DESC, value"  # noqa: S608 - constants

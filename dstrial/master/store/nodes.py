@@ -1,4 +1,4 @@
-"""Remote nodes, and the state of allocations on each of them."""
+"""Queries on remote nodes, and on the state of an allocation on each node."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def slot_id_of(node_id: int, index: int) -> int:
 
 
 def agent_key(node_id: int) -> int:
-    """Return the slot id that stands for a whole node in ``disabled_slots``."""
+    """Return the negative slot id for a whole node in the table ``disabled_slots``."""
     return -1 - node_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationNode:
-    """A row of allocation_nodes; ``schema.sql`` documents the columns."""
+    """A row of the table ``allocation_nodes``; ``schema.sql`` documents the columns."""
 
     allocation_id: str
     node_id: int
@@ -48,7 +48,7 @@ class AllocationNode:
 
 
 def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
-    """Return name -> node id; a new name is assigned the next id permanently."""
+    """Return node name -> id; a new name is assigned the next id permanently."""
     for name in names:
         tx.insert("nodes", {"name": name}, "INSERT OR IGNORE")
     known = dict(tx.execute("SELECT name, id FROM nodes").fetchall())
@@ -56,7 +56,7 @@ def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
 
 
 def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, AllocationNode]:
-    """Return an allocation's parts on remote nodes: node id -> part."""
+    """Return node id -> row, for each remote node of an allocation."""
     rows = fetch_all(
         AllocationNode,
         connection,
@@ -67,7 +67,7 @@ def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, Al
 
 
 def insert_parts(tx: Transaction, allocation_id: str, node_ids: Sequence[int]) -> None:
-    """Store the nodes of an allocation, in rank order."""
+    """Insert a row for each node of an allocation; ``node_ids`` are in rank order."""
     for rank, node_id in enumerate(node_ids):
         columns = {"allocation_id": allocation_id, "node_id": node_id, "rank": rank}
         tx.insert("allocation_nodes", columns, "INSERT OR IGNORE")
@@ -84,7 +84,7 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Advance the read offset of a log (compare-and-swap); False if not at ``before``."""
+    """Set a log's read offset to ``after`` if it is ``before``; else return False."""
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
         "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",

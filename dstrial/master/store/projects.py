@@ -1,4 +1,4 @@
-"""Rows of projects, which hold experiments."""
+"""Queries on projects, which contain experiments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Project:
-    """A row of projects; ``schema.sql`` documents the columns."""
+    """A row of the table ``projects``; ``schema.sql`` documents the columns."""
 
     id: int
     workspace_id: int
@@ -50,7 +50,7 @@ class Project:
 class ProjectInfo(Project):
     username: str
     workspace_name: str
-    is_shut: bool
+    is_shut: bool  # the project or its workspace is archived
     num_experiments: int
     num_active: int
     num_runs: int
@@ -58,7 +58,7 @@ class ProjectInfo(Project):
 
 
 def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[ProjectInfo]:
-    """Return projects by id; ``is_shut``: the project or its workspace is archived."""
+    """Return a workspace's projects, sorted by id."""
     return fetch_all(
         ProjectInfo, connection, f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)
     )
@@ -79,7 +79,7 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
-    """Raise 400 if a project is archived or being deleted."""
+    """Raise ``InvalidError`` if a project is archived or being deleted."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -90,7 +90,7 @@ def refuse_shut(row: ProjectInfo, verb: str) -> None:
 
 
 def refuse_immutable(row: Project, verb: str) -> None:
-    """Raise 400 if this is the default project; ``verb`` is for the message."""
+    """Raise ``InvalidError`` for the default project; the message contains ``verb``."""
     if row.is_immutable:
         raise InvalidError(
             f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -99,16 +99,16 @@ def refuse_immutable(row: Project, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own_id: int | None) -> None:
-    """Raise 400 unless a name has 1 to 80 characters, 409 if the workspace has it."""
+    """Raise unless a project name has 1 to 80 characters and is new in the workspace."""
     sql = "SELECT id FROM projects WHERE workspace_id = ? AND name = ?"
     holder = fetch_value(int, connection, sql, (workspace_id, name))
     check_container_name("project", name, " in this workspace", is_taken=holder not in (None, own_id))
 
 
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
-    """Return a key in capitals; raise unless it is unused, 1 to 5 letters or digits.
+    """Return a project key in capitals; raise unless it is unused and valid.
 
-    Source: Determined 0.38.1, length and letters of keys.
+    A valid key has 1 to 5 letters or digits. Source: Determined 0.38.1.
     """
     if re.fullmatch(rf"[A-Za-z0-9]{{1,{_MAX_KEY}}}", key) is None:
         raise InvalidError(
@@ -122,7 +122,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
 def create(
     tx: Transaction, *, workspace_id: int, name: str, key: str | None, description: str, owner_id: int
 ) -> int:
-    """Store a project and return its id; by default, derive the key from the name."""
+    """Insert a project and return its id; without ``key``, derive one from the name."""
     check_name(tx.connection, workspace_id, name, None)
     kept = check_key(tx.connection, key, None) if key else _new_key(tx.connection, name)
     columns = {"workspace_id": workspace_id, "name": name, "key": kept, "description": description}
@@ -141,10 +141,10 @@ def _new_key(connection: sqlite3.Connection, name: str) -> str:
 
 
 def change(tx: Transaction, project_id: int, **fields: Any) -> None:
-    """Change the given fields of a project; ``notes`` is a list."""
+    """Update columns of a project; ``notes`` is a list."""
     tx.update("projects", project_id, fields)
 
 
 def delete(tx: Transaction, project_id: int) -> None:
-    """Delete an empty project."""
+    """Delete a project, which must not contain experiments."""
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))

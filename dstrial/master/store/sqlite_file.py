@@ -1,7 +1,7 @@
 """Opens and verifies the SQLite file; lists its backups.
 
-``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, made by the master, and ``master-DATE-TIME.db``, made by users and
-never deleted. Times are UTC.
+The master creates ``<state dir>/backups/daily-DATE-TIME.db``. Users create ``master-DATE-TIME.db`` in the same directory, which
+the master never deletes. Times are UTC.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def newest_copy(database: Path) -> Path | None:
 
 
 def unusable(path: Path, error: Exception) -> MasterError:
-    """Return the exception for a file that SQLite cannot open."""
+    """Return the ``MasterError`` for a database file that SQLite cannot open."""
     return MasterError(
         f"{path} cannot be used ({error}); expected a database of dstrial's with room to grow. Make room, put a copy of it "
         f"back with {hints.put_back(newest_copy(path), path.parent)}, or pass another --state-dir."
@@ -122,7 +122,7 @@ def _find_damage(path: Path) -> str:
 
 
 def check_whole(connection: sqlite3.Connection) -> str:
-    """Run SQLite's ``quick_check``; return its complaint, or an empty string."""
+    """Run SQLite's ``quick_check``; return the problems found, or an empty string."""
     try:
         connection.execute("PRAGMA cell_size_check = 1")
         found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]
@@ -154,7 +154,7 @@ def connect(path: Path) -> sqlite3.Connection:
     )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
-    # Durable before acknowledged: 0.5 ms per group commit on ext4 over NVMe; NORMAL takes 0.15 ms.
+    # Commits must be durable before they are acknowledged. FULL takes 0.5 ms per group commit on ext4 over NVMe, NORMAL 0.15.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA cell_size_check = 1")
     # Keep transactions larger than the cache in memory. Once pages have spilled to the WAL and a savepoint is rolled back, SQLite

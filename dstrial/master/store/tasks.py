@@ -1,4 +1,4 @@
-"""Rows of tasks, which identify runs of trials and commands in the API."""
+"""Queries on tasks; a task is a trial or a command, and has allocations (runs)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.master.store.database import Transaction, exists, fetch_all, fetch_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """A row of tasks; ``schema.sql`` documents the columns."""
+    """A row of the table ``tasks``; ``schema.sql`` documents the columns."""
 
     id: str
     type: str
@@ -67,7 +67,7 @@ def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: s
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
-    """Return whether one task, or all tasks of a trial, ended before a time."""
+    """Return whether a task, or all tasks of a trial, ended before ``before_us``."""
     of_task, of_allocation, value = (
         ("trial_id", "trial_id", trial_id) if trial_id is not None else ("id", "task_id", task_id)
     )

@@ -1,6 +1,6 @@
-"""Tokens, stored as SHA-256, and a cache of identities.
+"""API tokens, stored as SHA-256, and a cache of the identities they authenticate.
 
-Users create access tokens for scripts; session tokens come from logins and allocations.
+Users create access tokens for scripts. Logins and allocations create session tokens.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class AllocationIdentity:
     task_id: str
     trial_id: int
     experiment_id: int
-    run_id: int  # index among the trial's allocations
+    run_id: int  # number of the run among the trial's allocations
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
     """The user or allocation that a token belongs to."""
 
-    token_hash: str  # SHA-256, hexadecimal
+    token_hash: str  # of the token: SHA-256, hexadecimal
     user: User  # for an allocation, the owner of its experiment
     allocation: AllocationIdentity | None  # None for a user's token
     expires_us: int | None
@@ -68,7 +68,7 @@ class Identity:
 
 
 def create_token(tx: Transaction, user_id: int) -> str:
-    """Create a session token, and delete expired tokens."""
+    """Create and return a session token for a login; delete all expired tokens."""
     now = now_us()
     tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
     tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
@@ -99,7 +99,7 @@ def end_token(tx: Transaction, token_hash: str) -> None:
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
-    """Revoke all tokens of a user except the tokens of the user's allocations."""
+    """Revoke a user's tokens, except ``except_hash`` and tokens of kind "allocation"."""
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
@@ -112,7 +112,7 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Look up a token; None if unknown, expired, revoked, or its allocation has ended."""
+    """Return a token's identity; None if unknown, revoked, or of an ended allocation."""
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
         "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
@@ -148,13 +148,13 @@ def hash_token(token: str) -> str:
 
 
 def _new_token() -> str:
-    """Return a random token without dashes: `det` parses a leading one as an option."""
+    """Return a random token without dashes: `det` parses a leading dash as an option."""
     return secrets.token_urlsafe(32).replace("-", "_")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AccessToken:
-    """A row of access tokens; kept after expiry or revocation, for lists."""
+    """An access token without its secret; lists show it after expiry or revocation."""
 
     id: int
     user_id: int
@@ -170,7 +170,7 @@ class AccessToken:
 def create_access_token(
     tx: Transaction, user_id: int, description: str, expires_us: int | None
 ) -> tuple[int, str]:
-    """Create an access token; return its id and the token, which is not stored."""
+    """Create an access token; return its id and text. Only a hash of it is stored."""
     row = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
     user = required(row, f"user {user_id}", Hint.LIST_USERS)
     if not user["active"]:
@@ -192,7 +192,7 @@ def create_access_token(
 
 
 def list_access_tokens(connection: sqlite3.Connection, user_id: int | None) -> list[AccessToken]:
-    """Return the access tokens of one user or all users, by id."""
+    """Return the access tokens of a user (None: of all users), sorted by id."""
     sql = f"{_ACCESS_TOKENS} WHERE ? IS NULL OR user_id = ? ORDER BY id"
     return fetch_all(AccessToken, connection, sql, (user_id, user_id))
 
@@ -205,7 +205,7 @@ def require_access_token(connection: sqlite3.Connection, token_id: int) -> Acces
 def change_access_token(
     tx: Transaction, token_id: int, description: str | None, *, is_revoked: bool
 ) -> AccessToken:
-    """Change an access token's description, or revoke the token."""
+    """Change an access token's description, revoke the token, or do both."""
     now = now_us()
     if not require_access_token(tx.connection, token_id).is_active(now):
         raise InvalidError(
@@ -229,7 +229,7 @@ def _checked(description: str) -> str:
 
 
 class TokenStore:
-    """Cache of identities by token, invalidated when tokens or users change."""
+    """Cache of token -> identity, cleared after each commit to ``TOPIC``."""
 
     def __init__(self, read: Callable[..., Awaitable[Any]], pubsub: PubSub) -> None:
         self._read = read
@@ -238,7 +238,7 @@ class TokenStore:
         self._identities: dict[str, Identity] = {}
 
     async def find(self, token: str) -> Identity | None:
-        """Return the identity of a token; None if the token is invalid."""
+        """Return the identity of a token; None if the token is invalid or has expired."""
         token_hash = hash_token(token)
         version = self._pubsub.version(TOPIC)
         if version != self._version or len(self._identities) > _MAX_CACHED:
@@ -247,7 +247,7 @@ class TokenStore:
         identity = self._identities.get(token_hash)
         if identity is None:
             identity = await self._read(find_identity, token_hash)
-            # Not cached if a commit happened during the lookup.
+            # A commit during the lookup may have revoked the token: do not cache it then.
             if identity is not None and version == self._version == self._pubsub.version(TOPIC):
                 self._identities[token_hash] = identity
         if identity is None or (identity.expires_us is not None and identity.expires_us < now_us()):

@@ -1,4 +1,4 @@
-"""Rows of trials, each with its current task."""
+"""Queries on trials, and the tasks that a new or reopened trial gets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TERMINAL = "('COMPLETED', 'CANCELED', 'ERROR')"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """A row of trials; ``schema.sql`` documents the columns."""
+    """A row of the table ``trials``; ``schema.sql`` documents the columns."""
 
     id: int
     experiment_id: int
@@ -73,12 +73,12 @@ def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
 
 
 def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
-    """Return the trial with the searcher's request id."""
+    """Return the experiment's trial for a searcher's request id, or None."""
     return _one(connection, "experiment_id = ? AND request_id = ?", experiment_id, request_id)
 
 
 def by_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
-    """Return the trial with an external id, which detached runs set."""
+    """Return the trial with an external id (set by detached runs), or None."""
     return _one(connection, "experiment_id = ? AND external_id = ?", experiment_id, external_id)
 
 
@@ -93,15 +93,15 @@ def ids_of(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
 
 
 def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
-    """Return the ids of an experiment's active trials, oldest first."""
+    """Return the ids of an experiment's trials that have not ended, oldest first."""
     sql = f"SELECT id FROM trials WHERE experiment_id = ? AND state NOT IN {_TERMINAL} ORDER BY id"  # noqa: S608 - a constant
     return fetch_column(int, connection, sql, (experiment_id,))
 
 
 def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, warm_start: str | None) -> int:
-    """Store a trial that the searcher created, with its task; return the trial's id.
+    """Insert a trial that the searcher requests, and its task; return the trial's id.
 
-    ``now`` is in microseconds; ``warm_start`` is the checkpoint of another trial to start from.
+    ``now`` is in microseconds. ``warm_start`` is the uuid of another trial's checkpoint, from which the new trial starts.
     """
     task_id = f"{experiment.id}.{action.request_id}"
     columns = {
@@ -123,7 +123,7 @@ def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, wa
 def insert_detached(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None, now: int
 ) -> int:
-    """Store a detached trial with its task; return the trial's id."""
+    """Insert a detached trial and its task; return the trial's id."""
     request_id = str(uuid.uuid4())
     task_id = f"{experiment_id}.{request_id}"
     columns = {
@@ -144,7 +144,7 @@ def insert_detached(
 
 
 def reopen(tx: Transaction, trial: Trial) -> None:
-    """Reactivate an ended trial with a new task, to resume from its checkpoint."""
+    """Set an ended trial to ACTIVE with a new task, so that the trial can resume."""
     now = now_us()
     number = fetch_value(int, tx.connection, "SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial.id,))
     task_id = f"{trial.experiment_id}.{trial.request_id}-{number}"
@@ -173,7 +173,7 @@ def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
 
 
 def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
-    """Return active detached trials without a heartbeat since a time."""
+    """Return active detached trials whose last heartbeat was before a time."""
     return _where(connection, "state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id", before_us)
 
 
@@ -182,7 +182,7 @@ def update(tx: Transaction, trial_id: int, **columns: Any) -> None:
 
 
 def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int) -> list[int]:
-    """Return the ids of an experiment's trials, best validation first."""
+    """Return the ids of the ``limit`` best trials of an experiment, best first."""
     order = "ASC" if experiment.smaller_is_better else "DESC"
     sql = (
         "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
@@ -192,7 +192,7 @@ def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int)
 
 
 def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
-    """Return request id -> progress of an experiment's trials."""
+    """Return searcher's request id -> progress for all trials of an experiment."""
     rows = connection.execute(
         "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
     )

@@ -1,7 +1,7 @@
 """Users and their passwords.
 
-Clients send the SHA-512 of a fixed salt and the password. The database stores a salted scrypt of that, which is useless for a
-login. A blank password is stored blank.
+Clients send the SHA-512 of a fixed salt and the password. The database stores a salted scrypt of this hash, which is useless for
+a login. A blank password is stored blank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Check a client's hash against the stored one, in constant time unless blank."""
+    """Compare a client's hash with the stored hash, in constant time unless blank."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")
@@ -78,7 +78,7 @@ def _scrypt(hashed: str, salt: bytes, cost: int) -> bytes:
 def create_user(
     tx: Transaction, *, username: str, admin: bool, password: str, display_name: str = "", active: bool = True
 ) -> int:
-    """Create a user; ``password`` is the client's hash, or blank."""
+    """Insert a user and return its id; ``password`` is the client's hash, or blank."""
     _check_name(username)
     display_name = _checked_display_name(tx.connection, display_name, None)
     if find_by_name(tx.connection, username) is not None:
@@ -97,7 +97,7 @@ def change_user(
     active: bool | None = None,
     password: str | None = None,
 ) -> None:
-    """Change the given fields of a user; raise if it is the last active administrator."""
+    """Update fields of a user; raise if no active administrator would remain."""
     row = find_by_id(tx.connection, user_id)
     if username is not None and username != row.username:
         _check_name(username)

@@ -1,4 +1,4 @@
-"""Rows of webhooks, their triggers, and pending events."""
+"""Queries on webhooks, their triggers, and their queue of events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TriggeredWebhook:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DueEvent:
-    """A webhook's first due event, with the webhook's URL and type."""
+    """The event that a webhook sends next, with the webhook's URL and type."""
 
     id: int
     webhook_id: int
@@ -62,7 +62,7 @@ class DueEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trigger:
-    """A condition under which a webhook receives an event."""
+    """A condition that enqueues an event for a webhook."""
 
     type: str  # EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM
     condition: str  # a state, an RE2 pattern, or empty
@@ -105,7 +105,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
 
 
 def check(webhook: Webhook) -> None:
-    """Raise 400 if a webhook is invalid."""
+    """Raise ``InvalidError`` if a field or a trigger of a webhook is invalid."""
     if len(webhook.name) > _MAX_NAME or not webhook.name.isprintable():
         raise InvalidError(
             f"the name of the webhook is {webhook.name[:80]!r}; expected at most {_MAX_NAME} printable characters. Choose "
@@ -146,7 +146,7 @@ def _check_trigger(trigger: Trigger, mode: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raise 400 unless a URL is valid and uses http or https."""
+    """Raise ``InvalidError`` unless a URL is valid and uses http or https."""
     problem = None
     try:
         parts = urlsplit(url)
@@ -163,7 +163,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return global webhooks and those of the workspaces (None: all), by id."""
+    """Return global webhooks and webhooks of the workspaces (None: all), by id."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)
@@ -209,7 +209,7 @@ def delete(tx: Transaction, webhook_id: int) -> None:
 def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
-    """Return the triggers of a type (and condition), with their webhooks."""
+    """Return triggers of type ``kind`` (and a condition), with their webhooks."""
     sql = (
         f"SELECT {_TRIGGERED} FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "  # noqa: S608 - a constant
         "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id"
@@ -228,7 +228,7 @@ def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> Non
 
 
 def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
-    """Return each webhook's first due event."""
+    """Return each webhook's pending event with the earliest due time."""
     return fetch_all(
         DueEvent,
         connection,
@@ -272,7 +272,7 @@ def note_result(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LineTrigger(TriggeredWebhook):
-    """A webhook's log trigger, joined with the task whose log matched."""
+    """A webhook's log trigger, joined with the task whose log line matched it."""
 
     task_type: str
     trial_id: int | None
@@ -291,7 +291,7 @@ def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: 
 
 
 def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
-    """Record that a task fired a trigger; return whether for the first time."""
+    """Record that a task fired a log trigger; return False if it already did."""
     cursor = tx.execute(
         "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)", (task_id, trigger_id)
     )

@@ -1,4 +1,4 @@
-"""Rows of workspaces, which hold projects, models and templates."""
+"""Queries on workspaces, which contain projects, models and templates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workspace:
-    """A row of workspaces; ``schema.sql`` documents the columns."""
+    """A row of the table ``workspaces``; ``schema.sql`` documents the columns."""
 
     id: int
     name: str
@@ -55,13 +55,13 @@ def require(connection: sqlite3.Connection, workspace_id: int) -> WorkspaceInfo:
 
 
 def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
-    """Return a workspace by name, ignoring case."""
+    """Return a workspace by name, ignoring case; raise ``NotFoundError`` if none."""
     row = fetch_one(WorkspaceInfo, connection, f"{_SELECT} WHERE w.name = ?", (name,))
     return required(row, f"workspace {name[:80]!r}", Hint.LIST_WORKSPACES)
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Raise 400 if a workspace is archived or being deleted."""
+    """Raise ``InvalidError`` if a workspace is archived or being deleted."""
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -71,7 +71,7 @@ def refuse_archived(row: Workspace, verb: str) -> None:
 
 
 def refuse_immutable(row: Workspace, verb: str) -> None:
-    """Raise 400 if this is the default workspace; ``verb`` is for the message."""
+    """Raise ``InvalidError`` for the default workspace; the message contains ``verb``."""
     if row.is_immutable:
         raise InvalidError(
             f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -80,13 +80,13 @@ def refuse_immutable(row: Workspace, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
-    """Raise 400 unless a name has 1 to 80 characters, 409 if it is taken."""
+    """Raise unless a name has 1 to 80 characters and no other workspace has it."""
     holder = fetch_value(int, connection, "SELECT id FROM workspaces WHERE name = ?", (name,))
     check_container_name("workspace", name, is_taken=holder not in (None, own_id))
 
 
 def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
-    """Raise 400 unless a name has 1 to 80 characters, 409 if it is taken."""
+    """Raise ``InvalidError`` for a bad length, ``ConflictError`` for a taken name."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the {kind}'s name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
@@ -110,12 +110,12 @@ def create(
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
-    """Change the given fields of a workspace."""
+    """Update columns of a workspace, given by name."""
     tx.update("workspaces", workspace_id, fields)
 
 
 def delete(tx: Transaction, workspace_id: int) -> None:
-    """Delete an empty workspace and its templates."""
+    """Delete a workspace, which must be empty, and its templates."""
     tx.execute("DELETE FROM workspaces WHERE id = ?", (workspace_id,))
 
 
@@ -146,7 +146,7 @@ def require_template(connection: sqlite3.Connection, name: str) -> Template:
 
 
 def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
-    """Raise 400 if a template's name is empty, 409 if it is taken."""
+    """Raise ``InvalidError`` if a template name is empty, ``ConflictError`` if taken."""
     if not name.strip():
         raise InvalidError("the template's name is empty; expected a text. Choose a name.")
     if exists(connection, "SELECT 1 FROM templates WHERE name = ?", (name,)):

@@ -21,7 +21,7 @@ from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.nodes import agent_key, index_of
 
-MAX_TASKS = 1000  # the newest ones, besides all active ones
+MAX_TASKS = 1000  # newest tasks in a response, besides all active ones
 NUM_BUCKETS = 360  # of the usage chart
 _HOUR_US = 3600 * 1_000_000
 _MAX_HOURS = 24 * 31
@@ -31,7 +31,7 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Numbers of usable slots (enabled, on a node that is up) and of free ones."""
+    """Numbers of usable slots (enabled, on a node that is up) and of free usable ones."""
 
     usable: int
     free: int
@@ -48,9 +48,9 @@ def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: froze
 
 
 def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCounts) -> str:
-    """Explain why a queue entry is pending; empty if it is not.
+    """Return why a queue entry is pending, for users; empty if it is not pending.
 
-    ``num_waiting`` starts of ``wanted`` slots each are pending; ``num_ahead`` entries are ahead in the queue.
+    The entry has ``num_waiting`` pending starts of ``wanted`` slots each, and ``num_ahead`` entries ahead of it in the queue.
     """
     if not num_waiting:
         return ""
@@ -65,9 +65,9 @@ def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCo
 def usage(
     spans: Sequence[tuple[int, int, int | None]], after_us: int, before_us: int, num: int
 ) -> list[float]:
-    """Return the mean number of slots in use per bucket of a time range.
+    """Return the mean number of slots in use in each of ``num`` parts of a time range.
 
-    ``spans`` are (slots, start, end) in microseconds, with end None if active; ``num`` is the number of buckets.
+    ``spans`` are (slot count, start, end) of allocations in microseconds. The end of an active allocation is None.
     """
     width = (before_us - after_us) / num
     # Difference array: record the change of the level at each bucket's start, and the partial use within a bucket.
@@ -194,9 +194,9 @@ async def get_cluster(request: ApiRequest) -> Json:
 
 
 async def get_usage(request: ApiRequest) -> Json:
-    """Return the mean number of slots in use per bucket of the last hours.
+    """Return the mean number of slots in use over time, for the last ``hours``.
 
-    ``times`` are the bucket centres in milliseconds since the epoch; ``slots`` is the current number of slots.
+    ``times`` are the centres of the parts in milliseconds since the epoch. ``slots`` is the current number of slots.
     """
     services = request.services
     hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)
@@ -246,7 +246,7 @@ def _task_state(row: commands.CommandInfo) -> str:
 
 
 def _ports(row: commands.CommandInfo) -> list[int]:
-    """Return the ports of a task that the proxy serves under separate URLs."""
+    """Return the HTTP ports in a task's config that the proxy serves at separate URLs."""
     config = json.loads(row.config)
     found = (config.get("environment") or {}).get("proxy_ports") or []
     return [one["proxy_port"] for one in found if not one.get("proxy_tcp")]

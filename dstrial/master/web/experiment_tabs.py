@@ -32,7 +32,7 @@ from dstrial.master.web import rungs
 
 MAX_TEXT_BYTES = 2**20  # per file
 _MAX_FILES = 20_000  # per listing
-_MAX_VALUES = 5000  # config values with their origins
+_MAX_VALUES = 5000  # config values per response
 _LAYOUT_FIELDS = (
     "engine_kind",
     "world_size",
@@ -50,7 +50,7 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
     row = experiments.require(connection, experiment_id)
     config = json.loads(row.config)
     searcher = config["searcher"]
-    # A detached search is another program's; the searcher of its config is only a name.
+    # Another program runs a detached search; the searcher in its config is only a name.
     if row.unmanaged or row.searcher_type not in rungs.WITH_RUNGS:
         return {"brackets": []}
     snapshot = json.loads(row.searcher_snapshot or "{}")
@@ -66,7 +66,7 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
 
 
 async def get_rungs(request: ApiRequest) -> Json:
-    """Return the rungs of an ASHA search, with the trials that reached them."""
+    """Return the brackets and rungs of an ASHA search, with the trials in each rung."""
     return await request.services.read(_read_rungs, request.path_params["experiment_id"])
 
 
@@ -80,7 +80,7 @@ def _layouts(engines: str | None) -> list[Json]:
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
-    """Return an experiment's newest checkpoints; ``more`` if there are others."""
+    """Return an experiment's newest checkpoints; ``more`` is true if the list is cut."""
 
     def read(connection: Connection) -> list[Json]:
         experiment_id = request.path_params["experiment_id"]
@@ -131,13 +131,13 @@ def _verify(services: Services, uuid: str) -> Json:
 
 
 async def get_verification(request: ApiRequest) -> Json:
-    """Verify a checkpoint's manifest and file sizes, without reading the weights."""
+    """Return whether a checkpoint's manifest and file sizes are as its row says."""
     services, uuid = request.services, request.path_params["uuid"]
     return await services.run(lambda: _verify(services, uuid))
 
 
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
-    """Return the values of a config and of its DeepSpeed configs, with origins."""
+    """Return an experiment config and its DeepSpeed configs, with each value's origin."""
     names, limits = services.secret_names, services.settings.limits
     # Mask secrets first, because problems quote values and are shown to other users.
     template = masked(json.loads(row.template), names) if row.template else None
@@ -145,7 +145,7 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
     original = masked_yaml(row.original_config, names)
     try:
         submitted = read_yaml_text(original, LABEL, limits)
-    except ConfigError:  # Larger than the current limits; checked_again() below reports it.
+    except ConfigError:  # the config exceeds the current limits, as checked_again() below reports
         submitted = Document(LABEL, None, {})
     values = config_values(effective, submitted, template)
     found: Json = {
@@ -184,10 +184,10 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """Return the submitted and effective config, each value with its origin.
+    """Return an experiment's submitted and effective config, and each value's origin.
 
-    ``deepspeed`` contains the output of ``dstrial check --explain`` per DeepSpeed config. ``problem`` explains missing values,
-    for example of a config that is no longer valid.
+    ``deepspeed`` contains the output of ``dstrial check --explain`` for each DeepSpeed config. If values are missing, ``problem``
+    says why, for example because the config is no longer valid.
     """
     services, experiment_id = request.services, request.path_params["experiment_id"]
     row = await services.read(experiments.require, experiment_id)
@@ -196,7 +196,7 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 def listed_files(tgz: bytes) -> Json:
-    """Return path, size and digest of the files, by path; ``more`` if truncated."""
+    """List a model definition's files; ``more`` is true if the list is cut."""
     files = list_files(tgz)
     return {
         "files": [
@@ -207,7 +207,7 @@ def listed_files(tgz: bytes) -> Json:
 
 
 def shown_file(tgz: bytes, path: str) -> Json:
-    """Return the text of a file, truncated if long; None for a binary file."""
+    """Return a file's text, cut at ``MAX_TEXT_BYTES``; it is empty for a binary file."""
     content, size = read_start(tgz, path, MAX_TEXT_BYTES)
     is_binary = b"\0" in content
     text = "" if is_binary else content.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Logs for the page: in pages, a full line, or a download of the whole log."""
+"""Log routes of the web page: a page of lines, one full line, or the whole log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_TEXT = 1000
 
 
 def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogKey:
-    """Return the requested log; a trial's task shares the log of its trial."""
+    """Return the key of a trial's or task's log; all tasks of a trial share one log."""
     if trial_id is not None:
         require_trial(connection, trial_id)
         return LogKey(trial_id=trial_id)
@@ -85,10 +85,10 @@ def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
 
 
 async def get_page(request: ApiRequest) -> dict[str, Any]:
-    """Return a log's newest lines, or the lines next ``before`` or ``after`` an id.
+    """Return a log's newest lines, or lines just ``before`` or ``after`` a line id.
 
-    Filters: ``level``, ``rank`` (repeatable; -1 for lines without one) and ``text``. A request scans a limited number of lines:
-    ``searchedTo`` is the id to continue from, null at the end; ``last`` is the id of the newest line.
+    Filters: ``level``, ``rank`` (repeatable; -1 for lines without a rank) and ``text``. A request scans a limited number of
+    lines. ``searchedTo`` is the line id to continue from, null at the end. ``last`` is the id of the newest line.
     """
     wanted = _asked_lines(request)
     log = await _asked_log(request)
@@ -113,9 +113,9 @@ def _extent(connection: Connection, log: LogKey, is_counted: bool) -> dict[str, 
 
 
 async def get_extent(request: ApiRequest) -> dict[str, Any]:
-    """Return a log's size, its ranks, and whether the log is final.
+    """Return a log's first and last line id and ranks, and whether its task has ended.
 
-    ``lines`` is counted only with ``count=true``.
+    ``lines`` is the number of lines; it is null without ``count=true``.
     """
     log = await _asked_log(request)
     return await request.services.read(_extent, log, bool(request.query_flag("count")))
@@ -139,7 +139,7 @@ def _name(log: LogKey) -> str:
 
 
 async def get_line(request: ApiRequest) -> StreamingResponse:
-    """Return one untruncated line, as a file."""
+    """Return the untruncated line with an ``id`` as a text file."""
     log = await _asked_log(request)
     line_id = _asked_id(request, "id")
     if line_id is None:

@@ -1,4 +1,4 @@
-"""The page with its files and events, the login form, and pages of pending tasks."""
+"""Routes of the web page, its files, events and login form; HTML pages for tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MISSING = (
 )
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _WAITING_REFRESH_S = 1
-_GAP_S = 0.5  # minimum time between events; changes within it are batched
+_GAP_S = 0.5  # minimum time between two events of a stream; changes in between are batched
 _PING_S = 15.0
 _MAX_TOPICS = 500
 _TOPIC_PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
@@ -44,7 +44,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Render a template with autoescaping and a strict Content-Security-Policy."""
+    """Return a template as an HTML response with a strict Content-Security-Policy."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -82,7 +82,7 @@ def _read_asset(name: str) -> tuple[bytes, str] | None:
 
 
 async def get_asset(request: ApiRequest) -> Response:
-    """Serve a static file with an ETag; browsers revalidate it each time."""
+    """Serve a static file with an ETag, which browsers revalidate at each use."""
     name = "/".join(str(part) for part in request.path_params.values())
     found = await request.services.run(functools.partial(_read_asset, name))
     if found is None:
@@ -134,7 +134,7 @@ async def show_login(request: ApiRequest) -> Response:
 
 
 async def show_link(request: ApiRequest) -> Response:
-    """Return the login form, whose script redeems a login link's code after ``#``."""
+    """Return the login form; its script redeems the code after ``#`` of a login link."""
     return login_page(request.services)
 
 
@@ -155,16 +155,16 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
 
 
 async def get_events(request: ApiRequest) -> Stream:
-    """Stream server-sent events.
+    """Stream server-sent events that name the changed topics.
 
-    The first is ``{"master": id}``, with a new id after a restart. Changes follow as ``{"topics": […]}``, or ``{"all": true}`` if
-    there are too many.
+    The first event is ``{"master": id}``; the id changes when the master restarts. The next events are ``{"topics": […]}``, or
+    ``{"all": true}`` if there are too many topics.
     """
     return event_stream(_events(request.services))
 
 
 def _below(path: str, depths: range) -> list[str]:
-    """Return the patterns of all paths of these depths below a path."""
+    """Return the route patterns of paths at each depth of ``depths`` below ``path``."""
     return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
 
 

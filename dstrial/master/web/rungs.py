@@ -1,4 +1,4 @@
-"""Rungs of an ASHA search and their trials, from the searcher's snapshot; pure."""
+"""Computes the rungs of an ASHA search and their trials from a searcher snapshot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dstrial.search.adaptive_asha import brackets
 from dstrial.search.async_halving import rung_units
 
 WITH_RUNGS = ("adaptive_asha", "async_halving")
-MAX_ENTRIES = 1000  # of one rung, the best first
+MAX_ENTRIES = 1000  # trials listed per rung, best first
 _WORST = sys.float_info.max
 
 Json: TypeAlias = dict[str, Any]
@@ -19,11 +19,11 @@ Json: TypeAlias = dict[str, Any]
 def rungs_of(
     searcher: Mapping[str, Any], method: Mapping[str, Any], closed: frozenset[str], trials: Mapping[str, int]
 ) -> list[Json]:
-    """Return the brackets of a search with their rungs, lowest rung first.
+    """Return an ASHA search's brackets as JSON, each with its rungs, lowest first.
 
-    ``method`` is the search method's snapshot, empty before the first trial; ``closed`` are request ids of exited trials;
-    ``trials`` maps request id -> trial id. A rung has ``units`` of the time metric, the numbers of trials that reached it
-    (``total``) by outcome or are running towards it, and ``entries``: the best trials with value and outcome.
+    ``method`` is the search method's snapshot, empty before the first trial. ``closed`` are request ids of exited trials.
+    ``trials`` maps request id -> trial id. Each rung has ``units`` (its length in the time metric), the number of trials that
+    reached it (``total``, also by outcome), the trials on the way to it, and ``entries`` (best trials with value and outcome).
     """
     sizes = (
         [one.num_rungs for one in brackets(searcher)]
@@ -79,7 +79,7 @@ def _rungs(
 
 
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
-    """Return a trial's outcome at a rung; failed trials have the worst value."""
+    """Return the outcome of a trial at rung ``idx``; ``reached`` is its highest rung."""
     if reached > idx or not is_stopped:
         return "went on"
     if value == _WORST:

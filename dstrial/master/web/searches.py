@@ -1,7 +1,7 @@
-"""JSON for the page's view of dsat searches.
+"""Routes of the web page's view of dsat searches.
 
-Searches are found by labels of their experiments. dsat writes its report into the notes of an experiment: a short one during
-the search, the full one at its end.
+A label of each experiment names its search. dsat writes its report into the notes of an experiment: a short report during the
+search, and the full report at its end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def search_of(label: str) -> str | None:
 
 
 def document_of(notes: str, *, is_live: bool = False) -> Json | None:
-    """Return the report in an experiment's notes; None if the notes were edited.
+    """Return the dsat report in an experiment's notes; None if missing or invalid.
 
     ``is_live`` selects the report of a running search instead of the final one.
     """
@@ -70,7 +70,7 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
     counted = found.get("num_trials")
     return {
         **facts,
-        # A live report omits rows, and may be outdated if the process that runs the search has died.
+        # A report of a running search omits rows, and may be outdated if the search's process has died.
         "num_trials": counted if _is_number(counted) else len(rows),
         "told_s": _finite(found.get("told_s")) or 0.0,
         "trials": [{name: row.get(name) for name in _ROW} for row in rows],
@@ -93,9 +93,9 @@ def _finite(value: object) -> float | None:
 
 
 def shown_rows(reported: Iterable[Json], experiments: Iterable[int], *, is_over: bool) -> list[Json]:
-    """Return a report's rows, of an ended search without running ones.
+    """Return a report's rows for the page; no row of an ended search is "running".
 
-    Users can edit notes, so rows link only to experiments of the search.
+    Users can edit the notes, so rows keep only links to ``experiments``, the ids of the search's experiments.
     """
     own = set(experiments)
     return [
@@ -115,7 +115,7 @@ def is_over(rows: Iterable[LabelledExperiment]) -> bool:
 
 
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
-    """Return a search's state from its report, else from its experiments."""
+    """Return a search's state by its report, or by its experiments without a report."""
     if not is_over(rows):
         return "RUNNING"
     if document is None:
@@ -159,7 +159,7 @@ async def get_searches(request: ApiRequest) -> Json:
     def read(connection: Connection) -> list[Json]:
         return [
             {
-                # Parse long reports only of ended searches: the list needs nothing from live ones.
+                # Reports are long: parse them for ended searches only, as running searches need none here.
                 **_facts(search_id, own, newest_document(own) if is_over(own) else None),
                 "hasReport": any("report.json" in row.notes for row in own),
             }
@@ -171,10 +171,10 @@ async def get_searches(request: ApiRequest) -> Json:
 
 
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
-    """Return the most complete report of a search, if any.
+    """Return the most complete report among a search's experiments, or None.
 
-    A search that continues after its end, for example with a larger budget, makes its final report outdated. A resumed search
-    leaves the report of its interruption with another experiment.
+    If a search continues after its end, for example with a larger budget, its final report is outdated. If an interrupted search
+    resumes, the earlier report stays in the notes of another experiment.
     """
     documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
     return max(

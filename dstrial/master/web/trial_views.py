@@ -1,4 +1,4 @@
-"""JSON for the page's views of a trial's ranks, and of compared trials."""
+"""Routes of the web page's views of a trial's ranks, and of compared trials."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrial.master.store.views.overviews import Json, finite
 from dstrial.master.web.views import curve_json, metrics_json, read_trials, require_trial
 
 MAX_COMPARED = 100  # compared trials per response
-MAX_RANKS = 64  # curves per response
+MAX_RANKS = 64  # curves (one per rank) per response
 _RANK_POINTS = 500
 
 
@@ -50,7 +50,7 @@ def _rank_curves(connection: Connection, trial_id: int, name: str) -> Json:
     num_ranks = max(map(len, values), default=0)
     shown = list(range(num_ranks))
     if num_ranks > MAX_RANKS:
-        # Outliers are of interest: show the ranks with the largest latest values.
+        # Users look for outliers, so show the ranks with the largest newest values.
         newest = [-math.inf if value is None or math.isnan(value) else value for value in values[-1]]
         shown = sorted(sorted(range(len(newest)), key=newest.__getitem__, reverse=True)[:MAX_RANKS])
     return _curves(steps, times, values, shown, num_ranks)
@@ -75,7 +75,7 @@ def _curves(
 async def get_rank_curves(request: ApiRequest) -> Json:
     """Return the curves of an instrument (telemetry metric), one per rank.
 
-    With more than 64 ranks, only those with the largest latest values; ``ranks`` is the total number.
+    If there are more than 64 ranks, only the ranks with the largest newest values have curves. ``ranks`` is the number of ranks.
     """
     name = request.query("name")
     if not name:
@@ -119,7 +119,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Return trials for a comparison; an experiment id selects its best trial."""
+    """Return trials to compare; an experiment id stands for its best trial."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

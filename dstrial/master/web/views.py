@@ -1,4 +1,4 @@
-"""JSON for the page's lists and charts, compact, each read in one snapshot."""
+"""Routes of the web page's lists and charts; each reads one database snapshot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPARK_POINTS = 40
 
 
 def masked_rows(rows: list[Json], name: str, names: SecretNames) -> list[Json]:
-    """Mask the secrets of a JSON column."""
+    """Return rows with masked secrets in the JSON text of field ``name``."""
     return [{**row, name: shown_config(row[name], names)} for row in rows]
 
 
@@ -41,7 +41,7 @@ def read_trials(
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return metric names by group; ``more`` if truncated."""
+    """Return group -> metric names as JSON; ``more`` is true if the list is cut."""
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
         groups.setdefault(group, []).append(name)
@@ -78,7 +78,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
 
 
 async def get_sparklines(request: ApiRequest) -> Json:
-    """Return the searcher metric of experiments' best trials, downsampled."""
+    """Return each experiment's searcher metric curve (best trial only), downsampled."""
     ids = request.query_ints("ids")[:200]
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 
@@ -113,14 +113,14 @@ async def get_trials(request: ApiRequest) -> Json:
 
 
 def _stall(connection: Connection, trial_id: int) -> str:
-    """Describe which rank or process stalls a trial; empty if none does."""
+    """Return which rank or process stalls a trial, as text; empty if none does."""
     allocation = allocations.live(connection, trial_id)
     found = None if allocation is None else stall_in(Path(allocation.directory))
     return "" if found is None else found[0]
 
 
 def require_trial(connection: Connection, trial_id: int) -> int:
-    """Return the experiment id of a trial; raise 404 if there is no such trial."""
+    """Return a trial's experiment id; raise HTTP 404 if there is no such trial."""
     found = overviews.experiment_of_trial(connection, trial_id)
     if found is None:
         raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
@@ -163,7 +163,7 @@ async def get_trial(request: ApiRequest) -> Json:
 
 
 def curve_json(steps: list[int], times: list[int], values: list[float], num_points: int) -> Json:
-    """Return a downsampled curve; times are in milliseconds."""
+    """Return a curve as JSON, downsampled to ``num_points``; times in milliseconds."""
     kept = curves.downsample(values, num_points)
     return {
         "batches": [steps[idx] for idx in kept],
@@ -183,10 +183,10 @@ def _series(
 
 
 async def get_series(request: ApiRequest) -> Json:
-    """Return curves of a metric, one per trial; query ``points``, ``after`` optional.
+    """Return downsampled curves of a metric, one per trial.
 
-    ``batches``, ``times`` (milliseconds since the epoch) and ``values`` have an item per kept point; ``points`` is the number
-    before downsampling. Non-finite values are strings. ``after`` skips points up to that batch.
+    ``batches``, ``times`` (milliseconds since the epoch) and ``values`` have an item for each kept point. ``points`` is the
+    number of points before downsampling. Non-finite values are strings. The query ``after`` skips points up to that batch.
     """
     trials = request.query_ints("trials")
     if not 1 <= len(trials) <= _MAX_TRIALS:
@@ -206,7 +206,7 @@ async def get_series(request: ApiRequest) -> Json:
 
 
 async def get_names(request: ApiRequest) -> Json:
-    """Return the metric names of some trials, optionally filtered by ``text``."""
+    """Return the metric names of ``trials``, with a substring ``text`` if given."""
     found = await request.services.read(
         lambda connection: overviews.metric_names(
             connection, trial_ids=request.query_ints("trials"), text=(request.query("text") or "")[:200]

@@ -1,4 +1,4 @@
-"""Reads all values of one metric of a trial for plots, and downsamples them.
+"""Reads all values of one trial metric for plots, and downsamples curves.
 
 SQLite concatenates the values of many reports: creating objects for a million rows would hold the GIL for seconds.
 """
@@ -32,7 +32,7 @@ SELECT group_concat(steps), group_concat(end_us), group_concat(value) FROM (
 def curve(
     connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return (batches, times in us, values) of a metric after a batch, by batch.
+    """Return a metric's (batches, times in us, values) after a batch, sorted by batch.
 
     Skips archived reports, reports without a batch, and values that are not numbers.
     """
@@ -106,9 +106,9 @@ def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
 def downsample(ys: Sequence[float], max_points: int) -> list[int]:
     """Return the sorted indices of at most ``max_points`` points to keep.
 
-    These are the first and last point, and the smallest and largest value of each of equal parts, so that spikes stay visible.
-    The first NaN, inf and -inf are kept, so that a diverged training is visible; a part without finite values keeps a point,
-    which appears as a gap in the line.
+    Splits the curve into equal parts, and keeps the minimum and maximum of each part, so that spikes stay visible. Also keeps the
+    first and last point, and the first NaN, inf and -inf, so that divergence stays visible. A part without finite values keeps
+    one point, which appears as a gap in the line.
     """
     if max_points < 1:
         raise ValueError(f"max_points is {max_points}; expected at least 1. Ask for more.")

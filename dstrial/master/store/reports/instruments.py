@@ -9,12 +9,12 @@ from typing import Any
 
 from dstrial.master.store.reports.metric_summaries import as_number
 
-# Names as in dstrial.telemetry.samples, which writes them; the master must not import training code.
+# dstrial.telemetry.samples writes these names. They are repeated here, as the master must not import training code.
 GROUP = "telemetry"
 _RANKS = "ranks"
 MAX_REPORTS = 2000  # per curve
-MIN_REPORTS = 500  # per curve with many ranks, if there are as many
-MAX_NUMBERS = 256_000  # of all ranks, for curves with more than MIN_REPORTS reports
+MIN_REPORTS = 500  # limit per curve of very many ranks
+MAX_NUMBERS = 256_000  # limit of values (reports times ranks) per curve of more than MIN_REPORTS reports
 _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 
@@ -50,9 +50,9 @@ def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
 def by_rank(
     connection: sqlite3.Connection, trial_id: int, name: str
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """Return batches, times (us), and per batch the value of each rank.
+    """Return an instrument's (batches, times in us, values by rank for each batch).
 
-    Above ``MAX_REPORTS`` reports (fewer with many ranks) this is an evenly spaced subset with the first and newest.
+    If there are more than ``MAX_REPORTS`` reports (fewer for many ranks), return an evenly spaced subset with the first and last.
     """
     steps: list[int] = []
     times: list[int] = []
@@ -72,7 +72,7 @@ def by_rank(
 
 
 def _chosen(connection: sqlite3.Connection, trial_id: int, name: str) -> list[int]:
-    """Return the ids of the reports to read, with an index-only query."""
+    """Return the ids of the reports that ``by_rank`` reads."""
     ends = [
         connection.execute(
             "SELECT id, (SELECT MAX(CASE j.type WHEN 'array' THEN json_array_length(j.value) END) "  # noqa: S608 - constants

@@ -16,7 +16,7 @@ _SAMPLE = 5000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageFilter:
-    """Filter of log lines."""
+    """Position, size and filter of a page of log lines."""
 
     before: int | None = None  # the last lines before this id; None with ``after``
     after: int | None = None  # the first lines after this id; None for the newest lines
@@ -55,7 +55,7 @@ class LogPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogExtent:
-    """Size of a log."""
+    """First and last line id of a log, and its number of lines."""
 
     first: int | None  # line id; None if empty
     last: int | None
@@ -82,7 +82,7 @@ def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> Log
             where.need("id >= ?" if is_back else "id <= ?", edge)
         need_levels_and_ranks(where, levels, wanted.ranks)
         where.need_part("log", wanted.text)  # lower() ignores the case of ASCII letters only
-    # As BLOB: SQLite's string functions stop at a NUL character.
+    # Read the text as BLOB, as SQLite's string functions stop at a NUL character.
     rows = connection.execute(
         "SELECT id, time_us, level, rank, source, stdtype, substr(CAST(log AS BLOB), 1, ?) AS start, "  # noqa: S608 - constants
         f"length(CAST(log AS BLOB)) AS num_bytes FROM logs {where.sql} ORDER BY id {order} LIMIT ?",
@@ -107,7 +107,7 @@ def _shown(row: sqlite3.Row) -> ShownLine:
 
 
 def extent(connection: sqlite3.Connection, log: LogKey, *, is_counted: bool) -> LogExtent:
-    """Return the size of a log; counting lines is slow, as it scans an index."""
+    """Return a log's extent; ``is_counted`` adds the line count, a slow index scan."""
     where = f"FROM logs WHERE {log.condition}"
     first, last, num_lines = (
         fetch_value(int, connection, f"SELECT {one} {where}", (log.value,))
@@ -117,7 +117,7 @@ def extent(connection: sqlite3.Connection, log: LogKey, *, is_counted: bool) -> 
 
 
 def some_ranks(connection: sqlite3.Connection, log: LogKey) -> list[int]:
-    """Return the ranks in a sample of first and last lines; -1: lines without a rank."""
+    """Return the ranks in a log's first and last lines; -1 means lines without a rank."""
     part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
     sql = (
         f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants
@@ -128,7 +128,7 @@ def some_ranks(connection: sqlite3.Connection, log: LogKey) -> list[int]:
 
 def whole_line(connection: sqlite3.Connection, log: LogKey, line_id: int) -> bytes | None:
     """Return an untruncated line as UTF-8; None if the log has no such line."""
-    # In one query: reading a long text in parts would take quadratic time.
+    # Read the line in one query, as reading a long text in parts would take quadratic time.
     sql = f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?"  # noqa: S608 - constants
     return fetch_value(bytes, connection, sql, (log.value, line_id))
 
@@ -136,7 +136,7 @@ def whole_line(connection: sqlite3.Connection, log: LogKey, line_id: int) -> byt
 def printed(
     connection: sqlite3.Connection, log: LogKey, after: int, up_to: int, limit: int
 ) -> list[StoredLine]:
-    """Return at most ``limit`` untruncated lines in (``after``, ``up_to``], in order."""
+    """Return at most ``limit`` untruncated lines with ids in (``after``, ``up_to``]."""
     return fetch_all(
         StoredLine,
         connection,

@@ -17,7 +17,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogSize:
-    """A row of log_sizes; ``schema.sql`` documents the columns."""
+    """A row of the table ``log_sizes``; ``schema.sql`` documents the columns."""
 
     id: int
     task_id: str
@@ -32,7 +32,7 @@ class LogSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOwner(LogKey):
-    """A log with the task and allocation whose lines are added."""
+    """Key of a log, with the task and allocation that print the added lines."""
 
     task_id: str
     allocation_id: str | None = None  # None on other nodes
@@ -53,7 +53,7 @@ def add_lines(
     num_head = 0 if size.is_head_full else _num_fitting(lines, quota_bytes // 2 - size.num_bytes)
     if num_head:
         add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines[:num_head])
-        # Lines are deleted only after this id.
+        # Only lines with greater ids may be deleted.
         size = dataclasses.replace(size, tail_id=_last_id(tx))
     rest = lines[num_head:]
     add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, rest)
@@ -97,9 +97,9 @@ def _lines_behind(tx: Transaction, owner: LogOwner, log_id: int) -> sqlite3.Curs
 
 
 def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -> LogSize:
-    """Delete the oldest lines after the head until the log fits the quota.
+    """Delete the oldest lines after the log's kept beginning, to fit the quota.
 
-    Deletes at most ``_MAX_DELETED`` lines (more than one call adds), to keep the writer thread responsive.
+    One call deletes at most ``_MAX_DELETED`` lines, to keep the writer thread responsive. One call adds fewer lines.
     """
     excess = size.num_bytes - quota_bytes
     num_bytes = num_lines = 0

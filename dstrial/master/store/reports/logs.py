@@ -42,7 +42,7 @@ class LogLine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogKey:
-    """Key of a log: a trial (shared by its tasks), or a task without a trial."""
+    """Key of a log: the trial id (a trial's tasks share one log), else the task id."""
 
     task_id: str | None = None
     trial_id: int | None = None
@@ -151,13 +151,16 @@ def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[StoredLine]
 
 
 def need_levels_and_ranks(where: Conditions, levels: Sequence[str], ranks: Sequence[int]) -> None:
-    """Lines without a level count as INFO; rank -1 stands for lines without a rank."""
+    """Add conditions on levels and ranks to ``where``; empty sequences add none.
+
+    Lines without a level count as INFO. Rank -1 stands for lines without a rank.
+    """
     where.need_one_of("logs.level", levels, or_null="INFO" in levels)
     where.need_one_of("logs.rank", ranks, or_null=-1 in ranks)
 
 
 def format_message(row: StoredLine) -> str:
-    """Format a line like Determined's master, safe for terminals.
+    """Return a line in the format of Determined's master, safe for terminals.
 
     ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with newline.
     Source: Determined 0.38.1, format of task logs.
@@ -180,7 +183,7 @@ _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :de
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete expired logs and context files of commands; return the number of lines.
+    """Delete expired logs and commands' context files; return the count of log lines.
 
     ``default_days`` is the retention if neither the trial nor its experiment sets one; None and -1 mean forever.
     """

@@ -1,6 +1,6 @@
-"""Metric values and summaries: one row per name, with a limit of names per trial.
+"""Summaries of a trial's metrics: one row per metric name, at most ``MAX_NAMES``.
 
-The cost of a report depends on its number of names, not on earlier reports.
+The cost of adding a report depends on its number of names, not on earlier reports.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """The part of a report within the limits."""
+    """The metrics of a report that the limit of names admits."""
 
     values: dict[str, Any]  # by name, in report order
-    before: dict[str, dict[str, Any]]  # name -> summary of earlier reports
+    before: dict[str, dict[str, Any]]  # metric name -> summary of earlier reports
 
 
 def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
-    """Return the part of a report within the limit; warn when it is reached.
+    """Return a report's metrics within ``MAX_NAMES``; warn when a trial reaches it.
 
     The searcher metric is always admitted.
     """
@@ -91,7 +91,7 @@ def _summaries(
 
 
 def add(tx: Transaction, trial_id: int, group: str, admitted: Admitted) -> None:
-    """Update the summaries with an admitted report."""
+    """Update a trial's stored summaries with the metrics of an admitted report."""
     summaries = {
         name: summarised(admitted.before.get(name), value) for name, value in admitted.values.items()
     }
@@ -119,7 +119,7 @@ def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric value as a float, also "NaN" and "Infinity"; else None."""
+    """Return a number, "NaN", "Infinity" or "-Infinity" as a float; None for others."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""Metric reports of trials; keeps the best and latest validation for lists.
+"""Stores metric reports; keeps each trial's best and latest validation up to date.
 
 The table has partial indexes, which SQLite uses only for statements with a literal ``steps >= 0`` or ``steps < 0``. Without
 these, every report would scan the reports of all trials.
@@ -22,14 +22,14 @@ from dstrial.master.store.reports.metric_summaries import as_number, plain
 from dstrial.master.store.trials import Trial
 
 _NO_STEPS = -1
-# Approximate maximum size of a stream message.
+# Approximate limits of a stream message: number of reports, and of characters.
 _AT_ONCE = 1000
 _CHARS_AT_ONCE = 4 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """A row of metrics; ``schema.sql`` documents the columns."""
+    """A row of the table ``metrics``; ``schema.sql`` documents the columns."""
 
     id: int
     trial_id: int
@@ -61,7 +61,7 @@ def add_report(
 ) -> AddedReport:
     """Store a report and update the trial's summaries and best and latest validation.
 
-    Idempotent; new names at the same batch are merged into the stored report. The first report of a new run archives older runs'
+    Idempotent. New names at the same batch are merged into the stored report. The first report of a new run archives older runs'
     reports beyond the checkpoint that the run started from. Names beyond ``metric_summaries.MAX_NAMES`` are dropped. A report of
     an older run, or another value for a stored metric, raises StoreError.
     """
@@ -116,7 +116,7 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """Archive reports that a new run will repeat; return whether there were any."""
+    """Archive reports that a new run will repeat; return whether any were archived."""
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -131,7 +131,7 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
     """Archive the reports of older runs at or beyond the first batch of this run."""
-    # The start is unknown: a detached run need not resume from its checkpoint.
+    # The run's first batch is unknown until its first report: a detached run need not resume from its checkpoint.
     known = "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1"
     is_first = not exists(tx.connection, known, (trial_id, run_id))
     return is_first and run_id > 1 and archive_beyond(tx, trial_id, run_id, steps - 1)
@@ -157,7 +157,7 @@ def _merge(
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive reports of older runs beyond a batch; return whether there were any."""
+    """Archive older runs' reports after batch ``steps``; return whether any existed."""
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
         (trial_id, run_id, steps),
@@ -238,7 +238,7 @@ def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
 
 
 def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int, int, str]]:
-    """Return (id, batch, group) of a trial's reports, as :func:`every_report` orders."""
+    """Return (id, batch, group) of a trial's reports in the order of `every_report`."""
     rows = connection.execute(
         "SELECT id, steps, group_name FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
         (trial_id,),
@@ -251,7 +251,7 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
     found = array("q")
-    # Two queries, as each has its own partial index.
+    # Use two queries, as each condition on ``steps`` has its own partial index.
     for part, order in (("steps < 0", "id"), ("steps >= 0", "steps, id")):
         rows = connection.execute(
             f"SELECT id FROM metrics WHERE trial_id = ? AND {part} AND archived = 0{condition} ORDER BY {order}",  # noqa: S608 - constants
@@ -281,7 +281,7 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return unarchived reports, sorted by trial and batch."""
+    """Return at most ``limit`` unarchived reports of trials, by trial and batch."""
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:

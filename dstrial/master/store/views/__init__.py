@@ -1,1 +1,1 @@
-"""Read-only queries that join several tables: lists, searches, overviews."""
+"""Read-only queries that join several tables: lists and overviews."""

@@ -44,7 +44,7 @@ _TRIAL_ORDER = {
     "SORT_BY_CHECKPOINT_SIZE": "t.checkpoint_size",
     "SORT_BY_LOG_RETENTION_DAYS": _OWN_LOG_DAYS,
 }
-# How far an active experiment or trial is: NULL if queued, 1 if it starts, 2 if it runs.
+# Phase of an active experiment or trial: NULL is queued, 1 starting, 2 running.
 EXPERIMENT_ADVANCE = """
 CASE WHEN e.unmanaged
     THEN (SELECT MAX(2) FROM trials t WHERE t.experiment_id = e.id AND t.state = 'ACTIVE' AND t.run_id > 0)
@@ -176,7 +176,7 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return experiments; ``sort_by`` is a SORT_BY_… of the API, by default the id."""
+    """Return a page of experiments; ``sort_by`` is SORT_BY_…, by default the id."""
     where = _where(wanted)
     order = _order_by(_EXPERIMENT_ORDER.get(sort_by or "", "e.id"), "e.id", is_descending=is_descending)
     page = f"SELECT e.id FROM experiments e {where.sql} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
@@ -185,12 +185,12 @@ def list_experiments(
 
 
 def _of_page(select: str, id_column: str, page: str, order: str) -> str:
-    """Return SQL for the rows of a page; it sorts ids before it reads full rows."""
+    """Return SQL that selects ids by the subquery ``page``, then reads their rows."""
     return f"{select} WHERE {id_column} IN ({page}) {order}"
 
 
 def _order_by(column: str, id_column: str, *, is_descending: bool) -> str:
-    """Return an ORDER BY with NULL last, in a form that can use an index."""
+    """Return an ORDER BY clause that sorts NULL last and can use an index."""
     if is_descending:
         return f"ORDER BY {column} DESC, {id_column} DESC"
     nulls = "" if column == id_column else f"{column} IS NULL, "
@@ -221,7 +221,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return trials; run times of active allocations count up to ``now_us``."""
+    """Return a page of trials; run times of live allocations count until ``now_us``."""
     where = Conditions()
     where.need_equal("t.id", trial_id)
     where.need_equal("t.experiment_id", experiment_id)

@@ -1,4 +1,4 @@
-"""Reads the database without the master, also while the master restarts."""
+"""Reads the database file directly, so that it works while the master is down."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ExperimentView:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether an experiment is ended or paused, without running processes."""
+        """Return whether the experiment ended or paused, and no trial has an allocation."""
         return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
             trial.is_running for trial in self.trials
         )
@@ -53,7 +53,7 @@ class ExperimentView:
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRow:
     id: int
-    rank: int | None  # None without a rank
+    rank: int | None  # None if the line has no rank
     source: str  # ``task`` or ``master``
     stdtype: str | None  # None for lines of the master
     level: str | None
@@ -62,7 +62,7 @@ class LogRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """The startup phase of a trial that has not trained yet."""
+    """Startup phase of a trial that has not trained yet, or why the trial is pending."""
 
     trial_id: int
     experiment_id: int
@@ -71,14 +71,14 @@ class Start:
 
 
 class Stalled(Start):
-    """How ranks have stalled, for example ``rank 1 is stopped at batch 81``."""
+    """A trial whose ranks stall; ``text`` is like ``rank 1 is stopped at batch 81``."""
 
     __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Slots in use, and numbers of experiments and trials by state."""
+    """Number of slots in use, and state -> count of experiments and trials."""
 
     num_slots_used: int
     experiments: dict[str, int]
@@ -87,7 +87,7 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Supervisor:
-    """The supervisor of an allocation that has not ended."""
+    """Identity of the supervisor process of an allocation that has not ended."""
 
     allocation_id: str
     pid: int
@@ -136,7 +136,7 @@ ORDER BY trials.id
 
 
 def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
-    """Return why trials are pending or what phase of startup they are in."""
+    """Return pending trials with the reason, and starting trials with their phase."""
     with _connection(state) as connection:
         waiting = connection.execute(_WAITING).fetchall()
         live = connection.execute(_LIVE).fetchall()
@@ -145,7 +145,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
         for trial_id, of_experiment, log, time_us in waiting
     ]
     for row in live:
-        # Written by dstrial.launch.start_watch.
+        # dstrial.launch.start_watch writes this file.
         report = _report(Path(row["directory"]) / "starting.json", "phase")
         if report is not None:
             found.append(Start(row["trial_id"], row["experiment_id"], *report))
@@ -153,7 +153,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
-    """Return trials whose ranks have stalled."""
+    """Return running trials whose ranks have stalled, with a description."""
     with _connection(state) as connection:
         live = connection.execute(_LIVE).fetchall()
     found = [(row, stall_in(Path(row["directory"]))) for row in live]
@@ -161,12 +161,12 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return an allocation's stall as (text, epoch time of its start), if any."""
+    """Return (description, epoch time of its start) of an allocation's stall, or None."""
     return _report(directory / "stalled.json", "text")  # written by dstrial.launch.stalls.watch
 
 
 def untrained_phase_in(directory: Path) -> str | None:
-    """Return an allocation's startup phase; None once the ranks train."""
+    """Return an allocation's startup phase; None after the ranks begin to train."""
     report = _report(directory / "starting.json", "untrained")
     return None if report is None else report[0]
 

@@ -1,4 +1,4 @@
-"""Rows for the web page, as JSON with the page's names, read in one query each."""
+"""Queries of the web page; each returns dicts with the JSON names of the page."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MAX_CHECKPOINTS = 5000  # per experiment, newest first
 
 
 def finite(value: float | str | None) -> float | str | None:
-    """Return a number, or a non-finite one as a string."""
+    """Return the value, but "NaN", "Infinity" or "-Infinity" for a non-finite float."""
     if isinstance(value, float) and value - value != 0:
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -91,7 +91,7 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()
 
 
 def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list[Json]:
-    """Return all or the given experiments, newest first; secrets are not masked."""
+    """Return all experiments or those of ``ids``, newest first, with unmasked secrets."""
     where = "WHERE e.id IN (SELECT value FROM json_each(?))" if ids else ""
     values = (json.dumps(list(ids)),) if ids else ()
     return _fetch(connection, f"{_EXPERIMENTS} {where} ORDER BY e.id DESC", values)
@@ -100,7 +100,7 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 def trials(
     connection: sqlite3.Connection, ids: Sequence[int] = (), experiment_id: int | None = None
 ) -> list[Json]:
-    """Return trials by id, without ids all of the experiment; secrets are not masked."""
+    """Return trials of ``ids`` or an experiment, sorted by id, with unmasked secrets."""
     where = Conditions()
     where.need_equal("t.experiment_id", experiment_id)
     if ids or experiment_id is None:
@@ -109,7 +109,7 @@ def trials(
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[Json]:
-    """Return checkpoints, newest first, at most ``MAX_CHECKPOINTS`` + 1."""
+    """Return an experiment's newest checkpoints, at most ``MAX_CHECKPOINTS`` + 1."""
     return _fetch(connection, _CHECKPOINTS, (experiment_id, MAX_CHECKPOINTS + 1))
 
 
@@ -118,7 +118,7 @@ def experiment_of_trial(connection: sqlite3.Connection, trial_id: int) -> int | 
 
 
 def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int | None:
-    """Return the records per epoch of an experiment's config, if set."""
+    """Return ``records_per_epoch`` of an experiment's config; None if 0 or not set."""
     sql = "SELECT json_extract(config, '$.records_per_epoch') FROM experiments WHERE id = ?"
     return fetch_value(int, connection, sql, (experiment_id,)) or None
 
@@ -129,7 +129,7 @@ def metric_names(
     trial_ids: Sequence[int] = (),
     text: str = "",
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of numeric metrics, at most ``MAX_METRICS`` + 1.
+    """Return (group, name) of at most ``MAX_METRICS`` + 1 numeric metrics of trials.
 
     ``text`` filters by a substring of ``group.name``, case-insensitive.
     """
@@ -162,7 +162,7 @@ class StoredFiles:
     state: str
     resources: str  # JSON, path -> bytes
     manifest_sha256: str | None
-    config: str  # the experiment's, JSON, with ``checkpoint_storage``
+    config: str  # of the experiment, JSON, with ``checkpoint_storage``
 
 
 def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
@@ -184,7 +184,7 @@ WHERE e.labels LIKE '%"dsat-%' AND j.value LIKE ? ORDER BY e.id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelledExperiment:
-    """An experiment with its dsat label, which names the search and a trial or worker."""
+    """An experiment with its dsat label, which contains the search's id."""
 
     id: int
     name: str
