@@ -56,8 +56,9 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 
 
 def _is_phase(text: str) -> bool:
-    """Return whether a line of ``launch.start_watch`` only names a startup phase."""
-    return text.startswith("dstrial.launch: starting: ") and " since " not in text
+    """Return whether a line of ``launch.start_watch`` only names a new phase."""
+    is_repeated = ": still " in text
+    return text.startswith("dstrial.launch: starting: ") and " since " not in text and not is_repeated
 
 
 class Display:
@@ -83,13 +84,14 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a line, unless it is a startup phase, which ``starting`` shows."""
+        if text.startswith("waiting for "):
+            self._shown.add(text)
         if not _is_phase(text):
             self._write(text, self._out)
 
     def starting(self, text: str, age_s: float) -> None:
         """Show the phase before the first batch, once, if nothing else was shown lately."""
-        is_silent = time.monotonic() - self._written_s >= _SILENCE_S
-        if text not in self._shown and (is_silent or text.startswith("waiting for ")):
+        if text not in self._shown and time.monotonic() - self._written_s >= _SILENCE_S:
             self._shown.add(text)
             self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
 

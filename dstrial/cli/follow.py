@@ -22,6 +22,7 @@ from dstrial.process_state import is_stopped
 _POLL_PERIOD_S = 0.1
 _LOOK_PERIOD_S = 0.3  # between queries of the experiment's state
 _STALLS_PERIOD_S = 1.0
+_STOPPED_AFTER_S = 10.0  # a debugger may hold the master for a moment
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
 _FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")
 _BY_SIGTERM = 128 + signal.SIGTERM
@@ -77,6 +78,8 @@ class LogTail:
                 self._report = []
             if row.level == "WARNING" or (row.level == "ERROR" and not self._report):
                 self._show(row.text, None, "stderr")
+            elif row.text.startswith("waiting for "):
+                self._show(row.text, None, "stdout")
             return
         self.has_task_lines = True
         if row.rank is None and row.stdtype == "stderr":
@@ -96,11 +99,17 @@ class StallReporter:
         self._experiment_id = experiment_id
         self._say = say
         self._shown: dict[str, str] = {}
+        self._stopped_since_s: float | None = None  # of the master
 
     def poll(self, *, with_trials: bool) -> None:
         found = {}
         record = self._state.running()
-        if record is not None and is_stopped(record.pid):
+        now_s = time.monotonic()
+        if record is None or not is_stopped(record.pid):
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        elif now_s - self._stopped_since_s >= _STOPPED_AFTER_S:
             found[""] = (
                 f"the master, process {record.pid}, is stopped (SIGSTOP), and nothing of what runs arrives. Let it go on with "
                 f"`kill -CONT {record.pid}`."
@@ -116,7 +125,8 @@ class StallReporter:
             if self._shown.get(prefix) != text:
                 self._say(f"{prefix}stalled: {text}")
         for prefix in self._shown.keys() - found.keys():
-            self._say(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
+            if prefix or record is not None:
+                self._say(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
         self._shown = found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: 
         how.add_argument("--now", action="store_true", help="kill the trials instead, without a checkpoint")
         how.add_argument(
             "--deadline",
-            type=seconds_argument,
+            type=functools.partial(seconds_argument, may_be_zero=True),
             metavar="SECONDS",
             default=_DEFAULT_DEADLINE_S,
             help="kill trials that have not stopped after this time (default: %(default)g)",

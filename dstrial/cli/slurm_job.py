@@ -299,12 +299,12 @@ class _Follower:
         poll_at_s, heard_s = 0.0, time.monotonic()
         with noted_signals() as signals:
             while True:
-                if len(signals) > 1:
-                    self._say(f"job {self._job_id} goes on by itself; `scancel {self._job_id}` ends it")
-                    return 128 + signals[-1]
                 if signals and not self._is_stopping:
                     self._stop(signals[0])
                     poll_at_s = 0.0
+                if len(signals) > 1:
+                    self._say(f"job {self._job_id} goes on by itself; `scancel {self._job_id}` ends it")
+                    return 128 + signals[-1]
                 now_s = time.monotonic()
                 if now_s >= poll_at_s:
                     poll_at_s = now_s + _POLL_S

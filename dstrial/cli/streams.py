@@ -72,14 +72,15 @@ def count_argument(text: str) -> int:
     return int(text)
 
 
-def seconds_argument(text: str) -> float:
+def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
     """Parse a duration; for ``type=`` of an ``argparse`` argument."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; expected a number of at least 0")
+    if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+        expected = "of at least 0" if may_be_zero else "above 0"
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration; expected a number {expected}")
     return value
 
 

@@ -41,7 +41,7 @@ _NO_BARS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-_NOT_REPEATED = ("command", "experiment", "context_dir", "print_sbatch", "detach")
+_NOT_REPEATED = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
 _RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
 _HOSTS_TIMEOUT_S = 12.0  # for a new master to connect to its hosts, or to report why it cannot
 _END_TIMEOUT_S = 60.0  # for a run's own master to delete files, and again for it to end

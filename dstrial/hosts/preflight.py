@@ -92,7 +92,7 @@ def check_hosts(
         problems = [answer for answer in answers if isinstance(answer, HostProblem)]
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
-        named = named_interface(environ)
+        named = named_interface(environ, facts)
         problems += fact_problems(
             [one.host for one in known], facts, own_versions(), environ=environ, interface=named
         )
@@ -134,14 +134,25 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
     )
 
 
-def named_interface(environ: Mapping[str, str]) -> str | None:
-    return next((environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)), None)
+def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str | None:
+    """Return the interface that the environment names; None for any.
+
+    gloo takes names, separated by commas. NCCL takes prefixes, with ``^`` or ``=``: one counts if a host has that interface.
+    """
+    gloo, nccl = (environ.get(name, "") for name in _INTERFACE_VARIABLES)
+    if gloo and "," not in gloo:
+        return gloo
+    nccl = nccl.removeprefix("=")
+    return nccl if any(nccl == name for fact in facts for name, _ in fact.addresses) else None
 
 
 def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
-    """Return a host's address and interface for the other hosts; empty if none."""
-    pairs = (pair for pair in facts.addresses if interface in (None, pair[0]))
-    name, address = next(pairs, ("", ""))
+    """Return a host's address and interface for the other hosts; empty if none.
+
+    Without the named interface they are the first ones.
+    """
+    pairs = [pair for pair in facts.addresses if pair[0] == interface] or facts.addresses
+    name, address = next(iter(pairs), ("", ""))
     return address, name
 
 
@@ -236,7 +247,8 @@ def _connectivity(
         targets = [[*one] for one in zip((address for address, _ in places), ports, greetings, strict=True)]
         message = {"do": "connect", "targets": targets, "timeout_s": _CONNECT_S}
         answer = connections[number].ask(message, _STEP_S)
-        return ["no answer"] * len(targets) if answer is None else answer["verdicts"]
+        silent = f"no answer from {connections[number].host.name}"
+        return [silent] * len(targets) if answer is None else answer["verdicts"]
 
     verdicts = _on_all(numbers, connect)
     return [

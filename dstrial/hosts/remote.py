@@ -72,7 +72,7 @@ def num_accelerators() -> int:
 
 
 def addresses() -> list[list[str]]:
-    """Return ``[interface, IPv4 address]`` of all interfaces but loopback."""
+    """Return ``[interface, IPv4 address]`` but loopback, link-local ones last."""
     import fcntl
 
     found = []
@@ -84,7 +84,7 @@ def addresses() -> list[list[str]]:
                 address = socket.inet_ntoa(answer[20:24])
                 if not address.startswith("127."):
                     found.append([name, address])
-    return found
+    return sorted(found, key=lambda pair: pair[1].startswith("169.254."))
 
 
 def _boot_and_namespace() -> str:

@@ -78,8 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DstrialError as error:
         print(f"dstrial.launch: {error}", file=sys.stderr)  # noqa: T201  # a command prints
         return 2
-    sys.stderr.write(outcome.describe())
-    sys.stderr.flush()
+    if outcome.killed_text:
+        _warn(outcome.killed_text)
+    if outcome.first_failure is not None:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(outcome.first_failure.describe(), file=sys.stderr, flush=True)  # noqa: T201  # a command prints
     return outcome.exit_code
 
 

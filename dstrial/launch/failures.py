@@ -264,12 +264,16 @@ class LaunchOutcome:
     is_consequence: bool = False
     failed_s: float | None = None
 
+    @property
+    def killed_text(self) -> str:
+        """Which ranks were killed; empty for none, and after a second Ctrl-C."""
+        if not self.killed_ranks or self.ended_at_once:
+            return ""
+        return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"
+
     def describe(self) -> str:
         """Return the killed ranks and the first failure with its traceback; may be empty."""
-        lines = []
-        if self.killed_ranks and not self.ended_at_once:
-            names = ", ".join(map(str, self.killed_ranks))
-            lines.append(f"rank(s) {names} did not end in time and were killed\n")
+        lines = [f"{self.killed_text}\n"] if self.killed_text else []
         if self.first_failure is not None:
             lines.append(f"{self.first_failure.describe()}\n")
         return "".join(lines)

@@ -104,11 +104,16 @@ def test_plain_display_shows_a_phase_once(
         display.message("dstrial.launch: SIGTERM received: the ranks were asked to stop")
     display.message("dstrial.launch: starting: compiling operator x since 10:00:00; ranks that use it wait.")
     display.starting("compiling operator x", 9.0)
+    display.message("dstrial.launch: starting: still importing model_def, for 30 s")
+    display.message("waiting for 2 slots: 1 of 2 is in use")
+    display.starting("waiting for 2 slots: 1 of 2 is in use", 6.0)
     assert capsys.readouterr().out.splitlines() == [
         "importing model_def, for 5 s",
         "dstrial.launch: SIGTERM received: the ranks were asked to stop",
         "dstrial.launch: SIGTERM received: the ranks were asked to stop",
         "dstrial.launch: starting: compiling operator x since 10:00:00; ranks that use it wait.",
+        "dstrial.launch: starting: still importing model_def, for 30 s",
+        "waiting for 2 slots: 1 of 2 is in use",
     ]
 
 

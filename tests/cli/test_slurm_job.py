@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import signal
 from collections.abc import Callable
@@ -132,3 +133,18 @@ def test_preempted_job_is_requeued_unless_it_ends_meanwhile(
             printed.getvalue()
             == "job 7 is left as it is (completing): it was cancelled meanwhile, or Slurm ends it itself\n"
         )
+
+
+def test_two_signals_at_once_stop_the_job_before_they_leave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        slurm_job, "noted_signals", lambda: contextlib.nullcontext([signal.SIGINT, signal.SIGTERM])
+    )
+    monkeypatch.setattr(slurm_job.client, "cancel", lambda _job_id: asked.append("cancel"))
+    out = io.StringIO()
+    follower = slurm_job._Follower(7, tmp_path / "log", LossTolerantStream(out), python="python3")
+    assert follower.follow() == 128 + signal.SIGTERM
+    assert asked == ["cancel"]
+    assert [line.partition(" ")[0] for line in out.getvalue().splitlines()] == ["SIGINT:", "job"]

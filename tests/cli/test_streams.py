@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from dstrial.cli.streams import LossTolerantStream, det_for, typed
+from dstrial.cli.streams import LossTolerantStream, det_for, seconds_argument, typed
 
 
 def test_a_stream_without_a_reader_goes_silent() -> None:
@@ -78,3 +79,13 @@ def test_another_command_of_that_name_is_not_meant(monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir("/usr")
 
     assert typed("det") == str(BIN / "det")
+
+
+def test_zero_is_a_duration_only_where_it_is_allowed() -> None:
+    assert seconds_argument("0.5") == 0.5
+    assert seconds_argument("0", may_be_zero=True) == 0
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a number above 0"):
+        seconds_argument("0")
+    for text in ("-1", "inf", "nan", "soon"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a number of at least 0"):
+            seconds_argument(text, may_be_zero=True)

@@ -152,7 +152,7 @@ def test_command_line_repeats_flags_with_changes() -> None:
         "--no-progress",
     ]
     slurm = ["--slurm", "--sbatch-arg=--time=1", "--sbatch-arg=--qos=x"]
-    args = parser.parse_args([*words, *slurm, "--detach"])
+    args = parser.parse_args([*words, *slurm, "--detach", "--run-dir", "runs/x/1"])
     assert command_line(args) == [*words, *slurm]
     changed = [*words[:-2], "4", "--no-progress", "--resume", "latest", *slurm]
     assert command_line(args, slots=4, resume="latest") == changed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -181,6 +183,17 @@ class MasterOnHosts:
         """Return the batches that a trial has reported, each report once where it stands twice in a row."""
         found = hosts_runs.batches(self.log(trial_id))
         return [number for number, before in zip(found, [0, *found], strict=False) if number != before]
+
+    def steps(self, trial_id: int, *, is_all: bool = False) -> list[int]:
+        """Return the batches of training reports that count; ``is_all``: also of those trained again."""
+        path = self.place / "state" / "master.db"
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            rows = connection.execute(
+                "SELECT steps FROM metrics WHERE trial_id = ? AND group_name = 'training' AND (archived = 0 OR ?) "
+                "ORDER BY steps",
+                (trial_id, is_all),
+            ).fetchall()
+        return [steps for (steps,) in rows]
 
     def kill(self) -> None:
         """Kill the master's process."""

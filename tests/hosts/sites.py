@@ -24,6 +24,7 @@ class Hosts:
     first = 2  # the number of the first machine with slots
     keeps_trials = True  # whether trials continue while there is no master
     returns_nodes = True  # whether a node that was cut off can be used again
+    grows_trials = True  # whether an elastic trial that runs takes slots that are free again
 
     def __init__(self, made: Machines) -> None:
         self.machines = made
@@ -44,6 +45,10 @@ class Hosts:
         for number in self.cut:
             self.machines[number].heal()
         self.cut.clear()
+
+    def jobs(self) -> list[str]:
+        """Return the ids of jobs in the queue of the site's engine, if it has one."""
+        return []
 
     def left(self) -> object:
         """Return what an ended master has left; falsy for nothing."""
@@ -67,6 +72,7 @@ class Slurm(Hosts):
 
     first = 1
     keeps_trials = False  # Slurm may kill what a step of the master has started (ProctrackType)
+    grows_trials = False  # a trial has its job's slots until it is in another job
 
     def __init__(self, cluster: SlurmCluster) -> None:
         super().__init__(cluster.machines)
@@ -83,6 +89,11 @@ class Slurm(Hosts):
         for number in self.cut:
             self.cluster.heal(number)
         self.cut.clear()
+
+    def jobs(self) -> list[str]:
+        found = self.cluster.run("squeue", "-h", "-o", "%i").stdout.split()
+        assert found, "there is no job"
+        return sorted(found)
 
     def left(self) -> object:
         """A node that is cut off still holds its job."""
@@ -131,6 +142,7 @@ class Ray(Hosts):
     """A placement group for each trial."""
 
     first = 1
+    grows_trials = False
 
     def __init__(self, cluster: RayCluster) -> None:
         super().__init__(cluster.machines)

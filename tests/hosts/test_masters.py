@@ -87,9 +87,11 @@ def test_two_nodes_compute_the_bits_of_one(
 
 def test_killed_master_finds_its_trial(site: Hosts, master: MasterOnHosts) -> None:
     experiment, trial = master.train(100, 0.1, resources={"slots_per_trial": 2})
+    jobs = site.jobs()
     master.kill()
     said = master.up()
     assert said.returncode == 0, said.stdout
+    assert site.jobs() == jobs
     master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
     batches, log = master.batches(trial), master.log(trial)
     assert sorted(set(batches)) == list(range(5, 101, 5))
@@ -138,10 +140,9 @@ def test_search_completes_though_a_node_is_cut(site: Hosts, master: MasterOnHost
 
 
 def test_elastic_trial_follows_the_nodes(site: Hosts, master: MasterOnHosts) -> None:
-    """It goes on with the one node that is left, and with two again when it is activated."""
-    experiment, trial = master.train(
-        200, 0.2, resources={"slots_per_trial": 2}, data={"dstrial": {"min_slots": 1}}
-    )
+    """It goes on with the one node that is left, and with two again: by itself, or when it is activated."""
+    section = {"min_slots": 1, "resize_period": 5}
+    experiment, trial = master.train(200, 0.2, resources={"slots_per_trial": 2}, data={"dstrial": section})
     for number in (1, 2):  # of three nodes, the last two
         site.cut_off(site.first + number)
     master.wait_for_log(
@@ -150,15 +151,47 @@ def test_elastic_trial_follows_the_nodes(site: Hosts, master: MasterOnHosts) -> 
     if not site.returns_nodes:
         master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
         return
-    site.heal()
-    wait_until(lambda: all(master.enabled().values()), 180, lambda: str(master.enabled()))
-    master.det("experiment", "pause", str(experiment))
-    master.wait_for_state(experiment, ("PAUSED",))
-    master.det("experiment", "activate", str(experiment))
-    master.wait_for_log(trial, "with 2 slots, after 1", within_s=300)
+    if site.grows_trials:
+        _grow_and_drain(site, master, trial)
+    else:
+        site.heal()
+        wait_until(lambda: all(master.enabled().values()), 180, lambda: str(master.enabled()))
+        master.det("experiment", "pause", str(experiment))
+        master.wait_for_state(experiment, ("PAUSED",))
+        master.det("experiment", "activate", str(experiment))
+        master.wait_for_log(trial, "with 2 slots, after 1", within_s=300)
     master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
     log = master.log(trial)
     assert log.count("INFO: resumed from checkpoint") >= 2
     assert "trial failed" not in log
     assert sorted(set(master.batches(trial))) == list(range(5, 201, 5))
+    assert master.steps(trial) == list(range(5, 201, 5))  # each batch counts once
     assert master.trials(experiment)[0]["# of Batches"] == "200"
+
+
+def _grow_and_drain(site: Hosts, master: MasterOnHosts, trial: int) -> None:
+    """Have one host back, on which the trial grows by itself, and drain it: no batch is trained again."""
+    _wait_for_two_reports(master, trial)
+    before = _num_trained_again(master, trial)
+    number = site.first + 1
+    site.machines[number].heal()
+    site.cut.discard(number)
+    master.wait_for_log(trial, "it grows from 1 to 2 slots", "with 2 slots, after 1", within_s=180)
+    _wait_for_two_reports(master, trial)
+    alone = "goes on from its checkpoint with 1, the most"
+    num_alone = master.log(trial).count(alone)
+    master.det("agent", "disable", site.node(number), "--drain")
+    master.wait_for_log(trial, "its slots are being drained, and it goes on with others")
+    wait_until(lambda: master.log_now(trial).count(alone) > num_alone, 120, lambda: master.log(trial))
+    _wait_for_two_reports(master, trial)
+    assert _num_trained_again(master, trial) == before
+
+
+def _wait_for_two_reports(master: MasterOnHosts, trial: int) -> None:
+    num = len(master.steps(trial, is_all=True))
+    wait_until(lambda: len(master.steps(trial, is_all=True)) >= num + 2, 120, lambda: master.log(trial))
+
+
+def _num_trained_again(master: MasterOnHosts, trial: int) -> int:
+    """Return how many reports no longer count, for no checkpoint had their batches."""
+    return len(master.steps(trial, is_all=True)) - len(master.steps(trial))

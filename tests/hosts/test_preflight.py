@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import platform
 import shlex
+import socket
+from typing import Any
 
 import pytest
 
 from dstrial.errors import HostError, HostProblem
+from dstrial.hosts import remote
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.preflight import Facts, fact_problems
+from dstrial.hosts.preflight import Facts, _connectivity, fact_problems, named_interface, place_of
 from dstrial.hosts.transport import SshTransport, remote_command, travelling
 
 HERE = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "dstrial": "1.0"}
@@ -80,6 +84,56 @@ def test_devices_count_unless_the_training_is_on_cpus() -> None:
 def test_a_named_interface_has_to_be_everywhere() -> None:
     (problem,) = _problems(_other(addresses=(("ib0", "10.1.0.2"),)), interface="eth0")
     assert "interface eth0 (it has ib0 10.1.0.2)" in problem
+
+
+@pytest.mark.parametrize(
+    ("environ", "named", "place"),
+    [
+        ({}, None, ("10.77.0.11", "eth0")),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "ib0", ("10.1.0.2", "ib0")),
+        ({"GLOO_SOCKET_IFNAME": "ib1"}, "ib1", ("10.77.0.11", "eth0")),
+        ({"GLOO_SOCKET_IFNAME": "eth0,ib0"}, None, ("10.77.0.11", "eth0")),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "ib0", ("10.1.0.2", "ib0")),
+        ({"NCCL_SOCKET_IFNAME": "=ib0"}, "ib0", ("10.1.0.2", "ib0")),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, None, ("10.77.0.11", "eth0")),
+        ({"NCCL_SOCKET_IFNAME": "^lo,docker0"}, None, ("10.77.0.11", "eth0")),
+        ({"NCCL_SOCKET_IFNAME": "^eth0"}, None, ("10.77.0.11", "eth0")),
+    ],
+)
+def test_only_one_exact_name_names_an_interface(
+    environ: dict[str, str], named: str | None, place: tuple[str, str]
+) -> None:
+    facts = _other(addresses=(*GOOD.addresses, ("ib0", "10.1.0.2")))
+    assert named_interface(environ, [GOOD, facts]) == named
+    assert place_of(facts, named) == place
+
+
+def test_link_local_addresses_are_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"lo": "127.0.0.1", "usb0": "169.254.3.1", "eth0": "10.77.0.11"}
+    names = iter(given)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(given, 1)))
+    monkeypatch.setattr(
+        fcntl, "ioctl", lambda *_: bytes(20) + socket.inet_aton(given[next(names)]) + bytes(232)
+    )
+    assert remote.addresses() == [["eth0", "10.77.0.11"], ["usb0", "169.254.3.1"]]
+
+
+def test_host_that_does_not_answer_is_named() -> None:
+    class Connection:
+        def __init__(self, host: Host, *, answers: bool) -> None:
+            self.host, self._answers = host, answers
+
+        def ask(self, message: dict[str, Any], _timeout_s: float) -> dict[str, Any] | None:
+            answer = {"port": 1, "verdicts": [None] * len(HOSTS)}
+            return answer if self._answers or message["do"] == "listen" else None
+
+    connections: Any = [Connection(HOSTS[0], answers=True), Connection(HOSTS[1], answers=False)]
+    places = [("10.77.0.11", "eth0"), ("10.77.0.12", "eth0")]
+    (problem,) = _connectivity(connections, places, ["a", "b"])
+    assert (problem.host, problem.got) == (
+        "host2",
+        "unable to connect to host1 (10.77.0.11 no answer from host2)",
+    )
 
 
 @pytest.mark.parametrize(

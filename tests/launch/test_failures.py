@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from dstrial.launch import __main__ as launcher
 from dstrial.launch.failures import (
     LaunchOutcome,
     RankEnding,
@@ -96,3 +98,22 @@ FAILURE = RankFailure(rank=1, local_rank=1, pid=7, exit_code=3, signal_name=None
 )
 def test_an_outcome_survives_its_file(outcome: LaunchOutcome) -> None:
     assert LaunchOutcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+class _Closed(io.StringIO):
+    def write(self, _text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_launcher_names_killed_ranks_and_exits_with_their_code_though_its_terminal_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = RankFailure(1, 1, 7, 3, None, "here", "Traceback\nValueError: x")
+    outcome = LaunchOutcome(3, failure, (137, 3), None, (0,))
+    monkeypatch.setattr(launcher, "_launch", lambda _options: outcome)
+    assert launcher.main(["script.py"]) == 3
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "dstrial.launch: rank(s) 0 did not end in time and were killed"
+    assert printed[1].startswith("rank 1 failed first (")
+    monkeypatch.setattr("sys.stderr", _Closed())
+    assert launcher.main(["script.py"]) == 3

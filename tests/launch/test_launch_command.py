@@ -140,7 +140,7 @@ def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(how: str, tm
     result = launch("--slots", "2", str(PROGRAMS), f"raise_on_rank_0_while_rank_1_{how}", cwd=tmp_path)
     assert result.returncode == 1
     assert "rank 0 failed first" in result.stderr
-    assert "rank(s) 1 did not end in time and were killed" in result.stderr
+    assert "dstrial.launch: rank(s) 1 did not end in time and were killed" in result.stderr
 
 
 @pytest.mark.exhaustive("[SIGTERM]", "[SIGINT]")

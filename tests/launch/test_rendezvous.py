@@ -52,7 +52,7 @@ pathlib.Path(sys.argv[2], f"{identity.rank}.json").write_text(json.dumps(told))
 
 # Both ranks of dstrial and those that ask torch import it, in processes of their own; the stand-in's are forks.
 @pytest.mark.exhaustive(
-    "tests/trainer/test_stalls_of_two_launchers.py::test_a_machine_whose_ranks_only_wait_says_what_the_other_tells"
+    "tests/trainer/test_stalls_of_two_launchers.py::test_launcher_of_waiting_ranks_leaves_the_end_to_the_straggler"
 )
 @pytest.mark.parametrize("who", ["dstrial", "torch"])
 def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, tmp_path: Path) -> None:

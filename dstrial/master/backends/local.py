@@ -368,14 +368,22 @@ def _delete(directory: Path) -> None:
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
     """Signal exactly this process: the pid may be reused, the descriptor is not."""
-    with contextlib.suppress(ProcessLookupError):
+    # A stopped process handles a signal only after SIGCONT.
+    try:
         descriptor = os.pidfd_open(handle.pid)
-        try:
-            if is_alive(handle):
+    except OSError:  # a sandbox without it, or too many open files
+        if is_alive(handle):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(handle.pid, number)
+                os.kill(handle.pid, signal.SIGCONT)
+        return
+    try:
+        if is_alive(handle):
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, number)
-                signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process handles it only then
-        finally:
-            os.close(descriptor)
+                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+    finally:
+        os.close(descriptor)
 
 
 def _marked(assignment: str) -> set[int]:
@@ -473,12 +481,14 @@ class LocalBackend(OwnNodes):
             except Exception:  # the end is found by the next poll
                 logger.exception("nobody was notified of the end of a process")
 
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(OSError, RuntimeError), contextlib.ExitStack() as unwatched:
             descriptor = os.pidfd_open(handle.pid)
+            unwatched.callback(os.close, descriptor)
             if is_alive(handle):  # else the descriptor may be another process's
                 ended = select.poll()
                 ended.register(descriptor, select.POLLIN)
                 threading.Thread(target=wait, name="dstrial-exit", daemon=True).start()
+                unwatched.pop_all()  # the thread closes it
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         handle = self.find(run)

@@ -53,7 +53,10 @@ class StatusFile:
         if found != self._written:
             self._written = found
             with contextlib.suppress(OSError):  # The next change shows it.
-                replace_file(self._path, json.dumps(found), sync=False, is_private=True)
+                if found:
+                    replace_file(self._path, json.dumps(found), sync=False, is_private=True)
+                else:
+                    self.delete()
 
     def delete(self) -> None:
         self._path.unlink(missing_ok=True)

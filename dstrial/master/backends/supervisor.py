@@ -415,10 +415,6 @@ def _stat(pid: str) -> list[bytes]:
         return []
 
 
-def is_stopped(pid: int) -> bool:
-    return _stat(str(pid))[:1] in ([b"T"], [b"t"])
-
-
 def _has_ended(fields: list[bytes]) -> bool:
     """Return whether all threads have ended; a zombie may have lost only its first."""
     return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
