@@ -92,8 +92,8 @@ class SearchOnMaster:
             candidate = submitted.get(trial_id, {}).get("candidate")
             ended.append(Ended(trial_id, outcome_from_json(event), event.get("seconds"), candidate))
         if self._awaited and not ended:
-            if (event := self._final_event()) is not None:
-                raise SearchEndedError(event)
+            if (final := self._final_event()) is not None:
+                raise SearchEndedError(final)
             if self._is_ended:
                 self._restart()
         self._log_slots()

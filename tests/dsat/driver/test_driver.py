@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import shutil
 import signal
@@ -231,8 +232,8 @@ def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.Mo
     for poll in (of_search, of_search, of_search, of_rank, of_rank, of_rank):
         monkeypatch.setattr(PersistentRanks, "poll", poll)
         method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
-        ranks = PersistentRanks(settings, record, ["false"])
-        driver = Driver(settings, record, method, lambda ranks=ranks: ranks, lambda _line: None, poll_s=0.0)
+        backend = functools.partial(PersistentRanks, settings, record, ["false"])
+        driver = Driver(settings, record, method, backend, lambda _line: None, poll_s=0.0)
         with record.lock(), pytest.raises((OSError, SearchError), match="No space left on device"):
             driver.run([])
 
