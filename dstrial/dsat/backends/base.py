@@ -20,6 +20,14 @@ class Ended:
     candidate: Mapping[str, Any] | None = None  # measured configuration, where another process chose it
 
 
+class SearchEndedError(Exception):
+    """Another process has ended the search; ``event`` is the end on its record."""
+
+    def __init__(self, event: Mapping[str, Any]) -> None:
+        super().__init__(event["reason"])
+        self.event = event
+
+
 class Backend(Protocol):
     """Runs measuring trials. Not thread-safe.
 
@@ -50,7 +58,11 @@ class Backend(Protocol):
         """Take over a trial that an earlier process started; False if it is lost."""
 
     def poll(self) -> list[Ended]:
-        """Return the trials that have ended since the last call."""
+        """Return the trials that have ended since the last call.
+
+        Raises:
+            SearchEndedError: the search has ended in another process, without the trials that still run here.
+        """
 
     def running_s(self, trial_id: int) -> float:
         """Return for how many seconds a trial has had its slots; 0 while it waits."""

@@ -195,7 +195,7 @@ class ClusterBackend:
             self._report_experiment = None  # it was deleted; the next submitted experiment has the report
             return True
         except errors.BadRequestException as error:
-            logger.warning("the master refuses the report of the search so far (%s)", error)
+            logger.warning("the report of the search so far cannot be published (%s)", error)
             return True
         return is_reachable
 

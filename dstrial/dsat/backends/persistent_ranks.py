@@ -100,8 +100,10 @@ class PersistentRanks:
         attempts = int(handle.get("attempt") or 0)
         if row is not None:
             outcome = outcome_from_json(row)
-            if _is_out_of_memory(outcome) and row["number"] > 1:
-                self._attempts[spec.trial_id] = 0  # an out-of-memory error counts in fresh ranks only
+            is_full = isinstance(outcome, Failure) and outcome.kind is FailureKind.NO_ROOM
+            # An out-of-memory error counts in fresh ranks only, a full disk never.
+            if is_full or (_is_out_of_memory(outcome) and row["number"] > 1):
+                self._attempts[spec.trial_id] = 0
                 return False
             self._ended.append(Ended(spec.trial_id, outcome, row["seconds"]))
         elif attempts >= _MAX_ATTEMPTS:

@@ -19,11 +19,11 @@ from determined.common.api import errors
 from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.base import Ended, SearchEndedError
 from dstrial.dsat.backends.cluster import ClusterBackend, is_running, last_lines, why_waiting
 from dstrial.dsat.backends.trial_spec import TrialSpec, search_config
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
+from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord, is_final
 from dstrial.dsat.core.outcome import FAILURE_MARK, FailureKind, failure_from_log, outcome_from_json
 from dstrial.errors import DstrialError, SearchError
 
@@ -75,7 +75,9 @@ class SearchOnMaster:
         del handle
         if self._experiment is None:
             self._find()
-        if self._experiment is None or (self._is_ended and spec.trial_id not in self._events("result")):
+        if self._experiment is None:
+            return False
+        if self._is_ended and spec.trial_id not in self._events("result") and self._final_event() is None:
             return False
         self._awaited.add(spec.trial_id)
         return True
@@ -89,8 +91,11 @@ class SearchOnMaster:
             event = results[trial_id]
             candidate = submitted.get(trial_id, {}).get("candidate")
             ended.append(Ended(trial_id, outcome_from_json(event), event.get("seconds"), candidate))
-        if self._is_ended and self._awaited and not ended:
-            self._restart()
+        if self._awaited and not ended:
+            if (final := self._final_event()) is not None:
+                raise SearchEndedError(final)
+            if self._is_ended:
+                self._restart()
         self._log_slots()
         return ended
 
@@ -111,9 +116,7 @@ class SearchOnMaster:
         """Wait until the trial has stored its files; if it does not end, store these."""
         if self._experiment is None:
             self._find()
-        if not self._wait(
-            _FINISH_TIMEOUT_S, lambda: any(row["event"] == "finished" for row in self._rows.values())
-        ):
+        if not self._wait(_FINISH_TIMEOUT_S, lambda: bool(self._finished_events())):
             self.close()
             self._master.finish(results)
         elif self._experiment is not None:
@@ -154,11 +157,14 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again if its trial ran out of memory, else raise.
+        """Submit the search again if its trial ran out of memory or budget, else raise.
 
         The search in the trial counts how often a configuration ended it; ``max_restarts`` need not cover that.
         """
         assert self._experiment is not None
+        if self._finished_events():  # with a smaller budget than that of this command
+            self._submit()
+            return
         lines: list[str] = []
         with self._master.tolerate_outage():
             lines = last_lines(self._experiment.list_trials())
@@ -186,7 +192,7 @@ class SearchOnMaster:
         for _, row in sorted(self._rows.items()):
             if row["event"] == "submitted" and "attempt" in row["handle"]:
                 attempts[row["trial_id"]] = {"attempt": row["handle"]["attempt"]}
-            elif row["event"] == "interrupted":
+            elif row["event"] in ("interrupted", "finished"):
                 attempts.clear()
         events = []
         for event in self._record.events():
@@ -215,6 +221,14 @@ class SearchOnMaster:
     def _events(self, kind: str) -> dict[int, dict[str, Any]]:
         """Return the trial's events of a kind that belong to a measurement, by its id."""
         return {row["trial_id"]: row for _, row in sorted(self._rows.items()) if row["event"] == kind}
+
+    def _finished_events(self) -> list[dict[str, Any]]:
+        return [row for _, row in sorted(self._rows.items()) if row["event"] == "finished"]
+
+    def _final_event(self) -> dict[str, Any] | None:
+        """Return the end of the search in its trial, unless the budget has grown since."""
+        budget_s = self._settings.flags.budget
+        return next((row for row in self._finished_events() if is_final(row, budget_s)), None)
 
     def _read_events(self) -> None:
         """Read the state, then the events, at most twice a second, so that none is missed."""

@@ -44,7 +44,10 @@ _BAD_CONFIG = re.compile(
 _NUMERIC = re.compile(r"FloatingPointError|loss scale already at minimum|NumericError|[Ll]oss is (nan|inf)")
 _MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
 _FAILED_FIRST = re.compile(r"rank \d+ failed first \(")
-_NO_ROOM = re.compile(r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]")
+_NO_ROOM = re.compile(
+    r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]|"
+    r"PytorchStreamWriter failed writing file|database or disk is full"
+)
 _DEEPSPEED_FRAME = re.compile(r'File "[^"]*/deepspeed/[^"]*"')
 # An innermost frame that dstrial.launch.tracebacks elides.
 _RAISED_IN_DEEPSPEED = re.compile(r"^  \[.*; raised in deepspeed/[^\]]*\]$", re.MULTILINE)

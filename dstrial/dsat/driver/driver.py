@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -9,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.backends.base import Backend, Ended
+from dstrial.dsat.backends.base import Backend, Ended, SearchEndedError
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import SearchRecord, SearchStatus, is_final
+from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
@@ -84,6 +85,9 @@ class Driver:
                 except KeyboardInterrupt:
                     if not signals:
                         raise
+                except SearchEndedError as error:
+                    found = error.event
+                    self._finish(Finish(found["reason"], found["is_failure"]), budget_s=found.get("budget_s"))
             end = self._end if self._end is not None else signals[0]
             if isinstance(end, signal.Signals):
                 self._record.append("interrupted", {"signal": end.name})
@@ -95,6 +99,10 @@ class Driver:
                 self._clear(handles)
             elif isinstance(end, signal.Signals) and self._backend is not None:
                 self._backend.publish(lambda: self._report_so_far(f"interrupted by {end.name}"))
+        except OSError as error:
+            if error.errno in DISK_FULL_ERRORS:
+                self._record_no_room()
+            raise
         finally:
             if self._backend is not None:
                 self._backend.close()
@@ -102,6 +110,11 @@ class Driver:
         if isinstance(end, signal.Signals):
             return SearchStatus(end.name, False, stopped_by=end)
         return SearchStatus(end.reason, True, end.is_failure)
+
+    def _record_no_room(self) -> None:
+        """Record that the disk is full, so that this end counts as no attempt of a trial."""
+        with contextlib.suppress(OSError):
+            self._record.append("interrupted", {"signal": FailureKind.NO_ROOM.name})
 
     def _clear(self, handles: dict[int, dict[str, Any]]) -> None:
         """End remaining trials and store the files there; once, even after a kill."""
@@ -167,14 +180,14 @@ class Driver:
                     "ask; expected the record of an equal search by the same release. Pass --fresh."
                 )
             self._settle(trial_id, outcome_from_json(event), event.get("seconds"), is_replay=True)
-        elif event["event"] == "interrupted":
-            # The search ended its trials itself, so they did not kill it.
-            for handle in handles.values():
-                handle.pop("attempt", None)
         elif event["event"] == "inputs":
             self._described_s = float(event.get("seconds") or 0.0)
         elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
             self._end = Finish(event["reason"], event["is_failure"])
+        elif event["event"] in ("interrupted", "finished"):
+            # The search ended its trials itself, so they did not kill it.
+            for handle in handles.values():
+                handle.pop("attempt", None)
         elif event["event"] == "cleared":
             self._is_cleared = self._end is not None
 
@@ -239,6 +252,7 @@ class Driver:
 
     def _take(self, ended: Ended) -> None:
         if isinstance(ended.outcome, Failure) and ended.outcome.kind is FailureKind.NO_ROOM:
+            self._record_no_room()
             raise SearchError(
                 f"trial {ended.trial_id} finds no room on the disk ({ended.outcome.message}); expected some. Make room, and "
                 "repeat the command: the trial is measured again."

@@ -64,7 +64,10 @@ class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return properties of a rank's engines, summed; see ``knob_effects.PROBES``."""
+    """Return properties of a rank's engines, summed.
+
+    They are compared as ``dstrial.dsat.space.filters.PROBES``.
+    """
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),

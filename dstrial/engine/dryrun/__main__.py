@@ -54,7 +54,7 @@ def main(num_parallel: int, paths: Sequence[str]) -> None:
         alike = [pair for pair in pairs if pair[0].is_begun_like(pairs[0][0])]
         pairs = [pair for pair in pairs if pair not in alike]
         if len(alike) == 1 or _has_failed(_fork(functools.partial(_answer_together, alike, num_parallel))):
-            alone += alike
+            alone += [pair for pair in alike if not pair[1].exists()]
     _run_all([functools.partial(_answer_alone, *pair) for pair in alone], num_parallel)
 
 
@@ -154,7 +154,10 @@ def _run_all(calls: Sequence[Callable[[], object]], num_parallel: int) -> None:
     while waiting or running:
         while waiting and len(running) < num_parallel:
             running.add(_fork(waiting.pop(0)))
-        running.discard(os.wait()[0])
+        pid, status = os.wait()
+        running.discard(pid)
+        if os.WIFSIGNALED(status):  # as when the machine's memory runs out
+            sys.stderr.write(f"the process of a dry run was killed by signal {os.WTERMSIG(status)}\n")
 
 
 def _fork(call: Callable[[], object]) -> int:

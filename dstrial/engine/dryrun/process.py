@@ -84,7 +84,8 @@ def dry_runs(
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         output_end = log.read_text(encoding="utf-8", errors="replace")[-_SHOWN_CHARACTERS:]
-        return [_answer(Path(path), is_late, deadline_s, output_end) for path in pairs[1::2]]
+        code = process.returncode
+        return [_answer(Path(path), is_late, deadline_s, code, output_end) for path in pairs[1::2]]
 
 
 def _start(
@@ -110,7 +111,9 @@ def _start(
         )
 
 
-def _answer(path: Path, is_late: bool, deadline_s: float, output_end: str) -> DryRunResult | DryRunError:
+def _answer(
+    path: Path, is_late: bool, deadline_s: float, exit_code: int | None, output_end: str
+) -> DryRunResult | DryRunError:
     if path.exists():
         answer = json.loads(path.read_text(encoding="utf-8"))
         return DryRunError(**answer["error"]) if "error" in answer else DryRunResult.from_json(answer)
@@ -122,7 +125,8 @@ def _answer(path: Path, is_late: bool, deadline_s: float, output_end: str) -> Dr
         )
     return DryRunError(
         "died",
-        f"the dry run's process ended without an answer; expected one. Read its output:\n{output_end}",
+        f"the dry run's process ended with exit code {exit_code} and no answer; expected one. "
+        f"Read its output:\n{output_end}",
     )
 
 

@@ -205,9 +205,10 @@ class DryRunResult:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
         flops, tokens, activations = value["flops"], value["tokens"], value.get("activations")
+        known = {field.name for field in dataclasses.fields(cls)}  # records of earlier versions have more
         return cls(
             **{
-                **value,
+                **{name: field for name, field in value.items() if name in known},
                 "device": memory_form_from_json(value["device"]),
                 "host": memory_form_from_json(value["host"]),
                 "inner_collectives": tuple(Collective(**each) for each in value["inner_collectives"]),

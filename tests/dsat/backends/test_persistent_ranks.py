@@ -22,7 +22,7 @@ from dstrial.dsat.backends.persistent_ranks import (
     without_drift,
 )
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
-from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.journal import RESULTS_NAME, TASKS_NAME, SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
 from dstrial.dsat.space.filters import PROBES
 from dstrial.local.json_files import append_json_line, read_json_lines
@@ -156,6 +156,23 @@ def test_engines_leave_nothing_in_ranks_that_live_on(ranks: Ranks, others: list[
     for name in PROBES:
         assert _value(ignored, name) == _value(alone, name), name
     assert _value(alone, "drift") is not None
+
+
+def test_result_of_full_disk_is_measured_again(tmp_path: Path) -> None:
+    settings = settings_of(write_experiment(tmp_path, BASE), "--output", str(tmp_path / "out"))
+    record = SearchRecord(tmp_path / "out", "0a1b2c3d")
+    for number, kind in ((1, FailureKind.NO_ROOM), (2, FailureKind.NUMERIC)):
+        directory = record.ranks_path / "1"
+        directory.mkdir(parents=True, exist_ok=True)
+        append_json_line(directory / TASKS_NAME, {"number": number, "trial_id": number, "hparams": {}})
+        details = dict.fromkeys(("build_s", "measure_s", "tear_down_s"), 1.0)
+        row = {"number": number, "respawned": "", "details": details}
+        append_json_line(directory / RESULTS_NAME, {**row, **outcome_to_json(Failure(kind, "it failed"))})
+    ranks = PersistentRanks(settings, record, ["false"])
+
+    assert ranks.adopt(TrialSpec(2, {}, {}, ""), {"attempt": 2})
+    assert not ranks.adopt(TrialSpec(1, {}, {}, ""), {"attempt": 2})
+    assert ranks.start(TrialSpec(1, {}, {}, "")) == {"attempt": 1}
 
 
 @pytest.mark.ranks

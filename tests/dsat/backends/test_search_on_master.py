@@ -17,6 +17,7 @@ from determined.experimental.client import ExperimentState
 from searching import settings_of, write_experiment
 from surfaces import BASE
 
+from dstrial.dsat.backends.base import SearchEndedError
 from dstrial.dsat.backends.cluster import ClusterBackend
 from dstrial.dsat.backends.search_on_master import SearchOnMaster
 from dstrial.dsat.backends.trial_spec import TrialSpec
@@ -145,6 +146,32 @@ def test_search_takes_results_from_the_journal_of_its_trial(tmp_path: Path) -> N
     assert (ended.trial_id, ended.outcome, ended.seconds) == (1, Measured({"latency": 5.0}), 3.0)
     assert ended.candidate == {"stage": 2}
     assert search.poll() == []
+
+
+def _end(budget_s: float | None) -> dict[str, Any]:
+    return {"event": "finished", "reason": "it ended", "is_failure": False, "budget_s": budget_s}
+
+
+@pytest.mark.parametrize("state", [ExperimentState.COMPLETED, ExperimentState.ACTIVE])
+def test_search_that_finished_in_its_trial_hands_its_end(tmp_path: Path, state: ExperimentState) -> None:
+    search, master = _search(tmp_path, _experiment(1, state, _KILLED, _end(None)))
+
+    assert search.start(SPEC) == {"experiment_id": 1}
+    with pytest.raises(SearchEndedError, match="it ended") as caught:
+        search.poll()
+    assert caught.value.event == _end(None)
+    assert not master.files
+
+
+def test_search_with_larger_budget_goes_on_in_another_experiment(tmp_path: Path) -> None:
+    ended = _experiment(1, ExperimentState.COMPLETED, _KILLED, _end(60.0))
+    search, master = _search(tmp_path, ended)
+
+    assert search.start(SPEC) == {"experiment_id": 2}
+    assert _attempts(master) == [None]
+    search._experiment, search._next_poll_s = ended, 0.0
+    assert search.poll() == []
+    assert search._experiment.id == 3
 
 
 def test_search_that_ran_out_of_memory_goes_on_in_another_experiment(tmp_path: Path) -> None:

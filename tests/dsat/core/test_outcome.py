@@ -54,6 +54,12 @@ _TEXTS = {
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp",
         "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer",
     ],
+    FailureKind.NO_ROOM: [
+        "OSError: [Errno 28] No space left on device: 'x'",
+        "RuntimeError: [enforce fail at inline_container.cc:815] . PytorchStreamWriter failed writing file data/3: file "
+        "write failed",
+        "sqlite3.OperationalError: database or disk is full",
+    ],
     FailureKind.NUMERIC: ["Exception: Current loss scale already at minimum - cannot decrease scale anymore"],
 }
 

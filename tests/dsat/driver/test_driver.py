@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import functools
 import json
 import shutil
 import signal
@@ -19,7 +21,8 @@ from searching import events, settings_of, write_experiment
 from surfaces import BASE, surface
 
 from dstrial.config.documents import read_yaml
-from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.base import Ended, SearchEndedError
+from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 from dstrial.dsat.backends.search_on_master import SearchOnMaster
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel
@@ -211,7 +214,50 @@ def test_search_on_full_disk_ends_and_resumes(experiment: Path) -> None:
     assert {one.trial_id: one.outcome for one in driver.trials.values()} == {
         one.trial_id: one.outcome for one in undisturbed.trials.values()
     }
-    assert all("NO_ROOM" not in json.dumps(event) for event in events(settings.output))
+    assert all("failure" not in event for event in events(settings.output))
+
+
+def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Persistent ranks fail a trial after two attempts that ended without a result."""
+
+    def of_rank(_self: PersistentRanks) -> list[Ended]:
+        return [Ended(1, Failure(FailureKind.NO_ROOM, "No space left on device"))]
+
+    def of_search(_self: PersistentRanks) -> list[Ended]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    settings = _settings(experiment, "--max-trials", "3")
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+
+    for poll in (of_search, of_search, of_search, of_rank, of_rank, of_rank):
+        monkeypatch.setattr(PersistentRanks, "poll", poll)
+        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
+        backend = functools.partial(PersistentRanks, settings, record, ["false"])
+        driver = Driver(settings, record, method, backend, lambda _line: None, poll_s=0.0)
+        with record.lock(), pytest.raises((OSError, SearchError), match="No space left on device"):
+            driver.run([])
+
+    attempts = [event["handle"]["attempt"] for event in events(settings.output) if "handle" in event]
+    assert attempts == [1] * 6
+
+
+def test_search_that_ended_in_its_trial_ends_here(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "6", "--budget", "1h")
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    end = {"event": "finished", "reason": "the budget is spent", "is_failure": False, "budget_s": 3600.0}
+    backend = FormulaBackend({"started": {}})
+
+    def poll() -> list[Ended]:
+        raise SearchEndedError(end)
+
+    backend.poll = poll  # type: ignore[method-assign]
+    method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
+    driver = Driver(settings, record, method, lambda: backend, lambda _line: None, poll_s=0.0)
+
+    with record.lock():
+        assert driver.run([]) == SearchStatus("the budget is spent", True)
+    assert [event["event"] for event in events(settings.output)][-2:] == ["finished", "cleared"]
+    assert events(settings.output)[-2]["budget_s"] == 3600.0
 
 
 def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_while(

@@ -120,6 +120,10 @@ def test_request_and_result_survive_json() -> None:
         assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
 
 
+def test_result_of_earlier_version_is_read() -> None:
+    assert DryRunResult.from_json({**result().to_json(), "wall_s": 3.0, "peak_rss_bytes": 9}) == result()
+
+
 def test_result_counts_collectives_and_flops_of_step() -> None:
     assert set(result().collectives(4)) == {
         Collective("all_gather", 8, "gather", 8, 256),

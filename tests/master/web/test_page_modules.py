@@ -81,6 +81,17 @@ def test_texts_that_have_little_in_common_are_told_apart_all_the_same() -> None:
     assert counts == {"same": 2, "removed": 9000, "added": 9000}
 
 
+def test_changes_far_apart_in_long_texts_are_found() -> None:
+    lines = [f"line {idx}" for idx in range(4000)]
+    changed = ["new" if idx in (5, 3990) else line for idx, line in enumerate(lines)]
+    counts = run(
+        "parts/diff.js",
+        "answer = {}; for (const line of own.diffLines(...given)) answer[line.kind] = (answer[line.kind] ?? 0) + 1;",
+        ["\n".join(lines), "\n".join(changed)],
+    )
+    assert counts == {"same": 3998, "removed": 2, "added": 2}
+
+
 def test_what_is_alike_and_far_away_is_folded() -> None:
     text = "\n".join(map(str, range(40)))
     hunks = run(

@@ -1,9 +1,9 @@
-// What differs between two texts, line by line: a longest common subsequence.
+// What differs between two texts, line by line. Source: Myers, "An O(ND) difference algorithm and its variations", 1986.
 
 /** @typedef {{ kind: "same" | "added" | "removed", text: string, before: number | null, after: number | null }} Line numbers from 1 */
 
-/** Most pairs of lines, behind what both begin with and before what both end with, that are compared; more are replaced as a whole. */
-const MOST_PAIRS = 10_000_000;
+/** Most differences that are looked for one by one; what has more is replaced as a whole. */
+const MOST_EDITS = 2000;
 
 /** @param {string} text @returns {string[]} */
 function linesOf(text) {
@@ -42,25 +42,43 @@ export function diffLines(before, after) {
 
 /** @param {string[]} a @param {string[]} b @returns {[number, number][]} indices of a longest common subsequence, in order */
 function matched(a, b) {
-  if (a.length * b.length > MOST_PAIRS) return [];
-  const width = b.length + 1;
-  // The length of the longest one from each pair of lines on.
-  const lengths = new Uint32Array((a.length + 1) * width);
-  for (let x = a.length - 1; x >= 0; x -= 1) {
-    for (let y = b.length - 1; y >= 0; y -= 1) {
-      const at = x * width + y;
-      lengths[at] = a[x] === b[y] ? lengths[at + width + 1] + 1 : Math.max(lengths[at + width], lengths[at + 1]);
+  if (!a.length || !b.length) return [];
+  const most = Math.min(a.length + b.length, MOST_EDITS);
+  // The furthest x on each diagonal k = x - y, after so many edits.
+  const furthest = new Int32Array(2 * most + 3);
+  const zero = most + 1;
+  /** @type {Int32Array[]} */
+  const trace = [];
+  for (let edits = 0; edits <= most; edits += 1) {
+    trace.push(furthest.slice(zero - edits - 1, zero + edits + 2));
+    for (let k = -edits; k <= edits; k += 2) {
+      const isDown = k === -edits || (k !== edits && furthest[zero + k - 1] < furthest[zero + k + 1]);
+      let x = isDown ? furthest[zero + k + 1] : furthest[zero + k - 1] + 1;
+      while (x < a.length && x - k < b.length && a[x] === b[x - k]) x += 1;
+      furthest[zero + k] = x;
+      if (x >= a.length && x - k >= b.length) return backwards(trace, a.length, b.length);
     }
   }
+  return [];
+}
+
+/** @param {Int32Array[]} trace of each number of edits, its diagonals from -edits - 1 on @param {number} x @param {number} y @returns {[number, number][]} */
+function backwards(trace, x, y) {
   /** @type {[number, number][]} */
   const found = [];
-  for (let [x, y] = [0, 0]; x < a.length && y < b.length; ) {
-    const at = x * width + y;
-    if (a[x] === b[y]) found.push([x++, y++]);
-    else if (lengths[at + width] >= lengths[at + 1]) x += 1;
-    else y += 1;
+  for (let edits = trace.length - 1; edits >= 0; edits -= 1) {
+    const at = (/** @type {number} */ k) => trace[edits][k + edits + 1];
+    const k = x - y;
+    const from = k === -edits || (k !== edits && at(k - 1) < at(k + 1)) ? k + 1 : k - 1;
+    const [fromX, fromY] = edits ? [at(from), at(from) - from] : [0, 0];
+    while (x > fromX && y > fromY) {
+      x -= 1;
+      y -= 1;
+      found.push([x, y]);
+    }
+    [x, y] = [fromX, fromY];
   }
-  return found;
+  return found.reverse();
 }
 
 const CONTEXT = 3;

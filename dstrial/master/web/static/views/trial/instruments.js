@@ -8,7 +8,8 @@ import { useLive } from "../../live.js";
 import { Problem, Time } from "../../parts/basics.js";
 import { Chart, isDark } from "../../parts/chart.js";
 import { useParam } from "../../router.js";
-import { marksOf, TrialChart, WhenSeen } from "./series.js";
+import { marksOf } from "./marks.js";
+import { TrialChart, WhenSeen } from "./series.js";
 
 // Names are those of dstrial.telemetry.samples; docs/telemetry.md says what each is.
 /** @type {[string, string, string, string][]} instrument, words, colour when light and when dark */

@@ -5,7 +5,8 @@ import { get } from "../../api.js";
 import { recordsOf, useLook, useMetricNames } from "../../curves.js";
 import { Problem } from "../../parts/basics.js";
 import { useParam } from "../../router.js";
-import { marksOf, TrialChart, WhenSeen } from "./series.js";
+import { marksOf } from "./marks.js";
+import { TrialChart, WhenSeen } from "./series.js";
 
 const AT_ONCE = 24;
 const CHART_PX = 220;

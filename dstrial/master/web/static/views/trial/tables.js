@@ -6,7 +6,7 @@ import { bytes, duration, flat, number, plain, secondsBetween } from "../../form
 import { useLive } from "../../live.js";
 import { Copy, Problem, State, Time } from "../../parts/basics.js";
 import { Table } from "../../parts/table.js";
-import { whyAgain } from "./series.js";
+import { whyAgain } from "./marks.js";
 
 /** @param {{ trial: any }} props */
 export function Hyperparameters({ trial }) {
@@ -66,7 +66,7 @@ export function Checkpoints({ trial, experiment }) {
     ${data.total > data.rows.length && html`<p class="muted">The newest ${data.rows.length} of ${data.total} are listed.</p>`}`;
 }
 
-/** @param {{ runs: import("./series.js").Run[] }} props */
+/** @param {{ runs: import("./marks.js").Run[] }} props */
 export function Runs({ runs }) {
   const rows = useMemo(() => runs.map((run, idx) => ({ ...run, id: run.run, why: idx ? whyAgain(runs[idx - 1], run) : "first" })), [runs]);
   const columns = useMemo(
