@@ -90,7 +90,10 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
     """Change the level and colour of the master's log until the master exits."""
     body = request.body()
-    paths = (body.fields("fieldMask") or Fields({})).texts("paths")
+    if isinstance(body.get("fieldMask"), str):  # protobuf's JSON form of a field mask
+        paths = body["fieldMask"].split(",")
+    else:
+        paths = (body.fields("fieldMask") or Fields({})).texts("paths")
     log = (body.fields("config") or Fields({})).fields("log")
     unknown = sorted(set(paths or ()) - {"log", "log.level", "log.color"})
     if not paths or log is None or unknown:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Collection, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from dstrial.errors import RequestError
@@ -88,16 +89,17 @@ class Fields(dict[str, Any]):
         return self._typed(name, list, "a list")
 
     def ids(self, name: str) -> list[int]:
-        values = self.items_of(name) or []
-        if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in values):
-            raise self.wrong(name, "whole numbers of 32 bits")
-        return values
+        return self._items_like(name, _is_int32, "a whole number of 32 bits") or []
 
     def texts(self, name: str) -> list[str] | None:
-        value = self.items_of(name)
-        if value is not None and not all(isinstance(item, str) for item in value):
-            raise self.wrong(name, "a list of strings")
-        return value
+        return self._items_like(name, lambda item: isinstance(item, str), "a string")
+
+    def _items_like(self, name: str, fits: Callable[[Any], bool], expected: str) -> list[Any] | None:
+        values = self.items_of(name)
+        for item_idx, item in enumerate(values or ()):
+            if not fits(item):
+                raise self._refusal(f"{name}[{item_idx}]", item, expected)
+        return values
 
     def mapping(self, name: str) -> dict[str, Any] | None:
         return self._typed(name, dict, "an object")
@@ -107,11 +109,9 @@ class Fields(dict[str, Any]):
         return None if value is None else Fields(value, f"{self._where}.{name}")
 
     def field_list(self, name: str) -> list[Fields] | None:
-        value = self.items_of(name)
+        value = self._items_like(name, lambda item: isinstance(item, dict), "an object")
         if value is None:
             return None
-        if not all(isinstance(item, dict) for item in value):
-            raise self.wrong(name, "a list of objects")
         return [Fields(item, f"{self._where}.{name}[{item_idx}]") for item_idx, item in enumerate(value)]
 
     def choice(self, name: str, choices: Collection[str] | type[enum.Enum]) -> str | None:
@@ -122,17 +122,25 @@ class Fields(dict[str, Any]):
         raise self.wrong(name, "one of " + ", ".join(allowed))
 
     def wrong(self, name: str, expected: str) -> RequestError:
+        return self._refusal(name, self.get(name), expected)
+
+    def _refusal(self, place: str, value: Any, expected: str) -> RequestError:
         return RequestError(
             400,
-            f"{self._where}.{name} is {shown(self.get(name))}; expected {expected}. Send it as the protocol has it.",
+            f"{self._where}.{place} is {shown(value)}; expected {expected}. Send it as the protocol has it.",
         )
 
 
+def _is_int32(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
+
+
 def shown(value: Any) -> str:
-    """Format a value for an error message: ``missing`` for None, long texts truncated."""
+    """Format a value for an error message: ``missing`` for None, long ones truncated."""
     if value is None:
         return "missing"
     if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, str) else value)
+        text = reprlib.repr(value)  # bounded: a body may have many items
+    else:
+        text = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, str) else value)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

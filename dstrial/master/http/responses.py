@@ -232,8 +232,10 @@ class Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(super().__call__(scope, receive, send))
         tasks = {sending}
+        checking = None
         if self.is_still_known is not None:
-            tasks.add(asyncio.ensure_future(_until_unknown(self.is_still_known)))
+            checking = asyncio.ensure_future(_until_unknown(self.is_still_known))
+            tasks.add(checking)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             is_unknown = not sending.done()
@@ -242,6 +244,8 @@ class Stream(StreamingResponse):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if is_unknown:
+            if checking is not None:
+                checking.result()  # If the check failed, the stream must not end as if it were complete.
             with contextlib.suppress(OSError):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         else:

@@ -429,11 +429,16 @@ class Api:
         path = raw.split(b"?", 1)[0].decode("latin-1")
         segments = path.split("/")[1:]
         methods = []
-        for words, found in self._by_length[len(segments)]:
+        parameters: list[bool] | None = None  # of the first path that matches: no other path is tried
+        for words, found in self._by_length.get(len(segments), ()):
             if all(
                 word == segment or (segment and word.startswith("{"))
                 for word, segment in zip(words, segments, strict=True)
             ):
+                are_parameters = [word.startswith("{") for word in words]
+                parameters = parameters or are_parameters
+                if are_parameters != parameters:
+                    break
                 methods.append(found.method)
                 if found.method == scope["method"]:
                     if unsupported.is_word(found.method, path) and path != found.path:

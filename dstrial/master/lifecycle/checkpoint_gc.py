@@ -138,9 +138,9 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
         )
     if not directory.is_dir():
         return {}
-    if not globs:
-        return remaining(directory)
     with _deleting(directory):
+        if not globs:
+            return remaining(directory)
         if any(pattern in ("**/*", "**", "*") for pattern in globs):
             remove_tree(directory)
             return {}
@@ -150,7 +150,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
                     Path(entry).rmdir()
             elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
                 Path(entry).unlink()
-    return remaining(directory)
+        return remaining(directory)
 
 
 def swept_text(uuids: Sequence[str], num_bytes: int) -> str:

@@ -327,7 +327,7 @@ class Dispatcher:
 
         A trial may get fewer slots than ``num_wanted``, its configured number.
         """
-        first_ports = {}
+        first_ports: Mapping[str, int] | None = None  # those of a trial
         if isinstance(key, str):
             with self._database.read() as connection:
                 first_ports = command_start.first_ports(connection, key)

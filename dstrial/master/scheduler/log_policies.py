@@ -39,7 +39,8 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
 
 def matches(policies: Iterable[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
     """Return the policies that match a line, each with the first such line."""
-    return events.first_matches([(policy, policy.pattern) for policy in policies], texts)
+    patterns = [(policy, policy.pattern) for policy in policies]
+    return events.first_matches(patterns, "".join(texts).splitlines()) if patterns else []
 
 
 def note_matches(

@@ -111,6 +111,7 @@ CREATE TABLE trials (
     heartbeat_us           INTEGER,               -- when a detached run was last heard of, NULL for every other trial
     is_lost                INTEGER NOT NULL DEFAULT 0,   -- ended in ERROR because nothing was heard of it for too long
     is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and it has failed, and does not start on this machine again
+    num_metric_names       INTEGER NOT NULL DEFAULT 0,   -- rows of metric_summaries, so that a new name costs the same after many
     UNIQUE (experiment_id, request_id)
 );
 CREATE INDEX trials_by_experiment ON trials (experiment_id);

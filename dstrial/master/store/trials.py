@@ -54,6 +54,7 @@ class Trial:
     heartbeat_us: int | None
     is_lost: bool
     is_node_excluded: int
+    num_metric_names: int
 
 
 def _where(connection: sqlite3.Connection, condition: str, *values: object) -> list[Trial]:

@@ -135,7 +135,7 @@ def _log_text(event: Mapping[str, Any], node: str, base_url: str) -> str:
     )
     if trial_id is None:
         return text
-    path = f"/?experiment={experiment_id}&trial={trial_id}"
+    path = f"/det/experiments/{experiment_id}/trials/{trial_id}/logs"
     if base_url:
         return f"{text}<{base_url}{path} | View full logs here>"
     return f"{text}View full logs at {_escaped(path)}"

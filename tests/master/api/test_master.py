@@ -55,10 +55,19 @@ def test_the_level_of_the_log_is_changed_until_the_master_ends(
     assert bindings.get_GetMasterConfig(admin).config["log"]["level"] == "error"
 
 
+def test_field_mask_as_text_changes_the_log(fresh_master: Master, root_level: None) -> None:
+    log = {"level": "LOG_LEVEL_ERROR", "color": False}
+    body = {"fieldMask": "log.level,log.color", "config": {"log": log}}
+    assert fresh_master.send("PATCH", "/api/v1/master/config", body, token="admin").status == 200
+    assert logging.getLogger().level == logging.ERROR
+    assert fresh_master.services.settings.log_color is False
+
+
 @pytest.mark.parametrize(
     "body",
     [
         {},
+        {"fieldMask": "port", "config": {"log": {}}},
         {"fieldMask": {"paths": ["port"]}, "config": {"log": {}}},
         {"fieldMask": {"paths": ["log.level"]}, "config": {"log": {"level": "LOUD"}}},
         {"fieldMask": {"paths": 1}, "config": {"log": {}}},

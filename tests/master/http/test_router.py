@@ -59,9 +59,24 @@ def test_the_users_own_mappings_keep_their_keys() -> None:
     ],
 )
 def test_a_value_of_another_type_is_refused_with_its_place(read: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=r"the request's body\.x is .*; expected ") as refusal:
+    with pytest.raises(RequestError, match=r"the request's body\.x(\[0\])? is .*; expected ") as refusal:
         getattr(Fields({"x": value}), read)("x")
     assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("read", "value", "text"),
+    [
+        ("texts", ["a", 1], r"x\[1\] is 1; expected a string\."),
+        ("ids", [1, 2, True], r"x\[2\] is True; expected a whole number of 32 bits\."),
+        ("field_list", [{}, "a"], r"x\[1\] is 'a'; expected an object\."),
+        ("text", {"regex": 1}, r"x is \{'regex': 1\}; expected a string\."),
+        ("mapping", [0] * 10**6, r"x is \[0, 0, 0, 0, 0, 0, \.\.\.\]; expected an object\."),
+    ],
+)
+def test_the_message_shows_the_value_that_is_wrong(read: str, value: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        getattr(Fields({"x": value}), read)("x")
 
 
 def test_a_nested_message_names_its_place() -> None:
@@ -135,6 +150,35 @@ def test_two_routes_for_one_request_are_refused() -> None:
     twice = [route("GET", "/x/{a}", _nothing, access=PUBLIC), route("GET", "/x/{b}", _nothing, access=PUBLIC)]
     with pytest.raises(ValueError, match="two handlers"):
         Api(SimpleNamespace(), twice)  # type: ignore[arg-type]  # no route asks for services
+
+
+def _routed(api: Api, method: str, path: str) -> str:
+    """Return the path of the route that a request is sent to."""
+    return api._find({"method": method, "path": path})[0].path
+
+
+def test_a_word_of_a_path_is_no_parameter_of_another_route() -> None:
+    routes = [
+        route("GET", "//experiments/{id}", _nothing, access=PUBLIC),
+        route("PATCH", "//experiments/{id}", _nothing, access=PUBLIC),
+        route("POST", "//experiments/continue", _nothing, access=PUBLIC),
+    ]
+    api = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]  # no route asks for services
+    assert _routed(api, "POST", "/experiments/continue") == "/experiments/continue"
+    assert _routed(api, "PATCH", "/experiments/1") == "/experiments/{id}"
+    with pytest.raises(RequestError, match=r"is GET; expected POST\.") as refusal:
+        _routed(api, "GET", "/experiments/continue")
+    assert refusal.value.status == 405
+    with pytest.raises(RequestError, match=r"expected GET or PATCH\."):
+        _routed(api, "DELETE", "/experiments/1")
+
+
+def test_paths_that_no_route_has_are_not_kept() -> None:
+    api = Api(SimpleNamespace(), [route("GET", "//a", _nothing, access=PUBLIC)])  # type: ignore[arg-type]  # as above
+    for num_words in range(2, 50):
+        with pytest.raises(RequestError):
+            _routed(api, "GET", "/a" * num_words)
+    assert len(api._by_length) == 1
 
 
 async def _nothing(_request: ApiRequest) -> dict[str, Any]:
@@ -284,6 +328,30 @@ def test_a_stream_is_lines_of_results_and_its_error_is_the_last_line() -> None:
     assert orjson.loads(lines[3])["error"]["message"] == "gone"
     assert bindings.runtimeStreamError.from_json(orjson.loads(lines[3])["error"]).httpCode == 404
     assert lines[4:] == [b""]
+
+
+def test_a_stream_whose_token_check_fails_is_no_complete_one() -> None:
+    async def items() -> AsyncIterator[Any]:
+        yield {"a": 1}
+        await asyncio.sleep(3600)
+
+    async def is_still_known() -> bool:
+        await asyncio.sleep(0.01)
+        raise sqlite3.OperationalError("disk I/O error")
+
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    stream = ndjson(items())
+    stream.is_still_known = is_still_known
+    with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
+        asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send))
+    assert all(message.get("more_body", True) for message in sent)
 
 
 @process

@@ -9,6 +9,7 @@ import pytest
 
 from dstrial.errors import MasterError
 from dstrial.master.backends.local import begun_checkpoints
+from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.checkpoint_gc import Candidate, Policy, delete_files, plan
 
 UUID = "b3b4a7b8-0000-4000-8000-000000000001"
@@ -55,6 +56,21 @@ def test_other_encodings_of_names_are_told_escaped(tmp_path: Path) -> None:
     storage = {"type": "directory", "container_path": str(tmp_path)}
 
     assert delete_files(storage, UUID, ["drop.me"]) == {"caf\\xe9.bin": 0}
+
+
+def test_files_that_cannot_be_counted_are_an_error_of_the_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The janitor gives up its claim on a checkpoint for a ``DstrialError`` only."""
+
+    def fail(_directory: Path) -> dict[str, int]:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / UUID).mkdir()
+    monkeypatch.setattr(checkpoint_gc, "remaining", fail)
+    for globs in (["drop.me"], []):
+        with pytest.raises(MasterError, match=r"cannot be deleted \(Input/output error\)"):
+            delete_files({"type": "directory", "container_path": str(tmp_path)}, UUID, globs)
 
 
 def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path) -> None:

@@ -20,4 +20,5 @@ def test_policies_match_line_by_line() -> None:
     line = "RuntimeError: CUDA out of memory. Tried"
     assert matches(policies, ["fine\n", f"{line}\n"]) == [(policies[0], line)]
     assert matches(policies, ["not fatal\n"]) == []
+    assert matches(policies, ["x\nfatal\ny\n"]) == [(policies[1], "fatal")]
     assert matches(policies, ["fatal\n", "x\n"]) == [(policies[1], "fatal")]

@@ -76,10 +76,10 @@ def test_slack_shows_a_log_as_text() -> None:
     assert block["text"]["text"] == (
         "Experiment ID `3`, Trial ID `7`, running on node `node`, reported a log\n"
         "```x &lt;!here&gt; &amp; y```\nThis log matched the regex\n```a&lt;b```\n"
-        "View full logs at /?experiment=3&amp;trial=7"
+        "View full logs at /det/experiments/3/trials/7/logs"
     )
     linked = body(LOG, "SLACK", "http://h:8080")["blocks"][0]["text"]["text"]
-    assert linked.endswith("<http://h:8080/?experiment=3&trial=7 | View full logs here>")
+    assert linked.endswith("<http://h:8080/det/experiments/3/trials/7/logs | View full logs here>")
     task = body({**LOG, "trial_id": None, "task_type": "COMMAND"}, "SLACK")["blocks"][0]["text"]["text"]
     assert task.startswith("Task ID `3.r`, task type `COMMAND`, running on node `node`")
 

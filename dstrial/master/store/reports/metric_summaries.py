@@ -52,7 +52,7 @@ def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) 
     new = [name for name in values if name not in before]
     if not new:
         return Admitted(dict(values), before)
-    room = MAX_NAMES - tx.count("metric_summaries", "trial_id = ?", (trial.id,))
+    room = MAX_NAMES - trial.num_metric_names
     left_out: set[str] = set()
     if len(new) > room:
         sql = "SELECT searcher_metric FROM experiments WHERE id = ?"
@@ -96,6 +96,10 @@ def add(tx: Transaction, trial_id: int, group: str, admitted: Admitted) -> None:
         name: summarised(admitted.before.get(name), value) for name, value in admitted.values.items()
     }
     _store(tx, trial_id, group, summaries)
+    num_new = len(summaries.keys() - admitted.before.keys())
+    if num_new:
+        sql = "UPDATE trials SET num_metric_names = num_metric_names + ? WHERE id = ?"
+        tx.execute(sql, (num_new, trial_id))
 
 
 def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, Mapping[str, Any]]) -> None:
@@ -116,6 +120,7 @@ def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping
             of_group[name] = summarised(of_group.get(name), value)
     for group, summaries in groups.items():
         _store(tx, trial_id, group, summaries)
+    tx.update("trials", trial_id, {"num_metric_names": sum(map(len, groups.values()))})
 
 
 def as_number(value: Any) -> float | None:

@@ -1,4 +1,4 @@
--- schema version 12
+-- schema version 13
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -326,6 +326,7 @@ CREATE TABLE trials (
     heartbeat_us           INTEGER,               -- when a detached run was last heard of, NULL for every other trial
     is_lost                INTEGER NOT NULL DEFAULT 0,   -- ended in ERROR because nothing was heard of it for too long
     is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and it has failed, and does not start on this machine again
+    num_metric_names       INTEGER NOT NULL DEFAULT 0,   -- rows of metric_summaries, so that a new name costs the same after many
     UNIQUE (experiment_id, request_id)
 );
 CREATE TABLE users (
