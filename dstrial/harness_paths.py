@@ -32,9 +32,7 @@ ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
 """Environment variable: 0 starts all ranks as new processes instead of forks."""
-_LOG_AGAIN_S = (
-    30.0  # an outage is logged again only after this long without a retry; retries are one second apart
-)
+_LOG_AGAIN_S = 30.0  # gap between retries, usually one second, after which an outage is logged again
 
 
 def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:

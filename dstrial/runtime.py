@@ -300,7 +300,7 @@ _OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has s
 
 
 def quieten_libraries() -> None:
-    """Filter useless messages out of DeepSpeed's log from now on; idempotent.
+    """Drop useless messages of DeepSpeed's logger from now on; idempotent.
 
     Ranks: each for itself; no communication.
     """

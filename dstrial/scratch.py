@@ -14,7 +14,7 @@ from pathlib import Path
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Shell script: wait until this process closes the pipe or dies, then delete. Ctrl-C would send SIGINT to the shell, too.
+# Shell script: wait until this process closes the pipe or dies, then delete. It ignores the SIGINT of Ctrl-C.
 _DELETE_AT_EOF = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 
 
@@ -57,7 +57,7 @@ def lock_directory(directory: Path) -> int:
     Source: tmpfiles.d(5): systemd's cleaner skips a directory on which it cannot get a BSD lock, and all below.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # a file system without such locks
+    with contextlib.suppress(OSError):  # the file system has no BSD locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 

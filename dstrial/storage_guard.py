@@ -15,9 +15,7 @@ import os
 
 STORAGE_MARKER = ".dstrial-storage"  # Name of the marker file in a storage's root
 
-STORAGE_VARIABLE = (
-    "DSTRIAL_STORAGE"  # Environment variable in an allocation: path of a checkpoint storage with a marker
-)
+STORAGE_VARIABLE = "DSTRIAL_STORAGE"  # Variable of an allocation: path of a storage with a marker
 
 SAVING_DIRECTORY = "saving"
 """Subdirectory of an allocation's directory: one empty file, named by uuid, per checkpoint not yet reported."""
@@ -91,7 +89,7 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Record the start of a checkpoint; a checkpoint never reported will be deleted."""
+        """Record that a checkpoint is being saved; if never reported, it is deleted."""
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
         try:

@@ -194,7 +194,7 @@ class Trainer:
                 ``best`` compares the searcher's metric with earlier validations; without a cluster, with those of this run.
             latest_checkpoint: uuid of the checkpoint to continue from. Without a cluster, also a checkpoint's directory or
                 ``latest``. A uuid is searched for in this run, then among the checkpoints that this process has written,
-                then in the runs beside this run, then in the default runs directory.
+                then in this run's runs directory, then in the default runs directory.
             step_zero_validation: whether to validate before the first batch.
             test_mode: train and validate one batch each; not allowed on a cluster.
             profiling_enabled: whether to collect system metrics of each node until the core context ends; ignored in test mode.
@@ -427,7 +427,7 @@ def run_trial(
 
 
 def _show_log(rank: int) -> None:
-    """Log INFO of the chief, and WARNING of other ranks, to stderr if not configured."""
+    """Log to stderr if logging is not set up: INFO on the chief, WARNING elsewhere."""
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if rank == 0:

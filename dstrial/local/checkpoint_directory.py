@@ -1,7 +1,7 @@
 """Create, list and delete the checkpoint directories of a run; the keep policy.
 
-``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` beside it
-names the process of rank 0. If that process has died, the next start removes both directories.
+``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` in the same
+directory names the process of rank 0. If that process has died, the next start removes the two directories.
 
 ``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so "best of the trial"
 and "best of the experiment" mean the same checkpoints.
@@ -100,7 +100,7 @@ def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
     """
     path = checkpoints_path / storage_id
     if path.is_dir():
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # for example a full disk
             _saving_path(checkpoints_path, storage_id).mkdir(exist_ok=True)
         remove_marker(path)
         shutil.rmtree(path, ignore_errors=True)

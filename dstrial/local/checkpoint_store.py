@@ -191,7 +191,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
     def _failed_to(self, done: str) -> Callable[[Exception], str]:
         def describe(error: Exception) -> str:
-            text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on
+            text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence continues after the text
             if isinstance(error, OSError):
                 with contextlib.suppress(OSError):
                     free_bytes = shutil.disk_usage(self._checkpoints_path).free
@@ -405,7 +405,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             try:
                 found = bindings.get_GetCheckpoint(self._session, checkpointUuid=storage_id).checkpoint
             except (ForbiddenException, NotFoundException):
-                found = None  # of another trial, or another master
+                found = None  # the checkpoint belongs to another trial or master
             self._owned[storage_id] = found is not None and found.taskId == self._task_id
         return self._owned[storage_id]
 
@@ -463,7 +463,7 @@ def _superfluous(
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
     """Find another run's complete checkpoint by its uuid, or return None.
 
-    Searches this process's runs, the runs beside this run, and the default runs directory.
+    Searches the runs of this process, this run's runs directory, and the default runs directory.
 
     Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory and finds each by its uuid.
     """

@@ -231,5 +231,5 @@ def remove_tensorboard_directories(core_context: core.Context, run_directory: Ru
         return
     root = run_directory.checkpoints_path / core_context.info.cluster_id
     for path in sorted([root, *root.rglob("*/")], reverse=True):
-        with contextlib.suppress(OSError):  # not empty, or not there
+        with contextlib.suppress(OSError):  # the directory is not empty, or missing
             path.rmdir()

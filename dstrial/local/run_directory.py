@@ -49,11 +49,11 @@ from dstrial.local.json_files import read_json, write_json_atomically
 
 logger = logging.getLogger("dstrial.local")
 
-RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # directory of all runs
+RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # environment variable: directory of all runs
 LOCAL_ID = 0  # id of experiment and trial in checkpoints of a run without a master
-RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # tells ranks the run's directory
-REWRITE_VARIABLE = "DSTRIAL_REWRITE"  # number of a trial whose checkpoint is only restored and saved again
-TEST_VARIABLE = "DSTRIAL_TEST"  # 1: train two batches, save a checkpoint, read it back
+RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # environment variable of ranks: the run's directory
+REWRITE_VARIABLE = "DSTRIAL_REWRITE"  # trial number; its checkpoint is only restored and saved again
+TEST_VARIABLE = "DSTRIAL_TEST"  # environment variable, 1: train two batches, save a checkpoint, read it back
 
 
 class RunState(str, enum.Enum):
@@ -71,10 +71,10 @@ class RunState(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The content of ``run.json``."""
+    """The content of ``run.json``: name, command, state and times of a run."""
 
     name: str
-    context_dir: str  # absolute
+    context_dir: str  # absolute path of the context directory
     command: tuple[str, ...]  # command of the last attempt
     started: str  # creation time of the run; both times are ISO 8601 in UTC
     state: RunState
@@ -143,7 +143,7 @@ class RunDirectory:
     superseded_metrics_path = _Inside("metrics.superseded.jsonl")
     progress_path = _Inside("progress.json")
     status_path = _Inside("status.json")
-    telemetry_path = _Inside("telemetry.json")  # dstrial.telemetry.samples.RunTotals.to_json
+    telemetry_path = _Inside("telemetry.json")  # content: dstrial.telemetry.samples.RunTotals.to_json
     memory_path = _Inside("memory.json")
     submission_path = _Inside("submission.json")
     master_path = _Inside("master")
@@ -231,7 +231,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDirectory:
-        """Open a run directory.
+        """Open an existing run directory; create its missing subdirectories.
 
         Raises:
             LaunchError: the path is no run directory.

@@ -28,9 +28,9 @@ class RunView:
 
     batches_trained: int | None = None
     batches_total: int | None = None
-    loss: tuple[str, float] | None = None  # name and value
+    loss: tuple[str, float] | None = None  # name and value of the newest training loss
     validation: tuple[str, float] | None = None  # name and value of the searcher metric
-    samples_per_second: float | None = None  # of all replicas
+    samples_per_second: float | None = None  # over all replicas
     new_reports: tuple[Report, ...] = ()
 
 

@@ -38,9 +38,7 @@ def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment
 
 # ---- trials that dsat measures ----------------------------------------------------------------------
 
-HPARAMS_VARIABLE = (
-    "DSTRIAL_DSAT_HPARAMS"  # all hyperparameters of a measuring trial without a master, as JSON
-)
+HPARAMS_VARIABLE = "DSTRIAL_DSAT_HPARAMS"  # JSON: hyperparameters of a measuring trial without a master
 RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"  # file into which a measuring trial without a master writes metrics
 STAND_IN_CLUSTER = (
     "dstrial-without-a-master"  # ``cluster_id`` in the cluster info of a script without a master

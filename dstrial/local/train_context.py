@@ -255,7 +255,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.report_progress(progress)
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
-        """Record trained and total batches; written once per ``PROGRESS_PERIOD_S``."""
+        """Record trained and total batches; written at most every ``PROGRESS_PERIOD_S``."""
         fields = {
             "progress": min(1.0, batches_trained / batches_total) if batches_total > 0 else 0.0,
             "batches_trained": int(batches_trained),

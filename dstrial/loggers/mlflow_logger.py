@@ -96,7 +96,7 @@ class MLflowLogger:
         place = None if store is None else (store.absolute() / "mlartifacts").as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=place))
-        except MlflowException:  # made by another trial meanwhile
+        except MlflowException:  # another trial has created the experiment meanwhile
             known = client.get_experiment_by_name(name)
             if known is None:
                 raise

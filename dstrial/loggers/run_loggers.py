@@ -36,9 +36,8 @@ from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.loggers")
 
-BEGIN_S = (
-    60.0  # training waits up to this long for loggers to begin: user code should not run during their imports
-)
+# Training waits up to this long for loggers to begin: user code should not run during their imports.
+BEGIN_S = 60.0
 END_S = 30.0  # the end of a run waits up to this long for loggers
 CAPACITY = 10_000  # queued reports per logger; further reports are lost
 # The thread polls; waking it per report would cost the training loop time (see ``dstrial.loop.metric_sinks``).

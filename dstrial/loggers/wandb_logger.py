@@ -37,8 +37,8 @@ class WandbLogger:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._run: Any = None
-        self._step = -1  # of the last report
-        self._batch: int | None = None  # of the last report
+        self._step = -1  # W&B's step of the last report
+        self._batch: int | None = None  # batch number of the last report
         self._directory = Path()
 
     def begin(self, run: LoggedRun) -> str:
@@ -54,7 +54,9 @@ class WandbLogger:
         try:
             self._run = self._init(wandb, run, mode)
         except wandb.errors.Error as error:
-            if mode != "online" or wandb.run is not None:  # a run of the user's is not ended for ours
+            if (
+                mode != "online" or wandb.run is not None
+            ):  # do not end a W&B run that the user's code has started
                 raise
             self._say_offline(f"the server cannot be used ({' '.join(str(error).split())[:200]})")
             wandb.teardown()  # the failed run still holds the run id

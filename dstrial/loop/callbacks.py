@@ -43,7 +43,7 @@ class Callbacks:
             getattr(callback, method)(*args, **kwargs)
 
     def epoch_start(self, epoch_idx: int) -> None:
-        """Call ``on_training_epoch_start``; without ``epoch_idx`` on old callbacks."""
+        """Call ``on_training_epoch_start``, with ``epoch_idx`` if the method takes it."""
         for name, callback in self._callbacks.items():
             if self._epoch_start_takes_idx[name]:
                 callback.on_training_epoch_start(epoch_idx)

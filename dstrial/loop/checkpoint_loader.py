@@ -278,7 +278,7 @@ def settle_optimizer_settings(
     *,
     is_chief: bool,
 ) -> None:
-    """Warn of optimizer settings that differ from the checkpoint; pick which are used.
+    """Choose the checkpoint's or this run's optimizer settings; warn of differences.
 
     The checkpoint's settings are used, unless ``data.dstrial.override_optimizer`` is true. ``before`` has this run's settings
     per parameter group; ``label`` names the engine in the warning.
@@ -337,9 +337,9 @@ def rescale_micro_batches(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the largest position in the data over all ranks, and records per batch.
+    """Return position in the data and records per batch from all ranks' loop states.
 
-    Ranks in the middle stages of a pipeline have no loader, and therefore no position.
+    Ranks in the middle stages of a pipeline have no loader, and therefore neither value.
     """
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
@@ -417,7 +417,7 @@ def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
-    """Return the manifest's SHA-256, or without a manifest one over the given files."""
+    """Return the manifest's SHA-256; without a manifest, one over files' checksums."""
     if (root / MANIFEST_NAME).is_file():
         return hash_file(root / MANIFEST_NAME).sha256
     sums = {name: entry.sha256 for name, entry in hash_files(root, sorted(names)).items()}
@@ -427,7 +427,7 @@ def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
 def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
-    """Return a log text of who vouches for the checkpoint; None if nobody does."""
+    """Return who vouches for the checkpoint's code, as log text; None if nobody does."""
     if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
     if not (root / MANIFEST_NAME).is_file():

@@ -407,7 +407,7 @@ def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path 
     def copy(source: str, target: str) -> str:
         if last_code is not None:
             known = last_code / pathlib.Path(target).relative_to(code)
-            with contextlib.suppress(OSError):  # no such file, another file system, or one without links
+            with contextlib.suppress(OSError):  # no such file, or hard links are impossible
                 if filecmp.cmp(source, known, shallow=False):
                     os.link(known, target)
                     return target

@@ -57,7 +57,7 @@ def exits_refused(where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except SystemExit as exit_:
-        if type(exit_) is not SystemExit or exit_.code:  # dsat ends a measured run by a subclass
+        if type(exit_) is not SystemExit or exit_.code:  # dsat ends a measured run by raising a subclass
             raise
         raise TrialContractError(
             f"user code ends the rank with exit code 0 {where()}; expected training to go on to its end. To stop it early, call "
@@ -270,7 +270,7 @@ class TrainingLoop:
             self._require_whole_batch(self._adapter.micro_batches_stepped - first_batch.stepped_before)
 
     def _resume(self) -> int:
-        """Start the epoch callback and timers; return the batch count of the next event."""
+        """Call epoch callbacks, start timers; return the batch count of the next event."""
         progress = self._progress
         batches = progress.batches_trained
         if progress.is_epoch_start:
@@ -420,7 +420,7 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _validate_and_report(self, validation: Validation) -> bool:
-        """Return whether the policy wants a checkpoint now. Ranks: all, collectively."""
+        """Validate, report; return whether to checkpoint. Ranks: all, collectively."""
         progress = self._progress
         if self._is_chief:
             self._core.train.set_status("validating")
@@ -434,7 +434,7 @@ class TrainingLoop:
         )
 
     def _state_evidence(self) -> list[StateEvidence]:
-        """Gather every rank's finiteness of weights and newest loss; [] without the check.
+        """Gather whether each rank's weights and newest loss are finite; [] if unchecked.
 
         Ranks: all, collectively.
         """

@@ -144,7 +144,7 @@ def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
 
 
 def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> TrailingNonFinite:
-    """Count trailing non-finite losses; a finite ``total`` means zero, without a copy."""
+    """Count the newest losses that are not finite; a finite ``total`` means none."""
     if total is not None and math.isfinite(total):
         return TrailingNonFinite(0, len(losses))
     tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
@@ -253,7 +253,7 @@ class MetricWindow:
                 name: collections.deque(maxlen=_MAX_LOSSES_HELD) for name in losses_among(metrics)
             }
         if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
-            # Determined 0.38.1, _deepspeed_trial.py.
+            # Determined's message, 0.38.1 _deepspeed_trial.py.
             rule = "Validation metric names must match across all batches of data: "
             raise MetricNamesError(
                 f"{rule if self.where == 'evaluate_batch' else ''}{self.where} returned the metrics {sorted(metrics)}; "
@@ -298,7 +298,7 @@ class MetricWindow:
         elif reducer is pytorch.Reducer.SUM:
             self._totals[name] = held + amount
         else:
-            choose = np.maximum if reducer is pytorch.Reducer.MAX else np.minimum  # these keep NaN
+            choose = np.maximum if reducer is pytorch.Reducer.MAX else np.minimum  # both propagate NaN
             self._totals[name] = float(choose(held, amount))
 
     def totals(self) -> MetricTotals:
@@ -363,7 +363,7 @@ class MetricWindow:
 
 
 def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several ranks' ``MetricWindow.state_dict`` into one; means only."""
+    """Merge several ranks' ``MetricWindow.state_dict``; all metrics must be means."""
     totals: dict[str, Any] = {}
     filled = [state for state in states if state["num_calls"]]
     for state in filled:
@@ -383,7 +383,7 @@ def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rescale_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return a ``MetricWindow.state_dict`` whose totals and weight are scaled.
+    """Multiply totals and weight of a ``MetricWindow.state_dict`` by ``factor``.
 
     After a resume with another number of replicas, a batch adds another number of metric sets. Scaling the saved sets by
     ``factor`` keeps the weight of a batch in the next report.

@@ -409,7 +409,7 @@ class ReportExchange:
 
 
 def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> None:
-    if name is None or name in ("batches", "epochs"):  # every validation has them
+    if name is None or name in ("batches", "epochs"):  # every validation report has these two
         return
     if name not in metrics:
         raise SearcherMetricError(

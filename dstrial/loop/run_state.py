@@ -97,7 +97,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return what another rank's training reducers would report, from their states."""
+    """Return per-slot values of another rank's training reducers, from their states."""
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:

@@ -74,7 +74,7 @@ class SyncPoints:
         self._begun_at = 0
 
     def start(self, batches_trained: int) -> None:
-        """Start timing batches: at a start, a resume, after validation or checkpoint."""
+        """Start timing batches; call it at the start and after a pause in training."""
         if self._next is None:
             self._next = batches_trained + 1
         self._mark = (batches_trained, self._clock())

@@ -172,7 +172,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counter
 
     def end_first_batch(self, batches_trained: int, seconds: float) -> None:
-        """Exclude the first batch's ``seconds`` and tokens from the measurements."""
+        """Exclude the first batch, of ``seconds``, from all but FLOPs and memory."""
         if self._counter is not None:
             self._flops = self._counter.count
             self._counter = None

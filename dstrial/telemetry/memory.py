@@ -85,7 +85,7 @@ class FirstBatchMemory:
         self.found_by: str | None = None
 
     def begin(self, counter: FlopCounter | None) -> None:
-        """Start before the first batch; ``counter`` passes on operations, None without it."""
+        """Start before the first batch; ``counter`` observes operations, or is None."""
         with self._safely():
             self._split = MemorySplit(self._engines, self._is_host)
             if counter is None:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GROUP = "telemetry"  # metric group
+GROUP = "telemetry"  # name of the metric group
 
 # Parts of a batch in which an engine works; "stages": a pipeline stage's exchange with other stages, including the wait.
 PHASES = ("forward", "backward", "step", "stages")
@@ -43,7 +43,9 @@ class RankSample:
 
     def pack(self) -> str:
         """Return the sample as JSON text, which only the chief decodes."""
-        return json.dumps(dataclasses.asdict(self), default=float)  # numbers of other libraries
+        return json.dumps(
+            dataclasses.asdict(self), default=float
+        )  # `float` converts numbers of other libraries
 
     @classmethod
     def unpack(cls, packed: str) -> RankSample:
@@ -75,9 +77,7 @@ class Peak:
     dtype: str
     size: int  # rows and columns of the matrices
     num_threads: int  # torch's threads on the CPU; 0 on another device
-    data_sheet_flops_per_s: float | None = (
-        None  # the manufacturer's figure for dense matrices; None if unknown
-    )
+    data_sheet_flops_per_s: float | None = None  # manufacturer's, for dense matrices; None if unknown
 
 
 def report_metrics(
@@ -135,7 +135,7 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str, float]:
-    """Return TFLOPS per device, and with a peak MFU and HFU; empty without FLOPs."""
+    """Return TFLOPS per device, plus MFU and HFU if ``peak`` is known; or {}."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):

@@ -206,7 +206,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Set the engine's batch sizes as in the checkpoint; return the config's values."""
+        """Set the checkpoint's batch sizes on the engine; return the config's settings."""
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)

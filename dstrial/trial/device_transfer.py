@@ -95,7 +95,7 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
         return torch.from_numpy(value).to(device)
     if callable(getattr(value, "to", None)):
         return _moved_by_itself(value, device)
-    return pytorch.to_device(value, device, warned_types)  # warns
+    return pytorch.to_device(value, device, warned_types)  # this call logs the warning
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:

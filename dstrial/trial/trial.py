@@ -41,7 +41,7 @@ class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined 
 
 
 class Checkpointable:
-    """Base of objects that save and load a context's engines: trials, adapters."""
+    """Base class of trials and adapters, which save and load a context's engines."""
 
     _saves_engines_by_tag = False
     """Whether an overridden ``save`` still writes every engine through DeepSpeed with tag ``_engine_tag``."""

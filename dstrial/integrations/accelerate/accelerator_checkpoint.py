@@ -52,7 +52,7 @@ class AcceleratorCheckpoint(Checkpointable):
         self._count_scheduler_steps_of(len(list(load_path.glob(_RANDOM_STATES))))
 
     def _count_scheduler_steps_of(self, num_saved: int) -> None:
-        """Rescale schedulers, stepped once per process, from ``num_saved`` processes."""
+        """Rescale scheduler step counts from ``num_saved`` processes to the current number."""
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
             return

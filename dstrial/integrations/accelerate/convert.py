@@ -23,7 +23,7 @@ MARK = "CHOOSE"
 
 _SECTION = "deepspeed_config"
 _SECTIONS = (_SECTION, "dynamo_config", "fp8_config", "parallelism_config")
-_DEFAULT_STAGE = 2  # of DeepSpeedPlugin, accelerate 1.15
+_DEFAULT_STAGE = 2  # default of DeepSpeedPlugin, accelerate 1.15
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
 Status = Literal["json", "yaml", "variable", "left", "unknown", "nowhere"]
@@ -49,7 +49,7 @@ class Choices:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertedKey:
     key: str  # `section.key`
-    value: Any  # as in the file
+    value: Any  # value in the Accelerate config
     status: Status
     explanation: str  # the target key, or the reason for the status
 
@@ -168,7 +168,7 @@ def _take(made: Conversion, key: str, value: Any) -> Place:
     if key.startswith("dynamo"):
         if str(value).upper() == "NO":
             return _NOTHING
-        # `TorchDynamoPlugin` reads each of them as ACCELERATE_DYNAMO_….
+        # `TorchDynamoPlugin` reads each `dynamo` key as a variable ACCELERATE_DYNAMO_….
         variable = f"ACCELERATE_DYNAMO_{key.rpartition('.')[2].removeprefix('dynamo_').upper()}"
         made.variables[variable] = str(value)
         return "variable", f"{variable}, with which Accelerate compiles DeepSpeed's engine"

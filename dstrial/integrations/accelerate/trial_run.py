@@ -219,7 +219,7 @@ class TrialRun:
                 yield item
                 if self._between_batches():
                     break
-        self._heartbeat.end()  # the script may work with the trained model for any time
+        self._heartbeat.end()  # after training the script may run for any time, so no stall must be reported
 
     def step(self, metrics: Mapping[str, Any] | None) -> bool:
         if metrics:

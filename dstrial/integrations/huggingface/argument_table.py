@@ -269,7 +269,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
     if engine is None and not any((*sizes.values(), *flags.values())):
         for key in BATCH_KEYS:
-            draft.set_key(key, AUTO)  # for the Trainer's defaults
+            draft.set_key(key, AUTO)  # the Trainer fills in its defaults
         return
     where = {
         key: draft.findings.place(key)
@@ -281,7 +281,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     if is_kept and engine is not None and resumed is not None:
         text = f"the batch of checkpoint {resumed.checkpoint} is kept: {describe_batch(engine, solution)}"
         draft.decide("", _TOTAL, text)
-    # If the sizes come from `hyperparameters()`, they keep the batch; the arguments of the run's start then do not contradict.
+    # Sizes from `hyperparameters()` keep the batch size; the arguments of the run's start are then no contradiction.
     first = flags[_MICRO] or DEFAULT_MICRO_BATCH, flags[_STEPS] or 1
     is_expected = is_kept or (
         engine is not None
@@ -416,7 +416,7 @@ def _settle_both_precisions(draft: ArgumentDraft, said: dict[str, Any]) -> None:
 
 
 def _is_read(draft: ArgumentDraft, key: str) -> bool:
-    """Return whether the key's section exists and its type has this parameter."""
+    """Return whether DeepSpeed would read the key, given the type of its section."""
     section, _, parameter = key.rpartition(".params.")
     if not section:
         return True

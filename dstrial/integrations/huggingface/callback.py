@@ -304,7 +304,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Report the evaluation; stop if a stop was requested during the evaluation."""
         has_one_set = self.trainer is not None and not isinstance(self.trainer.eval_dataset, dict)
         if not self._in_training or has_one_set:
-            self._reporter.flush(state)  # several sets are reported at the next event
+            self._reporter.flush(state)  # several evaluation sets are reported together at the next event
         if not self._in_training:
             return
         if control.should_training_stop and not self.is_stopped:
@@ -357,7 +357,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             control.should_training_stop = True
             self._skip_evaluation(args, state, control)
         if step == self._checkpoints.last_step:
-            control.should_save = False  # stored already
+            control.should_save = False  # this step is stored already
         self._disable_eval_and_save(control)
         self._expect(args, state, control, otherwise=Phase.SCRIPT)
 

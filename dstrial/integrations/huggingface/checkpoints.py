@@ -92,7 +92,7 @@ class TrainerCheckpoints:
         directory = _directory(args, step)
         if self._distributed.local_rank == 0 and directory.is_dir():
             for path in sorted(directory.rglob("*")):
-                # Another machine, or another trial with the same directory, may unlink it at the same time.
+                # Another machine, or another trial with the same directory, may delete the file at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file() and path.stat().st_nlink > 1:
                         path.unlink()
@@ -223,7 +223,7 @@ class TrainerCheckpoints:
         )
 
     def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
-        """Return this rank's share of the files, without those of earlier machines."""
+        """Return this rank's share of the files that no earlier machine also has."""
         here = self._distributed.rank - self._distributed.local_rank
         owners: dict[str, int] = {}
         for rank, listing in enumerate(listings):

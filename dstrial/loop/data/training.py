@@ -142,7 +142,7 @@ class TrainingStream:
 
     @property
     def records_per_batch(self) -> int | None:
-        """Records of a full batch over all replicas; None if not known from the loader."""
+        """Records of a full batch over all replicas; None if the loader does not tell."""
         if self._batches is None or self._loader.batch_size is None:
             return None
         return self._batches.geometry.train_batch_size

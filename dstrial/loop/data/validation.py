@@ -99,7 +99,7 @@ class ValidationStream:
         """Yield each round of this replica with an iterator over its micro batches.
 
         The iterator is None on a rank without loader. ``agreed`` is the extent that ranks agreed on; a loader whose records are
-        not planned uses its own number of micro batches.
+        not planned uses the loader's number of micro batches.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
