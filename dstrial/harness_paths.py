@@ -36,7 +36,7 @@ _LOG_AGAIN_S = 30.0  # gap between retries, usually one second, after which an o
 
 
 def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:
-    """Return module name -> patch for processes of an allocation.
+    """Return a dict: module name -> patch function, for an allocation's processes.
 
     ``allocation`` is the allocation's private directory. ``guard`` protects its checkpoint storage; None if the storage has no
     marker.

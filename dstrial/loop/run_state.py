@@ -56,7 +56,7 @@ class RunState:
 
 
 class Snapshot:
-    """A copy of some reducers' attributes, which ``restore`` sets again.
+    """A copy of the attributes of reducers, which ``restore`` sets again.
 
     Attributes that cannot be copied (locks, process groups, models, the context) are kept by reference.
     """

@@ -83,7 +83,7 @@ class TrialRuntime:
         given_hparams: hyperparameters as given by the user; None without any.
         hparams: hyperparameters for the trial, with the batch size of the resumed checkpoint.
         trial_seed: the trial's seed; None without a cluster and without a configured seed.
-        steps_completed: batches trained before this process started.
+        steps_completed: batches trained before this process, or in the checkpoint that ``fit`` resumes from.
         resumed: the checkpoint whose batch size the run keeps; None for a new run.
         mpu: this rank's replica and roles.
         accumulates_itself: whether ``train_batch`` trains a whole batch (``disable_auto_grad_accumulation``).

@@ -52,7 +52,7 @@ class AcceleratorCheckpoint(Checkpointable):
         self._count_scheduler_steps_of(len(list(load_path.glob(_RANDOM_STATES))))
 
     def _count_scheduler_steps_of(self, num_saved: int) -> None:
-        """Rescale scheduler step counts from ``num_saved`` processes to the current number."""
+        """Rescale schedulers' step counts from ``num_saved`` to the current processes."""
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
             return

@@ -48,8 +48,8 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
     precision, learning rate, the optimizer's parameters, warm-up and ``--deepspeed``. The arguments determine values that the
     config leaves out or sets to ``"auto"``. Missing batch sizes are computed for the current ranks; a resumed run keeps the
     checkpoint's batch size on any number of ranks. The DeepSpeed JSON is not changed: ``--deepspeed`` names an effective copy.
-    Rank 0 logs all contradictions together, each with the value that wins. In a measuring trial of dsat, ``--max_steps`` is the
-    number of steps to time.
+    Rank 0 logs all contradictions together, each with the value that wins. In a measuring trial of dsat, ``--max_steps`` is
+    ``num_batches`` of the measurement's settings; the trial ends as soon as enough steps are timed.
 
     Args:
         args: the script's arguments, ``sys.argv[1:]``; not changed.
