@@ -1,7 +1,7 @@
 """Determined-style trials for DeepSpeed, on any machine, by ``pip install`` alone.
 
 The names are those of ``determined.pytorch.deepspeed`` 0.38.1, so that a trial only needs to change its import.
-They are resolved lazily: importing this package imports neither torch nor deepspeed.
+Names are resolved lazily: importing this package imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
     if not home.startswith("dstrial.config") and not home.startswith("dstrial.errors"):
         with collector.paused():
             process_group = importlib.import_module("dstrial.ranks.process_group")
-        # DeepSpeed selects its accelerator when it is first imported, so this must run before.
+        # DeepSpeed chooses its accelerator at its first import, so the choice must be prepared before.
         process_group.prepare_accelerator()
     with collector.paused():
         return _resolve(name)

@@ -1,4 +1,4 @@
-"""Run the command as ``python -m dstrial``."""
+"""Run the ``dstrial`` command as ``python -m dstrial``."""
 
 import sys
 

@@ -25,9 +25,9 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_good() -> Iterator[None]:
-    """Like ``paused``; also exempt (``gc.freeze``) all objects that exist at the end.
+    """Like ``paused``; then exempt existing objects from collection (``gc.freeze``).
 
-    Only for imports before user code runs, so that user objects are still collected.
+    Use it only for imports before user code runs, so that user objects are still collected.
     """
     with paused():
         try:

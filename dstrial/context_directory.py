@@ -1,7 +1,7 @@
-"""Select the files of a context directory that are packed for a trial.
+"""Select the files of a context directory (model definition) to pack for a trial.
 
-Files matched by ``.detignore`` are left out, and directories that contain a marker file: outputs of dstrial, checkpoint
-storages and virtual environments. Imports neither torch nor determined.
+Files matched by ``.detignore`` are left out. Directories that contain a marker file are also left out: outputs of dstrial,
+checkpoint storages and virtual environments. This module imports neither torch nor determined.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MAX_DEPTH = 100
 """Maximum nesting of packed directories: Python 3.11 can walk only some hundred levels."""
 
 LARGE_BYTES = 30 * 2**20
-"""Size from which a warning names the largest entry, because every run sends and stores a copy."""
+"""Size in bytes from which a warning names the largest entry, because every run sends and stores a copy."""
 
-# Source: Determined 0.38.1, ``common/constants.py``, DEFAULT_DETIGNORE, whose import is as slow as all of `dstrial check`.
+# Source: Determined 0.38.1, ``common/constants.py``, DEFAULT_DETIGNORE. Its import is as slow as all of `dstrial check`.
 DEFAULT_PATTERNS = (
     "__pycache__/",
     "*.py[co]",
@@ -51,7 +51,7 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory with its parents; put the output marker into the topmost one."""
+    """Create a directory with its parents; mark the topmost new one as output."""
     highest = path
     while not highest.parent.exists():
         highest = highest.parent
@@ -62,7 +62,7 @@ def make_output_directory(path: Path) -> None:
 
 
 def is_marked(path: Path) -> bool:
-    """Return whether a directory contains a marker file, which excludes it."""
+    """Return whether a directory contains a marker file, so that it is not packed."""
     return any(os.path.exists(path / mark) for mark in MARKS)  # noqa: PTH110  # False where the directory may not be entered
 
 
@@ -73,8 +73,8 @@ class ContextFile:
     Attributes:
         name: path relative to the context directory, with slashes.
         path: path on this machine.
-        size: bytes; 0 for a directory.
-        is_directory: whether it is a directory.
+        size: size in bytes; 0 for a directory.
+        is_directory: whether the entry is a directory.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Context:
     """The files of a context directory to be packed.
 
     Attributes:
-        root: the directory, absolute.
+        root: absolute path of the context directory.
         files: files and directories to pack, each directory before its contents.
         left_out: marked directories (with a trailing slash) and names that are not UTF-8.
     """
@@ -104,7 +104,7 @@ class Context:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files together."""
+        """Total size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     def largest(self) -> tuple[str, int]:
@@ -134,7 +134,7 @@ class Context:
         raise ConfigError([problem])
 
     def warnings(self) -> list[str]:
-        """Return a warning for a large context."""
+        """Return [warning] for a context of at least ``LARGE_BYTES``; else []."""
         if self.num_bytes < LARGE_BYTES:
             return []
         name, size = self.largest()

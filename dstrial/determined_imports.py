@@ -1,8 +1,8 @@
 """Redirect imports of Determined's trial modules to dstrial's classes.
 
-Only in processes that dstrial starts: an import finder loads three modules of Determined from files in ``dstrial/stand_ins``.
-``sitecustomize`` loads this file by path when Python starts. If that Python has no dstrial, nothing is changed. So this file
-imports only the standard library, and little of it.
+In processes that dstrial starts, an import finder loads three modules of Determined from files in ``dstrial/stand_ins``.
+``sitecustomize`` loads this file by path when Python starts. That Python may have no dstrial; imports are then not changed.
+Therefore this file imports only a little of the standard library.
 """
 
 # Importing pathlib would cost 5 ms per start.
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 VARIABLE = "DSTRIAL_DETERMINED_IMPORTS"
-"""Environment variable: ``1`` in processes started by dstrial, ``0`` for Determined's own modules."""
+"""Environment variable: ``1`` redirects imports to dstrial's classes, ``0`` keeps Determined's modules."""
 
 SETTING = "determined_imports"
-"""Key of ``data.dstrial`` with the same meaning."""
+"""Key of ``data.dstrial``; false keeps Determined's modules."""
 
 _ON, _OFF, _ANNOUNCED = "1", "0", "told"
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -43,7 +43,7 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
     """Return variables that enable the redirection in a new process and its children.
 
     Args:
-        environ: the other variables of the process; a given ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
+        environ: the other variables of the process; an existing ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
         config: the experiment config, in which ``data.dstrial.determined_imports`` may be false.
     """
     data = (config or {}).get("data") or {}
@@ -79,7 +79,7 @@ def announce(module: str) -> None:
 
 
 class _Finder:
-    """Finds the replacement modules; the package's path finds their submodules."""
+    """Import finder of the replaced modules; their submodules are found by path."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -28,8 +28,8 @@ The hierarchy::
         ├── DatabaseDamagedError      the master's database is damaged or lost; has the recovery command
         └── RequestError              a request to the master failed; has the HTTP status
 
-A further one is an ``OSError``: ``storage_guard.StorageGoneError``, for a save to a checkpoint storage that is missing. Its
-module is loaded without dstrial.
+``storage_guard.StorageGoneError`` is an ``OSError`` instead, because its module is loaded without dstrial. It is raised if the
+checkpoint storage is missing.
 
 Every message has the place, the value found, the expected value and a fix. This module imports only the
 standard library, so that every other package can import it.
@@ -43,7 +43,7 @@ from collections.abc import Sequence
 
 _package = sys.modules["dstrial"]
 if getattr(_package, "__file__", None) is None:
-    # So does setuptools' editable install, because its finder comes after the working directory.
+    # This also happens with setuptools' editable install, whose finder comes after the working directory.
     raise ImportError(
         f"Python imports the directory {_package.__path__[0]} in place of the installed package dstrial; expected no such "
         "directory beside the script or in the working directory. Start in another directory, or rename this one."
@@ -51,7 +51,10 @@ if getattr(_package, "__file__", None) is None:
 
 
 def install_command(extra: str = "") -> str:
-    """Return a command that installs dstrial; PyPI has another project of this name."""
+    """Return the shell command that installs dstrial with an extra, for messages.
+
+    PyPI has another project of this name, so the command needs a checkout or a wheel.
+    """
     return f"pip install 'DSTRIAL_CHECKOUT_OR_WHEEL{extra and f'[{extra}]'}'"
 
 
@@ -222,7 +225,7 @@ class RequestError(MasterError):
     Args:
         status: HTTP status: 400 invalid, 401 no valid token, 403 forbidden, 404 not found, 409 conflict, 413 too
             large, 501 not implemented.
-            message: the problem and a fix, for the sender of the request.
+        message: the problem and a fix, for the sender of the request.
     """
 
     def __init__(self, status: int, message: str) -> None:

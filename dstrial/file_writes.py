@@ -17,7 +17,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
     """Replace a file atomically: readers see either the old or the new content.
 
-    ``sync``: flush the file to disk. ``is_private``: other accounts cannot read the file, whatever the umask.
+    ``sync``: flush the file to disk. ``is_private``: other accounts cannot read the file, regardless of the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -32,7 +32,7 @@ def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_priv
 
 
 def make_file(path: Path, content: str | bytes) -> None:
-    """Create a private file atomically, flushed to disk.
+    """Create a file atomically, readable by its owner only, and flush it to disk.
 
     Raises:
         FileExistsError: the file exists; it is not changed.
@@ -59,7 +59,7 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
     """Delete a directory tree of any depth, if it exists; do not follow links.
 
     Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). ``is_forced`` also deletes
-    the content of read-only directories. An OSError is raised only after everything else is deleted.
+    the content of read-only directories. If an entry cannot be deleted, the OSError is raised after all others are deleted.
     """
     problem: OSError | None = None
     try:
@@ -102,7 +102,7 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
 
 
 def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
-    """Open an entry if it is a directory; delete any other entry."""
+    """Return a descriptor of a directory; delete any other entry and return None."""
     try:
         path = os.open(name, _DIRECTORY | os.O_PATH | os.O_NOFOLLOW, dir_fd=here)
     except NotADirectoryError:

@@ -1,9 +1,9 @@
-"""Patch fixed paths of Determined's harness to private directories.
+"""Replace fixed paths in Determined's harness by private directories.
 
-Each module is patched when it is imported. In processes of an allocation, ``sitecustomize`` loads this file by path (their
-Python may have no dstrial); in other processes, such as detached runs, the import of dstrial installs the patches. This file
-imports little of the standard library, because every Python process of an allocation loads it (``importlib.abc`` and
-``tempfile`` would cost 10 ms per start).
+Each Determined module is patched when it is imported. In processes of an allocation, ``sitecustomize`` loads this file by path,
+because their Python may not have dstrial. In other processes, such as detached runs, the import of dstrial installs the
+patches. This file imports little of the standard library, because every Python process of an allocation loads it
+(``importlib.abc`` and ``tempfile`` would cost 10 ms per start).
 """
 
 # Importing pathlib would cost another 5 ms.
@@ -27,23 +27,24 @@ if TYPE_CHECKING:
     Patch: TypeAlias = Callable[[ModuleType], None]
 
 ENDING_NAME = "ending.json"
-"""File in an allocation's directory: whether its first failure was caused by a rank elsewhere."""
+"""File in an allocation's directory that tells whether a rank on another host caused the first failure."""
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
 """Environment variable: 0 starts all ranks as new processes instead of forks."""
-_LOG_AGAIN_S = 30.0  # well above the second between two retries
+_LOG_AGAIN_S = 30.0  # gap between retries, usually one second, after which an outage is logged again
 
 
 def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:
-    """Return the patches for processes of an allocation, given its private directory.
+    """Return a dict: module name -> patch function, for an allocation's processes.
 
-    ``guard`` protects the allocation's checkpoint storage; None if the storage has no marker.
+    ``allocation`` is the allocation's private directory. ``guard`` protects its checkpoint storage; None if the storage has no
+    marker.
     """
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
-        # Not for the task's own environment or one that the task creates.
+        # Patch pip only in the master's Python environment, not in an environment of the task.
         **({"pip._internal.cli.main": _patch_pip} if is_base else {}),
         "determined._info": lambda module: _patch_info(module, allocation),
         "determined.constants": lambda module: _patch_constants(module, allocation),
@@ -106,7 +107,7 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 
 
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
-    """Apply the umask, and do not create a missing storage.
+    """Create TensorBoard directories with the umask; never create a missing storage.
 
     ``tensorboard/shared.py:26`` (0.38.1) creates directories with mode 0777.
     """
@@ -130,7 +131,7 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
-    """Apply the umask; ``common/storage/base.py:70`` (0.38.1) sets mode 0777."""
+    """Create storage directories with the umask; 0.38.1 ``base.py:70`` sets 0777."""
     cls = module.StorageManager
     original = cls.pre_store_path
 
@@ -146,9 +147,9 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
-    """Raise an error for a missing storage, which ``shared.py`` (0.38.1) would create.
+    """Raise an error if the storage is missing.
 
-    Its deletion treats missing files as deleted.
+    ``shared.py`` (0.38.1) would create a missing storage at an upload, and treat its files as deleted at a deletion.
     """
     cls = module.SharedFSStorageManager
     original, original_delete = cls.upload, cls.delete
@@ -201,7 +202,7 @@ def _patch_connection_pool(module: Any) -> None:
 
 
 def _patch_pip(module: Any) -> None:
-    """Make pip refuse to change the environment of the master and other trials."""
+    """Make pip reject changes to the Python environment of the master."""
     original = module.main
 
     def main(args: list[str] | None = None) -> Any:
@@ -222,10 +223,10 @@ def _patch_pip(module: Any) -> None:
 
 
 def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
-    """Move TensorBoard's event files out of /tmp.
+    """Write TensorBoard event files below ``directory()`` instead of /tmp.
 
-    ``tensorboard/build.py:37`` (0.38.1) hard-codes /tmp: outside of an allocation it would be ``/tmp/tensorboard--0`` for
-    every account and run of the machine.
+    ``tensorboard/build.py:37`` (0.38.1) hard-codes /tmp. Outside of an allocation, all accounts and runs of a machine would
+    share ``/tmp/tensorboard--0``.
     """
     original = module.get_base_path
 
@@ -255,14 +256,14 @@ class _PrivateDirectory:
 
     @staticmethod
     def _remove(path: str, pid: int) -> None:
-        if os.getpid() == pid:  # not in a fork
+        if os.getpid() == pid:  # a fork must not remove its parent's directory
             import shutil
 
             shutil.rmtree(path, ignore_errors=True)
 
 
 class _Finder:
-    """Import finder that patches the modules of a table after their execution."""
+    """Import finder that patches the listed modules right after their execution."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches
@@ -298,7 +299,7 @@ class _Loader:
 
 
 def install(patches: dict[str, Patch]) -> None:
-    """Patch modules: imported ones now, the others when they are imported."""
+    """Patch modules: already imported ones now, others when they are imported."""
     for name, patch in patches.items():
         module = sys.modules.get(name)
         if module is not None:
@@ -307,7 +308,7 @@ def install(patches: dict[str, Patch]) -> None:
 
 
 def install_outside_of_allocations() -> None:
-    """Patch Determined's paths in /tmp for a process outside of allocations."""
+    """Move TensorBoard files out of /tmp in a process outside of allocations."""
     if not os.environ.get(ALLOCATION_DIR_VARIABLE):
         directory = _PrivateDirectory()
         install({"determined.tensorboard.build": lambda module: _move_tensorboard(module, directory)})

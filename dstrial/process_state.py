@@ -1,6 +1,7 @@
 """Read a process's state from /proc: alive, stopped, blocked, caught signals.
 
-Only the standard library. ``dstrial.master.backends.supervisor`` has its own code, because it may not import dstrial.
+This module needs only the standard library. ``dstrial.master.backends.supervisor`` does not use it, because that module may not
+import dstrial.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process's state letter (proc(5)) and its start in ticks since boot."""
+    """A process's state letter (proc(5)) and start time in clock ticks since boot."""
 
     letter: str
     start_ticks: int
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is a zombie."""
+        """Whether the process has exited: a zombie or dead."""
         return self.letter in ("Z", "X")
 
     @property
@@ -60,7 +61,7 @@ def read_state(pid: int) -> ProcessState | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in ticks since boot, which reveals a reused pid."""
+    """Return a process's start in ticks since boot, to detect a reused pid; or None."""
     state = read_state(pid)
     return None if state is None else state.start_ticks
 
@@ -78,13 +79,13 @@ def catches(pid: int, number: int) -> bool:
 
 
 def kernel_function(pid: int) -> str:
-    """Return the kernel function in which a process waits; empty if unknown."""
+    """Return the name of the kernel function in which a process waits; "" if unknown."""
     text = (_read(pid, "wchan") or "").strip()
     return "" if text == "0" else text
 
 
 def children(pid: int) -> list[int]:
-    """Return the pids of the main thread's children; empty if unknown."""
+    """Return the pids of the child processes of the main thread; [] if unknown."""
     text = _read(pid, f"task/{pid}/children")
     return [] if text is None else [int(child) for child in text.split()]
 
@@ -106,7 +107,8 @@ def _read(pid: int, name: str) -> str | None:
 def open_closed_streams() -> None:
     """Open the null device for standard streams that are closed (``>&-``).
 
-    Python sets closed streams to None, and the next opened file would get the descriptor number and the output of libraries.
+    Python sets closed streams to None. Without this, the next opened file would get the stream's descriptor number, and
+    libraries would write their output into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,7 +1,7 @@
-"""What a training process finds: its ranks, a core context, requests to stop.
+"""Set up a training process: process group, core context and stop signals.
 
-Made alike everywhere: on a cluster the core context is Determined's own, off a cluster the same interfaces on a run directory.
-The environment decides which, and which rank this process is. Nothing here knows how training is done.
+On a cluster the core context is Determined's. Without a cluster, the same interfaces use a run directory. Environment variables
+tell whether there is a cluster, and this process's rank. This module does not depend on how training is done.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from dstrial.ranks.stop_signals import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
 
-# Attributes of a network file system may be that old.
+# How long to wait for a new directory: attributes that a network file system caches may be this old.
 _SHARED_S = 10.0
 
 RUNTIME_ATTRIBUTE = "dstrial_surroundings"
-"""Attribute of a core context made here, under which integrations find its ``ProcessRuntime``."""
+"""Attribute under which a core context of this module holds its ``ProcessRuntime``, for integrations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessRuntime:
-    """What there is around a training process.
+    """Core context, ranks, device and configuration of a training process.
 
     Attributes:
-        core_context: Determined's, or ours on a run directory; entered.
-        distributed: the ranks, which ``core_context`` talks through as well.
-        device: this rank's.
-        signals: requests to stop that reached this process.
-        info: the cluster's, None off a cluster.
-        exp_conf: the experiment config as far as it is known; None if nobody gave one.
-        own_run: the run directory of which this script keeps the record, on the chief; None otherwise.
-        is_own_run: whether there is such a directory, on every rank.
+        core_context: the core context, of Determined or of a run directory; already entered.
+        distributed: the ranks; ``core_context`` communicates through the same object.
+        device: this rank's device.
+        signals: stop signals that reached this process.
+        info: Determined's cluster info; None without a cluster.
+        exp_conf: the experiment config; None if not given.
+        own_run: the run directory whose record this script writes, on the chief; None otherwise.
+        is_own_run: whether this script writes a run directory's record; equal on all ranks.
     """
 
     core_context: core.Context
@@ -74,12 +74,12 @@ class ProcessRuntime:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a run directory keeps the reports of a master's trial (``dstrial run``)."""
+        """Whether reports go to a master and also to a run directory (``dstrial run``)."""
         return self.info is not None and isinstance(self.core_context.train, LocalTrainContext)
 
 
 def cluster_info() -> Any:
-    """Return Determined's cluster info in a rank of a trial on a cluster, else None."""
+    """Return Determined's cluster info in a cluster's trial; None in other processes."""
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
         return None
@@ -93,21 +93,21 @@ def core_context(
     run_dir: str | os.PathLike[str] | None = None,
     distributed: core.DistributedContext | None = None,
 ) -> Iterator[core.Context]:
-    """Give a script Determined's core context wherever it runs.
+    """Yield Determined's core context, on a cluster or without one.
 
-    ``det.core.init()`` does so on a cluster only. Sets up the process group from the environment, as :func:`dstrial.init`
-    does. Off a cluster metrics, checkpoints and progress are kept in a run directory, and SIGTERM or Ctrl-C asks for a stop
-    through ``preempt``, whose mode is ``ChiefOnly`` everywhere.
+    ``det.core.init()`` works on a cluster only. Like :func:`dstrial.init`, this sets up the process group from environment
+    variables. Without a cluster, a run directory stores metrics, checkpoints and progress, and ``preempt`` reports SIGTERM and
+    Ctrl-C as stop requests. The mode of ``preempt`` is always ``ChiefOnly``.
 
     Args:
-        exp_conf: experiment config, for off a cluster.
-        run_dir: where an off-cluster run keeps its files, made if it does not exist: one script then starts a run and goes on
-            with it. A new directory under ``./runs`` if left out.
-        distributed: a distributed context of your own making; ranks are then yours to set up.
+        exp_conf: the experiment config; used only without a cluster.
+        run_dir: the run directory, used only without a cluster; created if missing. The same script starts and resumes a
+            run. The default is a new directory under ``./runs``.
+        distributed: a distributed context that you made; you then set up the process group yourself.
 
     Raises:
-        RankIdentityError: the environment contradicts itself about who this process is, or a trial with several slots was
-            started without a launcher.
+        RankIdentityError: environment variables contradict each other about this process's rank, or a trial with several
+            slots was started without a launcher.
 
     Ranks: all, collectively.
     """
@@ -123,10 +123,11 @@ def process_runtime(
     distributed: core.DistributedContext | None,
     defers_signals: bool = False,
 ) -> Iterator[ProcessRuntime]:
-    """Enter what :func:`core_context` gives, and what else a trainer needs of it.
+    """Like :func:`core_context`, but yield the whole ``ProcessRuntime``; for trainers.
 
-    With ``defers_signals`` a request to stop ends the process until the caller calls ``signals.listen()``. Ranks: all,
-    collectively.
+    With ``defers_signals`` a stop signal ends the process until the caller calls ``signals.listen()``.
+
+    Ranks: all, collectively.
     """
     quieten_libraries()
     if os.environ.get(RUN_DIR_VARIABLE):
@@ -177,10 +178,10 @@ def process_runtime(
 
 
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
-    """End the process group, unless a rank of several has failed.
+    """End the process group, unless this rank has failed and others exist.
 
-    Its peers may be inside a collective and would keep the end from coming. The process exits with its error instead, and its
-    launcher ends the others.
+    The other ranks may wait in a collective, and the shutdown would hang. The process exits with its error instead, and the
+    launcher ends the other ranks.
     """
     if kind is None or world_size == 1:
         process_group.shutdown()
@@ -188,7 +189,7 @@ def _end_process_group(kind: type[BaseException] | None, world_size: int) -> boo
 
 
 def _require_launcher(identity: RankIdentity, *, num_slots: int) -> None:
-    """Refuse to train a cluster's trial on one of its slots while the others idle."""
+    """Raise if a trial with several slots runs as a single process without a launcher."""
     if identity.launcher == "none" and num_slots > 1:
         raise RankIdentityError(
             f"this trial has {num_slots} slots and runs as a single process; expected one rank per slot. "
@@ -201,10 +202,7 @@ def _run_directory(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
 ) -> tuple[RunDirectory, bool]:
-    """Return the run directory, alike on all ranks. Ranks: all.
-
-    And whether this script keeps its record.
-    """
+    """Return the run directory, and whether this script writes its record. Ranks: all."""
     launchers = os.environ.get(RUN_DIR_VARIABLE)
     if launchers and (run_dir is None or os.fspath(run_dir) == launchers):
         return RunDirectory.open(launchers), False
@@ -212,7 +210,7 @@ def _run_directory(
     if channel.rank == 0:
         try:
             made = str(_own_run_directory(None if run_dir is None else pathlib.Path(run_dir), exp_conf).path)
-        except LaunchError as error:  # which every rank has to learn of
+        except LaunchError as error:  # broadcast below, so that every rank raises it
             made = error
     agreed = channel.broadcast(made)
     if isinstance(agreed, LaunchError):
@@ -222,10 +220,10 @@ def _run_directory(
 
 
 def _await_shared(path: str, channel: core.DistributedContext) -> None:
-    """Wait until this machine sees the run directory that rank 0 has made.
+    """Wait until this machine sees the run directory that rank 0 has created.
 
     Raises:
-        LaunchError: it does not, on a file system that is not shared.
+        LaunchError: the directory does not appear, because the file system is not shared.
     """
     give_up_at_s = time.monotonic() + _SHARED_S
     while channel.cross_size > 1 and not pathlib.Path(path, "run.json").exists():
@@ -239,10 +237,7 @@ def _await_shared(path: str, channel: core.DistributedContext) -> None:
 
 
 def _own_run_directory(path: pathlib.Path | None, exp_conf: Mapping[str, Any] | None) -> RunDirectory:
-    """Make the directory of a run that a script starts by itself.
-
-    Or take up the one that it names.
-    """
+    """Create a run directory for a script without a launcher, or reopen the named one."""
     if path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         run = RunDirectory.open(path)
         run.begin_attempt(sys.argv)
@@ -274,10 +269,10 @@ def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: Bas
 
 
 class _ClusterSystemMetrics:
-    """Sends a node's system metrics to the master; see ``local.core_context``.
+    """Sends a node's system metrics to the master; the sink of ``NodeProfiler``.
 
-    Has a sender of its own: Determined's tells an error to whoever reports next, and one that ends training must be told to
-    training (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
+    Uses a separate sender. Determined's shared sender raises an error in the next report of any kind, but an error of training
+    metrics must be raised in training (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
     """
 
     def __init__(self, core_context: core.Context, info: Any, node_idx: int) -> None:
@@ -300,14 +295,14 @@ class _ClusterSystemMetrics:
             sender.close()
 
 
-# DeepSpeed 0.19 runtime/lr_schedules.py, get_lr: DeepSpeed itself asks, when it builds an engine with a scheduler.
+# Log messages to drop, by their beginning. DeepSpeed 0.19 logs this one for its own call of get_lr (runtime/lr_schedules.py).
 _OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has started",)
 
 
 def quieten_libraries() -> None:
-    """Keep such lines out of the log from now on; may be called again.
+    """Drop useless messages of DeepSpeed's logger from now on; idempotent.
 
-    Ranks: each its own; no communication.
+    Ranks: each for itself; no communication.
     """
     logger = logging.getLogger("DeepSpeed")
     if _tells_something not in logger.filters:

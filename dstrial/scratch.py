@@ -14,14 +14,14 @@ from pathlib import Path
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Reads until this process closes the pipe or dies, then deletes. It ignores SIGINT, which Ctrl-C sends to all processes.
+# Shell script: wait until this process closes the pipe or dies, then delete. It ignores the SIGINT of Ctrl-C.
 _DELETE_AT_EOF = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 
 
 def compile_cache() -> dict[str, str]:
-    """Return the variable that moves torch's compile cache to the user's own cache.
+    """Return the variable that moves torch's compile cache into the user's cache.
 
-    Empty if it is set already or there is no home directory. By default torch loads compiled code from
+    Empty if the variable is already set or there is no home directory. By default torch loads compiled code from
     ``/tmp/torchinductor_<user>``, which another account may create first (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``).
     """
     if os.environ.get(_CACHE_VARIABLE):
@@ -38,10 +38,10 @@ def compile_cache() -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str) -> Iterator[Path]:
-    """Create a directory of mode 0700, deleted when the block or the process ends.
+    """Yield a new directory of mode 0700, deleted when the block or the process ends.
 
-    A shell process deletes the directory after SIGKILL: it waits on a pipe that the kernel closes. In an allocation no shell
-    is needed, because the allocation's temporary directory is deleted.
+    To delete it after SIGKILL, a shell process waits on a pipe that the kernel then closes. An allocation needs no shell,
+    because the allocation's temporary directory is deleted.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name, _deletion_after_exit(name):
         lock = lock_directory(Path(name))
@@ -52,12 +52,12 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
 
 def lock_directory(directory: Path) -> int:
-    """Return an open descriptor that protects a directory from temp-file cleaners.
+    """Protect a directory from temp-file cleaners until the descriptor is closed.
 
     Source: tmpfiles.d(5): systemd's cleaner skips a directory on which it cannot get a BSD lock, and all below.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # a file system without such locks
+    with contextlib.suppress(OSError):  # the file system has no BSD locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
@@ -79,7 +79,7 @@ def _deletion_after_exit(directory: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # The shell deletes the same files as TemporaryDirectory, only sooner; wait for both.
+        # The shell deletes the same files as TemporaryDirectory, which runs after it: wait for the shell.
         assert shell_process.stdin is not None
         with contextlib.suppress(OSError):
             shell_process.stdin.close()

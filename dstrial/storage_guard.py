@@ -1,8 +1,8 @@
 """Check by a marker file that a checkpoint storage is present; never create it.
 
-An unmounted file system leaves an empty directory, or none. A save would create the storage again there, and its files would be
-hidden after the next mount. So a storage has a marker file, which is checked before a trial starts, a save and a deletion.
-Processes of an allocation load this file by path; their Python may have no dstrial, so it only uses the standard library.
+After an unmount, the mount point is empty or missing. A save would create the storage in its place, and the next mount would
+hide the files. Therefore a storage has a marker file, which is checked before a trial's start, a save and a deletion. Processes
+of an allocation load this file by path. Their Python may have no dstrial, so this file only uses the standard library.
 """
 
 # Importing pathlib and contextlib would cost another 5 ms per start.
@@ -15,10 +15,10 @@ import os
 
 STORAGE_MARKER = ".dstrial-storage"  # Name of the marker file in a storage's root
 
-STORAGE_VARIABLE = "DSTRIAL_STORAGE"  # Variable of an allocation: path of its storage, which has a marker
+STORAGE_VARIABLE = "DSTRIAL_STORAGE"  # Variable of an allocation: path of a storage with a marker
 
 SAVING_DIRECTORY = "saving"
-"""Directory of an allocation with one empty file, named by uuid, per checkpoint that is started but not reported."""
+"""Subdirectory of an allocation's directory: one empty file, named by uuid, per checkpoint not yet reported."""
 
 
 class StorageGoneError(OSError):
@@ -26,7 +26,7 @@ class StorageGoneError(OSError):
 
     Args:
         path: root of the storage.
-        why: what was found instead.
+        why: what the path is instead of the storage, for the message.
     """
 
     def __init__(self, path: str, why: str) -> None:
@@ -40,12 +40,15 @@ class StorageGoneError(OSError):
 
 
 def is_storage_gone(error: BaseException) -> bool:
-    """Return whether an error is a :class:`StorageGoneError`, by its class's name."""
+    """Return whether an error is a :class:`StorageGoneError`, by its class name.
+
+    This module may be loaded twice, by path and by import, so there may be two such classes.
+    """
     return type(error).__name__ == StorageGoneError.__name__
 
 
 def what_is_there_instead(path: str) -> str | None:
-    """Return what is at a storage's path instead; None if the storage is present.
+    """Return what is found in place of a storage, as text; None if it is present.
 
     Raises:
         OSError: this process has too many open files.
@@ -67,7 +70,7 @@ class StorageGuard:
     """Prevents an allocation from saving to a storage that is missing.
 
     Args:
-        root: of the storage.
+        root: root of the storage.
         allocation: directory of the allocation, for records of checkpoints in progress.
     """
 
@@ -86,19 +89,21 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Record the start of a checkpoint; if never reported, it will be deleted."""
+        """Record that a checkpoint is being saved; if never reported, it is deleted."""
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
         try:
             os.makedirs(self._notes, mode=0o700, exist_ok=True)
             os.close(os.open(os.path.join(self._notes, storage_id), os.O_WRONLY | os.O_CREAT, 0o600))
-        except OSError:  # A full disk: the checkpoint is then not deleted.
+        except (
+            OSError
+        ):  # For example a full disk. Without the record, an incomplete checkpoint is not deleted.
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Delete the record after the master has stored the checkpoint.
+        """Delete the record of a checkpoint that the master has stored.
 
-        Otherwise, after a restore of an older database, the master would delete the checkpoint as incomplete.
+        With the record, a master whose older database was restored would delete the checkpoint as incomplete.
         """
         if storage_id and os.sep not in storage_id:
             try:  # noqa: SIM105 - see the import of contextlib

@@ -1,7 +1,7 @@
 """``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both.
 
-On a cluster everything comes from Determined's Core API; off a cluster the same interfaces work on a run
-directory. The environment decides which, and which rank this process is.
+On a cluster, Determined's Core API stores metrics and checkpoints. Without a cluster, the same interfaces use a run
+directory. Environment variables tell whether there is a cluster, and this process's rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("dstrial.trainer")
 _TEST_BATCHES = 2
 
 _REPORTING_PERIOD = pytorch.Batch(100)
-"""How often training metrics are reported where nobody says; then also at the end of every epoch, if those are counted."""
+"""Default period of training reports; with it, a length in epochs adds a report at the end of every epoch."""
 
 
 @contextlib.contextmanager
@@ -58,25 +58,25 @@ def init(
     run_dir: str | os.PathLike[str] | None = None,
     latest_checkpoint: str | None = None,
 ) -> Iterator[DeepSpeedTrialContext]:
-    """Make a trial's context; build the trial and call ``Trainer.fit`` in the block.
+    """Yield a trial's context; the block builds the trial and calls ``Trainer.fit``.
 
     Sets up the process group from the environment: one rank under ``python`` or a notebook, many under
     ``dstrial.launch``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` and Determined's launchers.
-    Off a cluster, random states are seeded if ``exp_conf`` has ``reproducibility.experiment_seed``.
+    Without a cluster, random states are seeded if ``exp_conf`` has ``reproducibility.experiment_seed``.
 
     Args:
-        hparams: hyperparameters; on a cluster the trial's own if left out.
-        exp_conf: experiment config, for off a cluster.
-        distributed: a distributed context of your own making; ranks are then yours to set up.
+        hparams: hyperparameters; on a cluster the default is the trial's hyperparameters.
+        exp_conf: the experiment config; used only without a cluster.
+        distributed: a distributed context that you made; you then set up the process group yourself.
         enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
-        run_dir: where an off-cluster run keeps its files, made if it does not exist, so that one script starts and resumes a
-            run. A new directory under ``./runs`` if left out.
-        latest_checkpoint: the argument of ``Trainer.fit``, if it is neither the cluster's nor the launcher's: a resumed run keeps
-            its ``train_batch_size`` on any number of ranks, so the trial must be built with other batch sizes.
+        run_dir: the run directory, used only without a cluster; created if missing. The same script starts and resumes a
+            run. The default is a new directory under ``./runs``.
+        latest_checkpoint: the argument that ``Trainer.fit`` will get, unless the checkpoint comes from the cluster or the
+            launcher. A resumed run keeps its ``train_batch_size`` on any number of ranks, which changes the other batch sizes.
 
     Raises:
-        ConfigError: the hyperparameters ask for another batch than the checkpoint's, or these ranks cannot share it evenly.
-        RankIdentityError: the environment contradicts itself about who this process is, or a trial with
+        ConfigError: the hyperparameters give another batch size than the checkpoint's, or it cannot be divided among the ranks.
+        RankIdentityError: environment variables contradict each other about this process's rank, or a trial with
             several slots was started without a launcher.
 
     Ranks: all, collectively.
@@ -85,7 +85,7 @@ def init(
         stack.callback(end_phases)
         begin_phase("connecting the ranks")
         found = stack.enter_context(
-            # Before the first batch there is nothing to save, and a rank may compile for minutes.
+            # Before the first batch there is nothing to save, and a rank may compile for minutes: signals end the process.
             process_runtime(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed, defers_signals=True)
         )
         info = found.info
@@ -129,7 +129,7 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 
 @contextlib.contextmanager
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
-    """Say what to do about errors of DeepSpeed whose messages do not."""
+    """Add a remedy to DeepSpeed errors raised in the block, or explain them anew."""
     try:
         yield
     except AssertionError as error:
@@ -155,7 +155,7 @@ class Trainer:
 
     Args:
         trial: the trial, built with ``context``.
-        context: what ``init`` yielded.
+        context: the context that ``init`` yielded.
     """
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
@@ -177,37 +177,37 @@ class Trainer:
         profiling_enabled: bool = False,
         metric_sinks: Sequence[MetricSink] = (),
     ) -> FitResult:
-        """Train to ``max_length``; report, validate and checkpoint at their own periods.
+        """Train to ``max_length``; report, validate and checkpoint periodically.
 
-        Every period is counted over the whole run, however often it was resumed. ``Batch(100)`` and
-        ``Epoch(1)`` recur; ``Batch([5, 30])`` means exactly these positions. At the end there is always
-        a validation and a checkpoint.
+        Periods are counted from the start of the run, also after a resume. ``Batch(100)`` and ``Epoch(1)``
+        recur; ``Batch([5, 30])`` means exactly these positions. The end of training always has a validation
+        and a checkpoint.
 
         Args:
             checkpoint_period: how often to checkpoint.
             validation_period: how often to validate.
-            max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. On a cluster it may be left out
-                where the experiment config has ``searcher.max_length`` or ``max_time``.
+            max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. On a cluster the default is
+                ``searcher.max_length`` or ``max_time`` of the experiment config.
             reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
-                If left out, or None: every 100 batches and, where ``max_length`` is counted in epochs, at the end of each epoch.
-            checkpoint_policy: ``best``, ``all`` or ``none``: which validations are followed by a checkpoint.
-                ``best`` compares the searcher's metric, off a cluster with those of the same run.
-            latest_checkpoint: uuid of the checkpoint to continue from, or off a cluster its directory or
-                ``latest``. A uuid is looked for in this run, then among those that this process has written, then in
-                all runs beside this one and in the directory of all runs.
+                By default, or if None: every 100 batches and, if ``max_length`` is in epochs, at the end of each epoch.
+            checkpoint_policy: which validations are followed by a checkpoint: ``best``, ``all`` or ``none``.
+                ``best`` compares the searcher's metric with earlier validations; without a cluster, with those of this run.
+            latest_checkpoint: uuid of the checkpoint to continue from. Without a cluster, also a checkpoint's directory or
+                ``latest``. A uuid is searched for in this run, then among the checkpoints that this process has written,
+                then in this run's runs directory, then in the default runs directory.
             step_zero_validation: whether to validate before the first batch.
-            test_mode: train one batch and validate one, off a cluster only.
-            profiling_enabled: whether system metrics of each node are collected until the core context ends; not in a test.
-            metric_sinks: where reported metrics go besides the trial's record and TensorBoard; opened and closed by this call.
-                Not in Determined.
+            test_mode: train and validate one batch each; not allowed on a cluster.
+            profiling_enabled: whether to collect system metrics of each node until the core context ends; ignored in test mode.
+            metric_sinks: further receivers of reported metrics, besides the trial's record and TensorBoard; this call opens and
+                closes them. Not in Determined.
 
         Returns:
-            How far training came, and why it ended if not at its length.
+            The number of batches trained, and the reason if training stopped before ``max_length``.
 
         Raises:
-            ValueError: there is no length, or an argument has no meaning here.
-            TypeError: a length or period is of the wrong kind.
-            DstrialError: user code, data or a checkpoint is not as it must be.
+            ValueError: ``max_length`` is missing, or an argument has an invalid value.
+            TypeError: a length or period has the wrong type.
+            DstrialError: user code, the data or a checkpoint is invalid.
 
         Ranks: all, collectively.
         """
@@ -304,7 +304,7 @@ class Trainer:
         return StopReason.REQUESTED if runtime.is_stop_requested else None
 
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
-        """Return the checkpoint to resume from, and note its number of batches."""
+        """Return the checkpoint to resume from, or None; set ``runtime.steps_completed``."""
         runtime, info = self._runtime, self._info
         if info is not None and asked is not None:
             return asked
@@ -326,7 +326,7 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager around ``fit`` that the hyperparameters name."""
+    """Return the context manager named by a hyperparameter, to run ``fit`` in."""
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
@@ -336,7 +336,7 @@ def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]
 
 
 def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
-    """Return a switch of ``data.dstrial``, true if it is not given."""
+    """Return the boolean ``data.dstrial.<key>``; True if the key is missing."""
     asked = dstrial_section(exp_conf).get(key)
     if asked is None:
         return True
@@ -348,7 +348,7 @@ def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
-    """Warn if ``fit``'s length is not ``max_time``, at which trials are compared."""
+    """Warn if ``fit``'s length differs from ``max_time``, which the search compares."""
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
     max_time = searcher.get("max_time")
     if unit is None or max_time is None or max_length is None:
@@ -375,14 +375,14 @@ def run_trial(
     resume: str | None = None,
     test_mode: bool = False,
 ) -> FitResult:
-    """Train a trial class as a config says; ``--trial`` does this on every rank.
+    """Train a trial class as the experiment config says; entry of ``--trial``.
 
     Args:
         trial_class: the user's class.
-        experiment: the experiment; None on a cluster, which knows it.
-        run_dir: the run directory, off a cluster.
-        resume: checkpoint to continue from: a uuid, a directory, or ``latest``.
-        test_mode: two batches, one validation, one checkpoint and a reload of it.
+        experiment: the experiment config; None on a cluster, where the master gives it.
+        run_dir: the run directory; used only without a cluster.
+        resume: the checkpoint to continue from: a uuid, a directory, or ``latest``.
+        test_mode: train two batches, validate once, save one checkpoint and reload it.
 
     Ranks: all, collectively.
     """
@@ -427,7 +427,7 @@ def run_trial(
 
 
 def _show_log(rank: int) -> None:
-    """Log to stderr if nobody set up logging: all of the chief, warnings of others."""
+    """Log to stderr if logging is not set up: INFO on the chief, WARNING elsewhere."""
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if rank == 0:
@@ -436,7 +436,7 @@ def _show_log(rank: int) -> None:
 
 
 def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
-    """Resume from the test's own checkpoint, only to load and check every part."""
+    """Call ``fit`` again from the test's checkpoint, to check that it loads."""
     again = trainer.fit(
         max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
     )

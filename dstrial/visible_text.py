@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# C0 except tab and line feed, DEL, C1; line and paragraph separators; bidirectional control characters
-# ("Trojan Source", CVE-2021-42574). A carriage return is allowed only before a line feed.
+# Escaped: C0 except tab and line feed, DEL, C1; line and paragraph separators; bidirectional control characters
+# ("Trojan Source", CVE-2021-42574); a carriage return that is not before a line feed.
 _OBEYED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
 _OF_LINE = re.compile("[\t\r\n]")
 _SHORT = {"\r": "\\r", "\n": "\\n", "\t": "\\t"}
@@ -20,8 +20,8 @@ def _escaped(match: re.Match[str]) -> str:
 def visible(text: str) -> str:
     r"""Escape control characters except tabs and newlines, as ``\x1b`` or ``\u202e``.
 
-    Colours are escaped too, because harmless sequences are hard to distinguish from others, and logs are read later in
-    other terminals.
+    Colour sequences are also escaped: harmless sequences are hard to distinguish from harmful ones, and logs are read later
+    in other terminals.
     """
     return text if text.isascii() and text.isprintable() else _OBEYED.sub(_escaped, text)
 
@@ -33,7 +33,7 @@ def visible_line(text: str) -> str:
 
 
 def cut_text(text: str, limit: int) -> str:
-    """Shorten a text to ``limit`` (over 100) characters by omitting the middle."""
+    """Shorten a text to about ``limit`` (over 100) characters by omitting its middle."""
     if len(text) <= limit:
         return text
     half = limit // 2 - 25

@@ -1,6 +1,6 @@
-"""Integrate training loops of other libraries: ``huggingface``, ``accelerate``.
+"""Support for training loops of other libraries: ``huggingface``, ``accelerate``.
 
-Each package needs its library, which is an optional extra of dstrial; nothing else imports them.
+Each subpackage needs its library, which is an optional extra of dstrial. No other part of dstrial imports these libraries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dstrial.errors import MissingExtraError, install_command
 
 
 def require(*packages: str, extra: str, who: str) -> None:
-    """Raise MissingExtraError unless the ``packages`` of ``extra`` can be imported."""
+    """Raise MissingExtraError if a package is missing; ``who`` is the module in need."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(

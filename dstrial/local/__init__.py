@@ -1,1 +1,1 @@
-"""Determined's Core API on a run directory, for training without a master."""
+"""Determined's Core API on a run directory, with or without a master."""

@@ -1,10 +1,10 @@
-"""Checkpoint directories: complete, being written, orphaned, or to be deleted.
+"""Create, list and delete the checkpoint directories of a run; the keep policy.
 
-``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion marker exists. While it is written, ``<uuid>.saving/`` beside
-it names the process of rank 0. If that process has died, the directory is an orphan, which the next start removes.
+``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` in the same
+directory names the process of rank 0. If that process has died, the next start removes the two directories.
 
-``KeepPolicy`` has Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so that "best of the trial"
-and "best of the experiment" rank the same checkpoints.
+``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so "best of the trial"
+and "best of the experiment" mean the same checkpoints.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _WRITER_FILE = "writer.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """One complete checkpoint."""
+    """Directory, batch count and completion time of a complete checkpoint."""
 
     uuid: str
     path: Path
     steps_completed: int
-    time: str  # of its completion, ISO 8601 in UTC
+    time: str  # time of completion, ISO 8601 in UTC
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that writes a checkpoint; ``started`` (ticks) tells a reused pid."""
+    """The process that writes a checkpoint; ``started`` (ticks) detects a reused pid."""
 
     host: str
     pid: int
@@ -73,9 +73,9 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 
 
 def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Create the directory of a checkpoint, and the note of its writer.
+    """Create a checkpoint's directory and the note of its writer.
 
-    If the directory cannot be created, nothing is left behind. Ranks: 0.
+    If the directory cannot be created, the call removes what it has created. Ranks: 0.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
@@ -88,18 +88,18 @@ def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
 
 
 def end_saving(checkpoints_path: Path, storage_id: str) -> None:
-    """Remove the note of the writer of a complete checkpoint."""
+    """Remove the ``.saving`` directory, which names a checkpoint's writer."""
     shutil.rmtree(_saving_path(checkpoints_path, storage_id), ignore_errors=True)
 
 
 def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Remove a checkpoint, complete or not; its completion marker goes first.
+    """Remove a complete or incomplete checkpoint, its completion marker first.
 
-    If this process is killed meanwhile, ``remove_incomplete_checkpoints`` removes the rest.
+    If the process is killed during the call, ``remove_incomplete_checkpoints`` removes the rest.
     """
     path = checkpoints_path / storage_id
     if path.is_dir():
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # for example a full disk
             _saving_path(checkpoints_path, storage_id).mkdir(exist_ok=True)
         remove_marker(path)
         shutil.rmtree(path, ignore_errors=True)
@@ -107,10 +107,10 @@ def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
 
 
 def list_checkpoints(checkpoints_path: Path) -> list[StoredCheckpoint]:
-    """Return every complete checkpoint by ``steps_completed``, then by time.
+    """Return complete checkpoints, sorted by ``steps_completed``, then by time.
 
     Raises:
-        CheckpointDamagedError: dstrial did not write a completion marker.
+        CheckpointDamagedError: a completion marker lacks its fields, so dstrial did not write it.
     """
     found = [_read_stored(path) for path in checkpoints_path.glob("*/") if is_complete(path)]
     return sorted(found, key=lambda checkpoint: (checkpoint.steps_completed, checkpoint.time))
@@ -128,18 +128,18 @@ def _read_stored(path: Path) -> StoredCheckpoint:
 
 
 def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
-    """Return the checkpoint that was completed last; None if there is none.
+    """Return the checkpoint that was completed last; None without checkpoints.
 
-    After a resume from an earlier checkpoint, it may have fewer batches than others.
+    After a resume from an earlier checkpoint, the newest checkpoint may have fewer batches than others.
     """
     return max(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time, default=None)
 
 
 def remove_incomplete_checkpoints(checkpoints_path: Path) -> dict[str, int]:
-    """Remove what killed processes left of checkpoints; return names and their bytes.
+    """Remove incomplete checkpoints of dead processes; return name -> removed bytes.
 
-    Kept are complete checkpoints, those of processes that live or may live on another machine, and directories without a note of
-    a writer, such as TensorBoard files that Determined keeps under the cluster's id.
+    A checkpoint is kept if its writer lives or runs on another machine. Directories without a ``.saving`` directory are kept,
+    such as the TensorBoard files that Determined stores under the cluster's id.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
     removed: dict[str, int] = {}
@@ -173,16 +173,16 @@ _KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeepPolicy:
-    """How many checkpoints of a run to keep."""
+    """Numbers of checkpoints of a run that are kept after each save."""
 
-    num_latest: int = 1  # with the most batches; the newest is kept even at 0
-    num_best: int = 1  # by the searcher metric, besides the latest
+    num_latest: int = 1  # the checkpoints completed last; the newest is kept even at 0
+    num_best: int = 1  # the best by the searcher metric, which may be among the latest
 
     @classmethod
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
-        """Read ``checkpoint_storage``; without any ``save_…`` field, all are kept (None).
+        """Read ``checkpoint_storage``; None, which keeps all, without a ``save_…`` field.
 
-        If one of the three is given, the others have Determined's defaults: latest 1, trial best 1, experiment best 0.
+        If a ``save_…`` field is given, the missing ones get Determined's defaults: latest 1, trial best 1, experiment best 0.
         """
         fields = checkpoint_storage or {}
         given = {key: fields[key] for key in _KEEP_DEFAULTS if fields.get(key) is not None}
@@ -202,11 +202,11 @@ def checkpoints_to_delete(
     *,
     smaller_is_better: bool,
 ) -> list[str]:
-    """Return uuids of checkpoints that the policy does not keep, oldest first.
+    """Return the uuids of checkpoints that the policy deletes, oldest first.
 
-    ``checkpoints`` are uuid and ``steps_completed``, oldest first; the newest is always kept. ``validations`` is
-    ``steps_completed`` -> searcher metric: a checkpoint without one, or with NaN, is never among the best, and of equal ones the
-    earlier is better.
+    ``checkpoints`` are (uuid, ``steps_completed``), oldest first; the newest is always kept. ``validations`` is
+    ``steps_completed`` -> searcher metric. A checkpoint without a metric, or with NaN, is never among the best. Of two equal
+    metrics, the one with fewer steps is better.
     """
     if not checkpoints:
         return []

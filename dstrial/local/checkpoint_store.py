@@ -1,7 +1,7 @@
-"""Determined's CheckpointContext on a directory of whole checkpoints.
+"""Determined's ``CheckpointContext`` on a run directory, with or without a master.
 
-Determined's own code stores, downloads and merges metadata. Added here: the completion marker, the keep policy, the removal of a
-failed checkpoint, and one error on all ranks, with the failing rank's number and cause.
+Determined's code stores, downloads and merges metadata. This module adds the completion marker, the keep policy and the
+removal of a failed checkpoint. If one rank fails, every rank raises an error with the failing rank's number and cause.
 """
 
 from __future__ import annotations
@@ -54,22 +54,26 @@ _METADATA_DIGEST = "metadata_sha256"
 
 T = TypeVar("T")
 
-# Checkpoints that this process has completed, by uuid: their runs may lie anywhere.
+# Paths of checkpoints that this process has completed, by uuid; their run directories may lie anywhere.
 _written_here: dict[str, Path] = {}
-# Where Determined 0.38.1 keeps checkpoints off a cluster, and code written for it looks: a path there stands for its uuid.
+# Directory in which Determined 0.38.1 keeps checkpoints without a master. User code may build paths below it: `_find` takes
+# the uuid from such a path.
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
 
 
 def run_on_all_ranks(
     distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
 ) -> list[T]:
-    """Run a step on every rank; return results by rank, or fail on all of them.
+    """Run a function on every rank; return all results by rank, or raise on all ranks.
 
-    The step's result is small and can be pickled. ``describe`` makes the message of a failure, with this rank's number, which the
-    other ranks raise.
+    Args:
+        distributed: the ranks, and the channel for the exchange of results.
+        step: the function; its result is small and can be pickled.
+        describe: makes the error message for a failure on this rank; the other ranks raise it too.
 
     Raises:
-        CheckpointError: the step raised an ``OSError`` here, or anything on another rank.
+        CheckpointError: ``step`` raised an ``OSError`` on this rank, or any exception on another rank. Any other exception of
+            this rank is raised unchanged.
 
     Ranks: all, collectively.
     """
@@ -80,7 +84,7 @@ def run_on_all_ranks(
     except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
         error = caught
     if isinstance(error, RankError):
-        raise error  # there are no ranks to agree with
+        raise error  # the other ranks no longer answer
     message = None if error is None else describe(error)
     if error is not None and distributed.size > 1 and not isinstance(error, CheckpointError):
         # The other ranks may wait in a collective of the step, such as a barrier of DeepSpeed's, instead of the gather below.
@@ -97,9 +101,9 @@ def run_on_all_ranks(
 
 
 class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc]  # mypy does not follow determined
-    """Storage that notes its writer while a checkpoint is incomplete.
+    """Determined's storage manager that records the process writing a new checkpoint.
 
-    Never creates the storage itself: in an unmounted storage nobody would find the files later.
+    It never creates the storage directory: after an unmount the files would land on the wrong disk.
     """
 
     def __init__(self, path: Path, *, is_chief: bool) -> None:
@@ -115,12 +119,12 @@ class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc
         return self.path / dst
 
     def require_present(self) -> None:
-        """Raise ``StorageGoneError`` if another directory is in the storage's place."""
+        """Raise ``StorageGoneError`` if the storage directory is missing or replaced."""
         try:
             inode = self.path.stat().st_ino
         except FileNotFoundError as error:
             raise StorageGoneError(str(self.path), "no directory") from error
-        # A network file system that was mounted again has another device, and the same inodes.
+        # Compare inodes only: a remounted network file system has another device number, and the same inodes.
         if inode != self._inode:
             raise StorageGoneError(str(self.path), "a directory that was made since")
 
@@ -129,7 +133,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     """Stores checkpoints in a directory that all ranks can write to, without a master.
 
     Args:
-        keep: applied after each new checkpoint; None keeps all.
+        keep: the policy for deleting checkpoints after each save; None keeps all.
         validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
     """
 
@@ -153,13 +157,14 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     def store_path(
         self, metadata: dict[str, Any] | None = None, *, shard: bool = False
     ) -> Iterator[tuple[Path, str]]:
-        """Yield a new directory to save into, and the checkpoint's uuid.
+        """Yield a new checkpoint's directory and uuid; the block writes the files.
 
-        The checkpoint is complete after the block. ``metadata`` is read then, and has ``steps_completed`` on one rank at least.
+        The checkpoint is complete after the block. ``metadata`` is read after the block and needs ``steps_completed`` on at
+        least one rank.
 
         Raises:
-            CheckpointError: a rank could not write its part; the directory is removed. An exception that is no ``OSError``
-                is raised as it is on its rank.
+            CheckpointError: a rank failed to write its files; the directory is removed. The failing rank raises an exception
+                other than ``OSError`` unchanged.
             RankError: ``shard=False`` on another rank than 0.
             RuntimeError: ranks have different metadata of one key.
 
@@ -191,7 +196,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             run_on_all_ranks(ranks, lambda: _raise(error), self._failed_to(f"saved in {path}"))
             run_on_all_ranks(ranks, stack.close, self._failed_to(f"completed in {path}"))
         except Exception as failure:
-            # Without its ranks a checkpoint may be complete; otherwise the next start removes it.
+            # After a `RankError` the checkpoint may be complete. If it is not, the next start removes it.
             if self._dist.rank == 0 and made and not isinstance(failure, RankError):
                 remove_checkpoint(self._checkpoints_path, made[0])
             raise
@@ -200,7 +205,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
     def _failed_to(self, done: str) -> Callable[[Exception], str]:
         def describe(error: Exception) -> str:
-            text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on
+            text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence continues after the text
             if isinstance(error, OSError):
                 with contextlib.suppress(OSError):
                     free_bytes = shutil.disk_usage(self._checkpoints_path).free
@@ -221,7 +226,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         resources: dict[str, int] | None = None,  # noqa: ARG002  # of interest to a master
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Write the completion marker. Ranks: 0."""
+        """Write the completion marker; ``metadata`` needs ``steps_completed``. Ranks: 0."""
         path = self._checkpoints_path / storage_id
         if "steps_completed" not in (metadata or {}):
             raise ValueError(
@@ -256,9 +261,10 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         shard: bool = False,
         selector: Callable[[str], bool] | None = None,
     ) -> str:
-        """Copy a directory, or the union of the ranks', to a checkpoint; return its uuid.
+        """Copy ``ckpt_dir`` into a new checkpoint; return the checkpoint's uuid.
 
-        Unlike Determined's own, it adds no file to the directory. ``ckpt_dir`` is None on a rank that has nothing to add.
+        With ``shard=True`` the checkpoint has the files of all ranks; ``ckpt_dir`` is None on a rank without files. Unlike
+        Determined's ``upload``, this method adds no file to ``ckpt_dir``.
 
         Raises:
             CheckpointError: ``ckpt_dir`` is None on all ranks, or ranks have different files of one name.
@@ -300,7 +306,10 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> None:
-        """Copy a checkpoint into a directory. Ranks: all, collectively, when they share."""
+        """Copy a checkpoint into a directory.
+
+        Ranks: all, collectively, unless ``download_mode`` is ``NoSharedDownload``.
+        """
         self._find(storage_id)
         super().download(storage_id, ckpt_dir, download_mode, selector=selector)
 
@@ -312,7 +321,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         *,
         selector: Callable[[str], bool] | None = None,  # noqa: ARG002 - nothing is copied
     ) -> Iterator[Path]:
-        """Yield the directory of a checkpoint, by uuid or by path; nothing is copied."""
+        """Yield the checkpoint's own directory, without a copy; takes a uuid or a path."""
         yield self._find(storage_id)
 
     def delete(self, storage_id: str) -> None:
@@ -326,7 +335,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         return metadata
 
     def list(self) -> list[StoredCheckpoint]:
-        """Return complete checkpoints by ``steps_completed``, then by time."""
+        """Return complete checkpoints, sorted by ``steps_completed``, then by time."""
         return list_checkpoints(self._checkpoints_path)
 
     def newest(self) -> StoredCheckpoint | None:
@@ -338,8 +347,8 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             path = Path(path.name)
         if len(path.parts) > 1:
             if (path / MANIFEST_NAME).is_file() and path.parent != self._checkpoints_path:
-                # Downloaded from a cluster, whose storage knows no completion marker; loading verifies
-                # every file by the manifest.
+                # A checkpoint downloaded from a cluster has no completion marker. Loading verifies every file
+                # by the manifest.
                 return path
         else:
             name, path = path.name, self._checkpoints_path / path
@@ -358,7 +367,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
 
 class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # see above
-    """A cluster's checkpoint context on a run directory (``dstrial run``)."""
+    """The master's checkpoint context, writing into a run directory (``dstrial run``)."""
 
     def __init__(
         self,
@@ -389,7 +398,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         resources: dict[str, int] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Complete the checkpoint on disk before the master learns of it. Ranks: 0."""
+        """Write the completion marker, report to the master, delete by policy. Ranks: 0."""
         path = self._checkpoints_path / storage_id
         steps_completed = (metadata or {}).get("steps_completed")
         if path.is_dir() and steps_completed is not None:
@@ -407,16 +416,16 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
                 logger.debug("deleted checkpoint %s, which the keep policy does not keep", superfluous)
 
     def _is_own(self, storage_id: str) -> bool:
-        """Return whether this trial has saved a checkpoint, not an experiment before it.
+        """Return whether this trial has saved the checkpoint, by the master's record.
 
-        The master lets a trial delete its own only, and refuses when the files are gone already (Determined 0.38.1
-        ``core/_checkpoint.py``, ``delete``).
+        The master lets a trial delete only the trial's own checkpoints. It rejects a deletion if the files are gone already
+        (Determined 0.38.1 ``core/_checkpoint.py``, ``delete``).
         """
         if storage_id not in self._owned:
             try:
                 found = bindings.get_GetCheckpoint(self._session, checkpointUuid=storage_id).checkpoint
             except (ForbiddenException, NotFoundException):
-                found = None  # of another trial, or another master
+                found = None  # the checkpoint belongs to another trial or master
             self._owned[storage_id] = found is not None and found.taskId == self._task_id
         return self._owned[storage_id]
 
@@ -428,7 +437,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[Path]:
-        """Yield a checkpoint's directory, by uuid or by path (``dstrial run --resume``)."""
+        """Yield a checkpoint's directory; takes a uuid, or a path from ``--resume``."""
         if Path(storage_id).is_absolute():
             yield Path(storage_id)
             return
@@ -466,7 +475,7 @@ def _superfluous(
     *,
     smaller_is_better: bool,
 ) -> list[str]:
-    """Return uuids of complete checkpoints that the policy does not keep."""
+    """Return the uuids of complete checkpoints that the keep policy deletes."""
     if keep is None:
         return []
     stored = sorted(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time)
@@ -479,9 +488,11 @@ def _superfluous(
 
 
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
-    """Find a checkpoint of another run: of this process, beside this run, or of any.
+    """Find another run's complete checkpoint by its uuid, or return None.
 
-    Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory, where each is found by its uuid.
+    Searches the runs of this process, this run's runs directory, and the default runs directory.
+
+    Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory and finds each by its uuid.
     """
     if not is_uuid(storage_id):
         return None
@@ -494,7 +505,7 @@ def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
 
 
 def _require_metadata(path: Path, sha256: str) -> None:
-    """Compare the metadata file with the completion marker."""
+    """Raise ``CheckpointDamagedError`` unless the metadata file has this checksum."""
     try:
         found = hash_file(path).sha256
     except FileNotFoundError:
@@ -515,7 +526,7 @@ def open_checkpoint_store(
     validations: Callable[[], Mapping[int, float]] = dict,
     smaller_is_better: bool = True,
 ) -> LocalCheckpointContext:
-    """Open or create a directory of checkpoints, without what killed processes left."""
+    """Open or create a checkpoints directory; rank 0 removes incomplete checkpoints."""
     checkpoints_path.mkdir(parents=True, exist_ok=True)
     if dist.rank == 0:
         for name, num_bytes in remove_incomplete_checkpoints(checkpoints_path).items():

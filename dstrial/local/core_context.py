@@ -1,4 +1,4 @@
-"""Determined's core context on a run directory, off a cluster or beside a master."""
+"""Determined's core context on a run directory, with or without a master."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from dstrial.local.train_context import LocalTrainContext, repair_reports
 
 logger = logging.getLogger(__name__)
 
-_LAST_REPORT_S = 10.0  # how long the end of a training waits for the last system metrics
+_LAST_REPORT_S = 10.0  # the end of training waits up to this long for the last system metrics
 
 
 class LocalPreemptContext(core.DummyPreemptContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's preemption context, which asks a function.
+    """Determined's preemption context without a master; it polls a function.
 
-    ``stop_requested`` returns why to stop, or None. It must not communicate, and is called on the chief only, but in mode
-    ``WorkersAskMaster``.
+    ``stop_requested`` returns the reason to stop, or None. It must not communicate. Only the chief calls it, except in mode
+    ``WorkersAskMaster``, in which every rank does.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class LocalPreemptContext(core.DummyPreemptContext):  # type: ignore[misc]  # my
         Ranks: all, in step, in mode ``WorkersAskChief`` (one broadcast); rank 0 in ``ChiefOnly``; any in ``WorkersAskMaster``.
         """
         if not self._started or self._preempt_mode is not core.PreemptMode.WorkersAskChief:
-            super().should_preempt(auto_ack)  # refuses a wrong call; communicates in the other mode only
+            super().should_preempt(auto_ack)  # raises on a wrong call; does not communicate in these modes
             return self._stop_requested() is not None
         answer = self._stop_requested() is not None if self._dist.rank == 0 else None
         return bool(self._dist.broadcast(answer))
 
 
 class _ProgressSession:
-    """Takes the progress that operations of Determined's searcher context post."""
+    """A stand-in for the master's session, to which searcher operations post progress."""
 
     def __init__(self, train: LocalTrainContext) -> None:
         self._train = train
@@ -68,7 +68,7 @@ class _ProgressSession:
 
 
 class LocalSystemMetrics:
-    """Keeps a node's system metrics in the run directory."""
+    """Appends a node's system metrics to a file of the run directory."""
 
     def __init__(self, train: LocalTrainContext, node_idx: int) -> None:
         self._train = train
@@ -78,15 +78,15 @@ class LocalSystemMetrics:
         self._train.report_system_metrics(group, metrics, report_time, self._node_idx)
 
     def close(self) -> None:
-        """Do nothing: every report is in its file."""
+        """Do nothing: every report is already written."""
 
 
 class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's profiler with a sink of ours, which has the last report at the end.
+    """Determined's profiler, reporting a node's system metrics to ``sink``.
 
-    ``sink`` has the methods of ``LocalSystemMetrics``.
+    ``sink`` has the methods of ``LocalSystemMetrics``. Closing the profiler waits for the last report.
 
-    Source: determined 0.38.1 ``core/_profiler.py``: told to stop, the collector reports what it has.
+    Source: determined 0.38.1 ``core/_profiler.py``: when stopped, the collector reports its current samples.
     """
 
     def __init__(self, agent_id: str, distributed: core.DistributedContext, sink: Any) -> None:
@@ -94,7 +94,7 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         self._sink = sink
 
     def on(self, sampling_interval: int = 1, samples_per_report: int = 10) -> None:
-        """Start to collect; log a warning on a machine without disks or networks."""
+        """Start to collect; if the machine has no disks or networks, only log a warning."""
         try:
             super().on(sampling_interval, samples_per_report)
         except (OSError, NotImplementedError) as error:
@@ -105,7 +105,7 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         if collector is None:
             return
         for one in collector._metric_collectors:
-            # Told to stop, the collector would fill its window with samples of one moment.
+            # When stopped, the collector would fill its window with samples of one moment: take at most one.
             sample = one.sample_metrics
             one.sample_metrics = lambda one=one, sample=sample: None if one.metric_samples else sample()
         super()._close()
@@ -117,9 +117,9 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
 
 
 class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's core context, kept in a run directory.
+    """Determined's core context for a run without a master, stored in a run directory.
 
-    ``searcher`` is None without ``searcher.max_length`` in the config.
+    ``searcher`` is None if the config has no ``searcher.max_length``.
     """
 
     train: LocalTrainContext
@@ -132,7 +132,7 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         exc_val: BaseException | None = None,
         exc_tb: types.TracebackType | None = None,
     ) -> None:
-        """Write throttled progress, then close all parts. Ranks: all."""
+        """Write the latest progress, then close all parts of the context. Ranks: all."""
         self.train.flush_progress()
         super().close(exc_type, exc_val, exc_tb)
 
@@ -147,8 +147,8 @@ def init(
 ) -> LocalContext:
     """Return the core context of a run without a master.
 
-    ``exp_conf`` has the searcher's metric and ``max_length``, without which there is no searcher context, and the retention of
-    checkpoints. ``stop_requested`` returns why the job should stop, or None, and must not communicate.
+    ``exp_conf`` gives the searcher's metric, ``searcher.max_length`` and the keep policy of checkpoints. Without a
+    ``max_length`` there is no searcher context. ``stop_requested`` returns the reason to stop or None; it must not communicate.
     """
     config = {**(exp_conf or {}), "searcher": (exp_conf or {}).get("searcher") or {}}
     run_directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.open(run_dir)
@@ -199,17 +199,17 @@ def _train_context(
 def mirror(
     core_context: core.Context, run_directory: RunDirectory, exp_conf: Mapping[str, Any]
 ) -> LocalTrainContext:
-    """Have a cluster's core context keep everything in a run directory as well.
+    """Let a master's core context also write to a run directory; return its ``train``.
 
-    Replaces the parts of ``core_context``, which ``core.init`` has made with manual TensorBoard files, and returns its
-    ``train``. At the end, call the ``flush_progress`` of that and :func:`remove_tensorboard_directories`.
+    Replaces ``core_context.train`` and ``core_context.checkpoint``. ``core.init`` must have made the context with manual
+    TensorBoard files. At the end, call ``flush_progress`` of the result and :func:`remove_tensorboard_directories`.
     """
     is_chief = core_context.distributed.rank == 0
     if is_chief:
         for name, num_bytes in remove_incomplete_checkpoints(run_directory.checkpoints_path).items():
             logger.info("removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}")
     train = _train_context(run_directory, exp_conf, is_chief=is_chief, cluster=core_context.train)
-    # The retention that the user asked for applies while training; the master applies its defaults at the end.
+    # The user's keep policy applies during training; the master applies its defaults at the end.
     submitted = read_json(run_directory.submission_path) or {}
     core_context.train = train
     core_context.checkpoint = MirroredCheckpointContext(
@@ -222,14 +222,14 @@ def mirror(
 
 
 def remove_tensorboard_directories(core_context: core.Context, run_directory: RunDirectory) -> None:
-    """Remove the directories that Determined makes for TensorBoard files.
+    """Remove the empty directories that Determined creates for TensorBoard files.
 
-    A run directory has them in ``tensorboard/``. Call it at the end of a run: while ranks begin, one may still create what
-    another removes.
+    A run directory has these files in ``tensorboard/``. Call this at the end of a run: while ranks start, one rank may still
+    create the directories.
     """
     if core_context.distributed.rank != 0 or core_context.info is None:
         return
     root = run_directory.checkpoints_path / core_context.info.cluster_id
     for path in sorted([root, *root.rglob("*/")], reverse=True):
-        with contextlib.suppress(OSError):  # not empty, or not there
+        with contextlib.suppress(OSError):  # the directory is not empty, or missing
             path.rmdir()

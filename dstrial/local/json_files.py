@@ -1,6 +1,6 @@
-"""JSON on disk that survives a kill: atomic documents, append-only lines.
+"""JSON files that survive a killed process: atomic documents, append-only lines.
 
-Everything written is strict JSON. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``;
+All files are strict JSON. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``;
 ``metric_number`` reads them back.
 """
 
@@ -21,11 +21,11 @@ def to_strict_json(value: Any, where: str) -> Any:
     """Convert a value to strict JSON: dict, list, str, int, float, bool and None.
 
     Args:
-        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, host tensors, nested at will; not mutated.
+        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, host tensors, in any nesting; not mutated.
         where: the value's name in an error, for example ``metrics['loss']``.
 
     Raises:
-        TrialContractError: something in it has no JSON form.
+        TrialContractError: the value contains an object without a JSON form.
     """
     if value is None or isinstance(value, (str, bool)):
         return value
@@ -54,7 +54,7 @@ def _strict_float(value: float) -> float | str:
 
 
 def metric_number(value: Any) -> float | None:
-    """Read a number that ``to_strict_json`` wrote; None if the value is no number."""
+    """Return a number that ``to_strict_json`` wrote; None if the value is no number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if value in ("NaN", "Infinity", "-Infinity"):
@@ -63,13 +63,13 @@ def metric_number(value: Any) -> float | None:
 
 
 def write_json_atomically(path: Path, value: Any, *, sync: bool = True) -> None:
-    """Replace a JSON document; see :func:`dstrial.file_writes.replace_file`."""
+    """Write a JSON document atomically with :func:`dstrial.file_writes.replace_file`."""
     text = json.dumps(to_strict_json(value, path.name), indent=2, allow_nan=False) + "\n"
     replace_file(path, text, sync=sync)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON document; None if there is no such file.
+    """Return the content of a JSON file; None if the file does not exist.
 
     Raises:
         DstrialError: the file is not JSON.
@@ -94,10 +94,11 @@ def read_json(path: Path) -> Any:
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row to a file of JSON lines with a single write.
 
-    A kill can tear the last line only, which ``repair_json_lines`` removes. If the disk is full, the written part is removed.
+    A killed process can leave only an incomplete last line, which ``repair_json_lines`` removes. If the write fails, the
+    written part of the row is removed.
 
     Raises:
-        OSError: the row could not be written as a whole.
+        OSError: the row could not be written completely.
     """
     line = (json.dumps(to_strict_json(row, path.name), allow_nan=False) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -115,7 +116,10 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def repair_json_lines(path: Path) -> bool:
-    """Remove a torn last line, or add its line break; return whether it was torn."""
+    """Repair a last line without line break; return whether the file was changed.
+
+    A complete JSON object gets its line break; an incomplete line is removed.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -139,10 +143,12 @@ def repair_json_lines(path: Path) -> bool:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read every whole line; a last line without its line break is left out.
+    """Return the rows of a file of JSON lines; [] if the file does not exist.
+
+    A last line without line break is left out.
 
     Raises:
-        DstrialError: a whole line is no JSON object.
+        DstrialError: a complete line is no JSON object.
     """
     try:
         content = path.read_bytes()
@@ -164,7 +170,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonLinesTail:
-    """Reads a growing file of JSON lines piece by piece; it need not exist yet."""
+    """Reads new rows of a growing file of JSON lines, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -172,9 +178,10 @@ class JsonLinesTail:
         self._file_id: tuple[int, int] | None = None
 
     def poll(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file was replaced or cut, and the rows since the last call.
+        """Return whether the file was replaced or truncated, and the new rows.
 
-        If so, earlier rows are void and all rows are returned. Lines that are no JSON object are left out.
+        New rows are those since the last call. After a replacement, all rows of the file are returned, and earlier ones are
+        void. Lines that are no JSON object are left out.
         """
         try:
             with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Where one run keeps its files, and the record of what the run is.
+"""The directory of one run: names of its files, creation, record and lock.
 
 ``<runs dir>/<experiment name>/<UTC stamp>-<short id>/`` holds::
 
@@ -6,21 +6,21 @@
     run.json                  name, context directory, command, when started, state (``RunRecord``)
     run.lock                  held by the process that owns the run while it lasts
     metrics.jsonl             one line per report
-    metrics.node<n>.jsonl     system metrics of another node than the first, in a run off a cluster
-    metrics.superseded.jsonl  reports that a resume from an earlier batch has trained again
-    progress.json             how far training is
-    status.json               what the trial says about itself: status text, early exit
-    telemetry.json            where the last attempt's time and memory went, and how fast it was
-    memory.json               predicted memory, if a dry run has been made
-    outcome.json              how the ranks of the last attempt ended; outcome.node<n>.json of another node than the first
+    metrics.node<n>.jsonl     system metrics of node n > 0, in a run without a master
+    metrics.superseded.jsonl  reports beyond the batch from which a resume started
+    progress.json             trained and total batches
+    status.json               status text, early exit and step counts, as the trial reports them
+    telemetry.json            time, memory and speed of the last attempt
+    memory.json               predicted memory, if a dry run was made
+    outcome.json              how the ranks of the last attempt ended; outcome.node<n>.json for node n > 0
     submission.json           the master's experiment that trains the run
-    master/                   state directory of the run's own master, in a job of Slurm's
-    slurm.json                the job of Slurm's that trains the run, whose script is sbatch.sh and whose output slurm.log
-    metadata.json             what ``set_metadata`` stored
+    master/                   state directory of the embedded master, in a Slurm job
+    slurm.json                the Slurm job that trains the run; sbatch.sh is its script, slurm.log its output
+    metadata.json             the argument of ``set_metadata``
     tensorboard/              event files
     checkpoints/<uuid>/       one directory per checkpoint
-    .dstrial-output           marks what is no part of a context directory
-    logs/attempt_<n>/         everything the ranks printed, one directory per attempt
+    .dstrial-output           marks the directory as output, so that no context directory includes it
+    logs/attempt_<n>/         the ranks' output, one directory per attempt
 
 This module starts no process and knows nothing about training.
 """
@@ -49,59 +49,61 @@ from dstrial.local.json_files import read_json, write_json_atomically
 
 logger = logging.getLogger("dstrial.local")
 
-RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # directory of all runs
-LOCAL_ID = 0  # of the experiment and the trial in checkpoints of a run directory
-RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # tells ranks the run's directory
-REWRITE_VARIABLE = "DSTRIAL_REWRITE"  # number of a trial whose checkpoint is only restored and saved again
-TEST_VARIABLE = "DSTRIAL_TEST"  # 1: train two batches, save a checkpoint, read it back
+RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # environment variable: directory of all runs
+LOCAL_ID = 0  # id of experiment and trial in checkpoints of a run without a master
+RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # environment variable of ranks: the run's directory
+REWRITE_VARIABLE = "DSTRIAL_REWRITE"  # trial number; its checkpoint is only restored and saved again
+TEST_VARIABLE = "DSTRIAL_TEST"  # environment variable, 1: train two batches, save a checkpoint, read it back
 
 
 class RunState(str, enum.Enum):
-    """The end of the last attempt at a run."""
+    """State of a run's last attempt, as recorded in ``run.json``."""
 
     RUNNING = "running"
-    """Started; also what stays on record when the machine or the owning process died."""
+    """Started; the record also stays in this state if the machine or the owning process dies."""
     COMPLETED = "completed"
     """Trained to its configured length."""
     STOPPED = "stopped"
-    """Ended early because it was asked to; can be resumed."""
+    """Ended early after a stop request; can be resumed."""
     FAILED = "failed"
     """A rank ended with an error; can be resumed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The content of ``run.json``."""
+    """The content of ``run.json``: name, command, state and times of a run."""
 
     name: str
-    context_dir: str  # absolute
-    command: tuple[str, ...]  # of the last attempt
-    started: str  # creation of the run; both times are ISO 8601 in UTC
+    context_dir: str  # absolute path of the context directory
+    command: tuple[str, ...]  # command of the last attempt
+    started: str  # creation time of the run; both times are ISO 8601 in UTC
     state: RunState
     num_attempts: int = 1
-    ended: str | None = None  # end of the last attempt; None while it runs
-    failure: str | None = None  # one line
-    allocation_id: str | None = None  # the master's, whose ranks write the last attempt's logs
+    ended: str | None = None  # end time of the last attempt; None while it runs
+    failure: str | None = None  # why the last attempt failed, in one line
+    allocation_id: str | None = None  # the master's allocation that writes the last attempt's logs
 
 
 def utc_now() -> str:
-    """Return ISO 8601 in UTC with microseconds, which sorts as text."""
+    """Return the current time as sortable ISO 8601 text in UTC, with microseconds."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
 def utc_stamp(moment: str | None = None) -> str:
-    """Return a moment in UTC, now if None, as in ``20260131T235959Z``."""
+    """Return an ISO 8601 UTC time, or now, in the form ``20260131T235959Z``."""
     return f"{re.sub(r'[-:]', '', (moment or utc_now())[:19])}Z"
 
 
 def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Return the absolute path of all runs: given, ``DSTRIAL_RUNS_DIR`` or ``runs``."""
-    # It is absolute, and need not exist.
+    """Return the absolute directory of all runs; it need not exist.
+
+    It is the argument, the variable ``DSTRIAL_RUNS_DIR``, or ``runs``, in this order.
+    """
     return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as it is typed: relative if below the working directory."""
+    """Return a path for display: relative if it lies below the working directory."""
     with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -116,7 +118,7 @@ def new_run_path(runs_dir: Path, name: str, started: str | None = None) -> Path:
 
 
 class _Inside:
-    """Descriptor for the path of a file or directory inside a run directory."""
+    """Descriptor that returns the path of a named file inside a run directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -127,7 +129,10 @@ class _Inside:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """One run's directory, a value; the module's docstring lists its files."""
+    """Paths of one run's files, and access to its record; an immutable value.
+
+    The module's docstring lists the files.
+    """
 
     path: Path
 
@@ -138,7 +143,7 @@ class RunDirectory:
     superseded_metrics_path = _Inside("metrics.superseded.jsonl")
     progress_path = _Inside("progress.json")
     status_path = _Inside("status.json")
-    telemetry_path = _Inside("telemetry.json")  # dstrial.telemetry.samples.RunTotals.to_json
+    telemetry_path = _Inside("telemetry.json")  # content: dstrial.telemetry.samples.RunTotals.to_json
     memory_path = _Inside("memory.json")
     submission_path = _Inside("submission.json")
     master_path = _Inside("master")
@@ -152,28 +157,28 @@ class RunDirectory:
         return self.path / f"metrics.node{node_idx}.jsonl"
 
     def outcome_path(self, node_idx: int = 0) -> Path:
-        # Written as dstrial.launch.failures.LaunchOutcome, with ``is_consequence``: whether a rank of another node failed first.
+        # JSON of dstrial.launch.failures.LaunchOutcome, with ``is_consequence``: whether a rank of another node failed first.
         return self.path / (f"outcome.node{node_idx}.json" if node_idx else "outcome.json")
 
     def outcome_paths(self) -> list[Path]:
-        """Return the outcomes of all nodes, as far as their launchers have ended."""
+        """Return the outcome files of the nodes whose launchers have ended."""
         return sorted(self.path.glob("outcome*.json"))
 
     def attempt_logs_path(self, attempt: int) -> Path:
         return self.logs_path / f"attempt_{attempt}"
 
     def begin_logs(self, allocation_id: str) -> Path:
-        """Return the directory, not created yet, for the output of an allocation's ranks.
+        """Return the log directory, not created yet, for an allocation's ranks.
 
-        The launchers of all its hosts get the same one. If the attempt has logs of another allocation, the master has started
-        the trial again (a restart, an activation), and a new attempt begins.
+        The launchers on all hosts of the allocation get the same directory. If the last attempt belongs to another allocation,
+        the master has started the trial again (a restart, an activation), and this call begins a new attempt.
         """
         record = self.read_record()
         attempt = record.num_attempts
         if record.allocation_id is None:
             self._write_record(dataclasses.replace(record, allocation_id=allocation_id))
         elif record.allocation_id != allocation_id:
-            # Launchers that read the record at once write the same one.
+            # Launchers that read the record at the same time also write the same new record.
             self._begin_attempt(record, record.command, allocation_id)
             attempt += 1
         return self.attempt_logs_path(attempt)
@@ -189,9 +194,9 @@ class RunDirectory:
         config: Mapping[str, Any],
         path: Path | None = None,
     ) -> RunDirectory:
-        """Create a run directory with its config and its record, in state ``running``.
+        """Create a run directory with its config and record, in state ``running``.
 
-        ``path`` does not exist or is an empty directory; None makes a new one below ``runs_dir``.
+        ``path`` must not exist or be an empty directory; None chooses a new path below ``runs_dir``.
         """
         started = utc_now()
         is_named = path is not None
@@ -226,7 +231,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDirectory:
-        """Open a run directory.
+        """Open an existing run directory; create its missing subdirectories.
 
         Raises:
             LaunchError: the path is no run directory.
@@ -245,7 +250,7 @@ class RunDirectory:
             directory.mkdir(exist_ok=exist_ok)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Replace the effective experiment config; private if it holds secrets."""
+        """Replace ``experiment.yaml``; only the owner may read it if it has secrets."""
         is_private = bool(secrets_in(config, SecretNames()))
         replace_file(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
 
@@ -270,7 +275,7 @@ class RunDirectory:
             ) from error
 
     def begin_attempt(self, command: Sequence[str]) -> None:
-        """Record that the run is started again, and remove the last attempt's status."""
+        """Record a new attempt; remove the last attempt's status, progress and outcomes."""
         self._begin_attempt(self.read_record(), command, None)
 
     def _begin_attempt(self, record: RunRecord, command: Sequence[str], allocation_id: str | None) -> None:
@@ -289,7 +294,7 @@ class RunDirectory:
         )
 
     def end_attempt(self, state: RunState, failure: str | None = None) -> None:
-        """Record the end of the attempt; ``failure`` is one line."""
+        """Record the state and end time of the attempt; ``failure`` is one line."""
         self._write_record(
             dataclasses.replace(self.read_record(), state=state, ended=utc_now(), failure=failure)
         )
@@ -300,10 +305,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Own the run while the block lasts; the kernel releases it with this process.
+        """Hold the run's lock during the block; the process's death also releases it.
 
         Raises:
-            LaunchError: another process owns it.
+            LaunchError: another process holds the lock.
         """
         with self.lock_path.open("a+", encoding="utf-8") as file:
             try:
@@ -321,7 +326,7 @@ class RunDirectory:
 
 
 def find_runs(runs_dir: Path, name: str, context_dir: Path) -> list[RunDirectory]:
-    """Return the runs of an experiment's name and context directory, newest first.
+    """Return the runs with this experiment name and context directory, newest first.
 
     A run whose record cannot be read is left out with a warning.
     """

@@ -1,4 +1,4 @@
-"""Follows a run from outside its ranks: progress and metrics as one value."""
+"""Poll a run directory for progress and metrics, from outside the run's ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEVER_THE_LOSS = ("batches_per_second", "samples_per_second", "batches", "epoch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """One line of ``metrics.jsonl``; metrics that are no numbers are left out."""
+    """One line of ``metrics.jsonl``, without metrics that are no numbers."""
 
     group: str
     steps_completed: int
@@ -24,20 +24,20 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
-    """What is known of a run at one moment; None is unknown."""
+    """Progress and newest metrics of a run at one moment; None means unknown."""
 
     batches_trained: int | None = None
     batches_total: int | None = None
-    loss: tuple[str, float] | None = None  # name and value
+    loss: tuple[str, float] | None = None  # name and value of the newest training loss
     validation: tuple[str, float] | None = None  # name and value of the searcher metric
-    samples_per_second: float | None = None  # of all replicas
+    samples_per_second: float | None = None  # over all replicas
     new_reports: tuple[Report, ...] = ()
 
 
 class RunMonitor:
-    """Polls one attempt at a run.
+    """Polls the files of a run's current attempt.
 
-    ``since`` is when the attempt began, ISO 8601 in UTC; earlier reports are left out.
+    ``since`` is the attempt's start time, ISO 8601 in UTC; earlier reports are left out.
     """
 
     def __init__(self, run_directory: RunDirectory, *, metric: str | None, since: str) -> None:
@@ -50,17 +50,17 @@ class RunMonitor:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch of this attempt is known to be trained."""
+        """Whether a report or the progress of this attempt has shown a trained batch."""
         return bool(self._view.batches_trained)
 
     def poll(self) -> RunView:
-        """Read what was written since the last call."""
+        """Return the current view; ``new_reports`` has the reports since the last call."""
         _, rows = self._tail.poll()
         new_reports: list[Report] = []
         for row in rows:
             if row["steps_completed"] is None:
-                continue  # of the machine, not of training
-            # A resume replaces the file, and the tail then gives every row again.
+                continue  # system metrics of the machine
+            # A resume replaces the file; `poll` then returns earlier rows again.
             if row["time"] >= self._since and row["time"] > self._told_until:
                 self._told_until = row["time"]
                 new_reports.append(_report(row))
@@ -76,8 +76,8 @@ class RunMonitor:
         return self._view
 
     def _progress(self) -> tuple[int | None, int | None]:
-        """Return batches trained and in all, as this attempt said."""
-        # Its reports may be ahead of its progress.
+        """Return this attempt's trained and total batches; None if unknown."""
+        # Reports may be ahead of the progress file.
         known = self._view.batches_trained, self._view.batches_total
         try:
             progress = read_json(self._run_directory.progress_path) or {}
@@ -111,9 +111,9 @@ def _report(row: Mapping[str, Any]) -> Report:
 
 
 def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | None:
-    """Choose the one number of a report to show.
+    """Return name and value of the one metric of a report to show, or None.
 
-    That is the preferred one, else ``loss``, else the first that is no counter and no speed; None if there is none.
+    The choice is ``preferred``, then ``loss``, then the first metric that is neither a counter nor a speed.
     """
     for name in (preferred, "loss"):
         if name is not None and name in report.metrics:
@@ -124,7 +124,7 @@ def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | N
 
 
 def read_validations(run_directory: RunDirectory, metric: str | None) -> dict[int, float]:
-    """Return ``steps_completed`` -> searcher metric, NaN included, as last reported."""
+    """Return ``steps_completed`` -> newest value of ``metric``, NaN included."""
     values: dict[int, float] = {}
     for row in read_json_lines(run_directory.metrics_path):
         value = metric_number(row["metrics"].get(metric)) if row["group"] == "validation" else None

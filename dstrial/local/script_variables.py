@@ -1,4 +1,4 @@
-"""What a launcher or dsat gives the ranks of a script through variables and files."""
+"""Environment variables and files by which launchers and dsat configure ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ EXPERIMENT_VARIABLE = "DSTRIAL_EXPERIMENT"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownExperiment:
-    """The config, with defaults, and hyperparameters that a launcher gave its script."""
+    """The experiment that a launcher passed to its script; ``config`` has defaults."""
 
     config: dict[str, Any]
     hyperparameters: dict[str, Any]
 
 
 def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
-    """Write the file for ``EXPERIMENT_VARIABLE``."""
+    """Write the JSON file whose path ``EXPERIMENT_VARIABLE`` gives to the ranks."""
     text = json.dumps({"config": config, "hyperparameters": hyperparameters}, default=str)
     path.write_text(text, encoding="utf-8")
 
 
 def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment | None:
-    """Return the experiment of this rank's launcher; None without one."""
+    """Return the experiment that the launcher passed; None without the variable."""
     path = (os.environ if environ is None else environ).get(EXPERIMENT_VARIABLE)
     if not path:
         return None
@@ -38,7 +38,7 @@ def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment
 
 # ---- trials that dsat measures ----------------------------------------------------------------------
 
-HPARAMS_VARIABLE = "DSTRIAL_DSAT_HPARAMS"  # all hyperparameters, as JSON
+HPARAMS_VARIABLE = "DSTRIAL_DSAT_HPARAMS"  # JSON: hyperparameters of a measuring trial without a master
 RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"  # file into which a measuring trial without a master writes metrics
 STAND_IN_CLUSTER = (
     "dstrial-without-a-master"  # ``cluster_id`` in the cluster info of a script without a master
@@ -46,20 +46,22 @@ STAND_IN_CLUSTER = (
 
 MEASURING_KEY = "_use_dsat_mode"  # hyperparameter, true in a trial that only measures its speed
 SETTINGS_KEY = "_dsat"  # hyperparameter with the settings of the measurement
-BENCHMARK_KEY = "benchmarks_machine"  # in the settings: whether to measure the machine, too
-# Hyperparameter ``module:function``: a context manager around every ``Trainer.fit``, on all ranks; it gets the core context.
+BENCHMARK_KEY = "benchmarks_machine"  # key of the settings: whether the trial also measures the machine
+# Hyperparameter ``module:function``. The function takes the core context; its context manager surrounds ``Trainer.fit``.
 AROUND_FIT_KEY = "_around_fit"
 MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 
 def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Return whether hyperparameters are a measuring trial's."""
-    # It is ended once enough of its steps are timed.
+    """Return whether the hyperparameters belong to a dsat trial that only measures.
+
+    Such a trial ends as soon as enough steps are timed.
+    """
     return bool(hparams.get(MEASURING_KEY))
 
 
 def measuring_hyperparameters() -> dict[str, Any] | None:
-    """Return a measuring trial's hyperparameters without a master; else None."""
+    """Return the hyperparameters of a measuring trial without a master, or None."""
     text = os.environ.get(HPARAMS_VARIABLE)
     if not text:
         return None

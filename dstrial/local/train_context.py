@@ -1,11 +1,12 @@
-"""Determined's TrainContext on a run directory, with or without a master.
+"""Determined's ``TrainContext`` on a run directory, with or without a master.
 
-One line of ``metrics.jsonl`` per report::
+Each report is one line of ``metrics.jsonl``::
 
     {"group": "validation", "steps_completed": 100, "metrics": {"loss": 0.5}, "time": "2026-01-31T…+00:00"}
 
-NaN and infinities are strings there, because JSON has no such numbers. Reports of system metrics belong to no batch, and have
-``null``. Only the chief writes; the other ranks read these files. Under ``dstrial run`` a master gets every report, too.
+NaN and infinities are strings, because JSON has no such numbers. Reports of system metrics belong to no batch: their
+``steps_completed`` is ``null``. Only the chief writes these files; all ranks may read them. Under ``dstrial run`` the master
+also gets every report.
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ logger = logging.getLogger("dstrial.local")
 
 VALIDATION_GROUP = "validation"
 
-PROGRESS_PERIOD_S = 1.0  # progress is written at most this often; the last state is always written
+PROGRESS_PERIOD_S = 1.0  # minimum time between writes of progress; the last progress is always written
 
 
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Keeps a trial's reports in a run directory; thread-safe.
+    """Writes a trial's reports into a run directory; thread-safe.
 
-    Metrics come from the chief. Progress, status and early exit of other ranks are ignored, because every rank may run the code
-    that reports them.
+    Only the chief may report metrics. Progress, status and early exit from other ranks are ignored, because user code may
+    report them on every rank.
 
     Args:
-        cluster: Determined's own context, which also gets every report; None without a master.
+        metric: the searcher metric; None without one.
+        smaller_is_better: whether a smaller searcher metric is better.
+        cluster: Determined's train context, which also gets every report; None without a master.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -81,10 +85,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._progress_written_at_s = -math.inf
 
     def rewind_to(self, steps_completed: int) -> int:
-        """Move reports beyond the batch from which training resumes to another file.
+        """Move reports after a batch to ``metrics.superseded.jsonl``; return their number.
 
-        They go to ``metrics.superseded.jsonl``; returns how many. Call it once after a checkpoint was restored and before the
-        first report. System metrics stay: what a machine did is not done again.
+        Call this once, after a checkpoint of batch ``steps_completed`` was restored and before the first report. System metrics
+        are not moved, because training does not repeat them.
         """
         if not self._is_chief:
             return 0
@@ -112,7 +116,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.set_status(status)
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
-        """Keep why the trial gave up; the first reason stands."""
+        """Record why the trial exits early; only the first reason is recorded."""
         known = self.get_early_exit()
         if known is not None:
             logger.warning("early exit %s was reported before; %s is ignored", known, reason)
@@ -122,7 +126,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.report_early_exit(reason)
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        """Keep how many optimizer steps of all engines the run took, and skipped."""
+        """Record the run's optimizer steps of all engines, and the skipped ones of them."""
         self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
 
     def note_telemetry(self, totals: Mapping[str, Any]) -> None:
@@ -192,9 +196,9 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def report_system_metrics(
         self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
     ) -> None:
-        """Append averages of a node, node -> name -> value, from its first rank.
+        """Append a node's averages, node -> name -> value. Ranks: the node's first.
 
-        The chief writes the run's file; another node has one of its own.
+        The chief appends to ``metrics.jsonl``, another node's rank to ``metrics.node<n>.jsonl``.
         """
         row = {
             "group": group,
@@ -234,14 +238,14 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             return self._last_validation
 
     def get_experiment_best_validation(self) -> float | None:
-        """Return the best value of this run that is not NaN, earlier attempts included."""
+        """Return the best searcher metric of this run's attempts, without NaN, or None."""
         values = [value for value in self.validations().values() if not math.isnan(value)]
         if not values:
             return None
         return min(values) if self.smaller_is_better else max(values)
 
     def report_progress(self, progress: float) -> None:
-        """Keep progress from 0 to 1, once per ``PROGRESS_PERIOD_S``."""
+        """Record progress from 0 to 1; written at most once per ``PROGRESS_PERIOD_S``."""
         if not 0 <= progress <= 1:
             raise TrialContractError(
                 f"progress is {progress!r}; expected a number from 0 to 1. Divide by the length of the run."
@@ -251,7 +255,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.report_progress(progress)
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
-        """Keep progress in batches of the whole run, once per ``PROGRESS_PERIOD_S``."""
+        """Record trained and total batches; written at most every ``PROGRESS_PERIOD_S``."""
         fields = {
             "progress": min(1.0, batches_trained / batches_total) if batches_total > 0 else 0.0,
             "batches_trained": int(batches_trained),
@@ -269,7 +273,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.flush_progress()
 
     def flush_progress(self) -> None:
-        """Write progress that the throttle still holds back."""
+        """Write the latest progress now, if it is not written yet."""
         with self._writing:
             if not self._progress_is_pending:
                 return
@@ -286,7 +290,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         selector: Callable[[pathlib.Path], bool] = lambda _: True,
         mangler: Callable[[pathlib.Path, int], pathlib.Path] = lambda path, _: path,
     ) -> None:
-        """Do nothing: event files are written where they stay."""
+        """Do nothing: event files are written directly into the run directory."""
 
 
 def _is_beyond(row: Mapping[str, Any], steps_completed: int) -> bool:
@@ -295,7 +299,7 @@ def _is_beyond(row: Mapping[str, Any], steps_completed: int) -> bool:
 
 
 def repair_reports(run_directory: RunDirectory, *, is_chief: bool) -> None:
-    """Repair a torn line of the last attempt's reports, and remove its status."""
+    """Repair an incomplete last line of the reports; remove status and telemetry."""
     if not is_chief:
         return
     if repair_json_lines(run_directory.metrics_path):

@@ -1,1 +1,1 @@
-"""Loggers of the chief: Weights & Biases, MLflow, Trackio, each on a thread."""
+"""Loggers to Weights & Biases, MLflow and Trackio; each on a thread of rank 0."""

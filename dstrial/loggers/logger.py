@@ -1,4 +1,4 @@
-"""The contract of a logger, and the values that it receives; pure."""
+"""The interface of a logger, and the values that a logger receives; pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from determined import util
 
-# At its length, early because a stop was requested, or with an error.
+# How a run ended: at its configured length, early after a stop request, or with an error.
 FinalState = Literal["completed", "stopped", "failed"]
 
 Group: TypeAlias = Literal["training", "validation", "telemetry"]
@@ -20,52 +20,52 @@ _EXACT_INTEGERS = 2**53
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What a logger receives before the first report; secrets are masked."""
+    """A run's description, passed to ``Logger.begin``; secrets are masked."""
 
     run_id: str  # 16 hexadecimal digits, the same for every attempt at the run
     name: str
-    group: str  # the run's experiment
+    group: str  # name of the run's experiment
     project: str
     hyperparameters: Mapping[str, Any]
     config: Mapping[str, Any]  # without hyperparameters
-    directory: Path  # for files of this run; not created yet
+    directory: Path  # directory for files of this run; not created yet
     store: Path  # directory for files that several runs share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The numbers of one report, NaN and infinities included."""
+    """The numeric metrics of one report, NaN and infinities included."""
 
     group: Group
     batches_trained: int
-    epochs: float | None  # None where an epoch has no length
+    epochs: float | None  # None if the epoch length is unknown
     numbers: Mapping[str, int | float]
     time_s: float = dataclasses.field(default_factory=time.time)
 
     def named(self) -> dict[str, int | float]:
-        """Return the numbers as loggers call them: ``training/loss``, for example."""
+        """Return the numbers with the group as prefix, for example ``training/loss``."""
         return {f"{self.group}/{name}": number for name, number in self.numbers.items()}
 
 
 class Logger(Protocol):
-    """Keeps the reports of one run in another system.
+    """Stores the reports of one run in another system.
 
-    All methods are called on one thread, which does not train, and may block. An exception is warned of once; ``log`` is called
-    again with later reports.
+    All methods are called on one background thread and may block. An exception of ``log`` is logged once as a warning; later
+    reports are still passed to ``log``.
     """
 
     def begin(self, run: LoggedRun) -> str:
-        """Begin or resume the run, return its address; if it raises, no ``end`` follows."""
+        """Begin or resume the run; return its address. After an error no ``end`` follows."""
 
     def log(self, reports: Sequence[Report]) -> None:
-        """Store reports, the oldest first; after a resume some batches are reported again."""
+        """Store reports, oldest first; after a resume some batches are reported again."""
 
     def end(self, state: FinalState) -> None:
-        """Record how the run has ended; block until all is kept."""
+        """Record how the run has ended; block until all reports are stored."""
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> tuple[dict[str, int | float], list[str]]:
-    """Return the numbers among metrics, and the names of the others."""
+    """Split metrics into numbers by name, and the names of other values."""
     numbers: dict[str, int | float] = {}
     others = []
     for name, value in metrics.items():
@@ -92,7 +92,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one with dotted names."""
+    """Flatten nested mappings into one dict with dotted keys."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

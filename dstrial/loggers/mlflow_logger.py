@@ -1,6 +1,6 @@
-"""MLflow: one run of a tracking server or an SQLite file, found by a tag.
+"""Log to MLflow: a tracking server or an SQLite file; a tag identifies the run.
 
-Queued reports are sent together with ``log_batch``: a single metric costs as much as a hundred.
+Queued reports are sent together with ``log_batch``, because sending one metric costs as much as sending a hundred.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN_TAG = "dstrial.run_id"  # tag that identifies a resumed run
 _SQLITE = "sqlite:///"
 _STATUS: Mapping[FinalState, str] = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
-# Limits of mlflow/utils/validation.py; names are paths, too.
+# Limits of mlflow/utils/validation.py; a metric name must also be a valid path.
 _NOT_IN_NAME = re.compile(r"[^/\w.\- :]")
 _MAX_NAME_CHARS = 250
 _MAX_VALUE_CHARS = 6000
@@ -45,7 +45,7 @@ class MLflowLogger:
     def begin(self, run: LoggedRun) -> str:
         from mlflow import MlflowClient
 
-        # MLflow logs a traceback of every failing batch; LoggerThread warns once.
+        # MLflow logs a traceback for every failing batch; LoggerThread already warns once.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         given = self._options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         uri = str(given or f"{_SQLITE}{run.store.absolute() / 'mlflow.db'}")
@@ -96,14 +96,14 @@ class MLflowLogger:
         place = None if store is None else (store.absolute() / "mlartifacts").as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=place))
-        except MlflowException:  # made by another trial meanwhile
+        except MlflowException:  # another trial has created the experiment meanwhile
             known = client.get_experiment_by_name(name)
             if known is None:
                 raise
             return str(known.experiment_id)
 
     def _log_parameters(self, run: LoggedRun, known: Mapping[str, str]) -> None:
-        """Log new parameters: MLflow changes none."""
+        """Log the parameters that the run does not have: MLflow cannot change a parameter."""
         from mlflow.entities import Param
 
         values = {**flat(run.hyperparameters), **flat(run.config, "experiment.")}
@@ -119,7 +119,7 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, params=parameters[start : start + _MAX_PARAMS])
 
     def _name(self, original: str) -> str | None:
-        """Return a name that MLflow accepts; None if another metric has it."""
+        """Return the metric's name for MLflow; None if it collides with another metric's."""
         if original not in self._names:
             name = accepted_name(original)
             if name in self._names.values():
@@ -142,14 +142,14 @@ class MLflowLogger:
 
 
 def accepted_name(name: str) -> str:
-    """Return a name in the letters and of the length that MLflow accepts."""
+    """Return the name with MLflow's allowed characters and maximum length."""
     parts = _NOT_IN_NAME.sub("_", name)[:_MAX_NAME_CHARS].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 @contextlib.contextmanager
 def _locked(uri: str) -> Iterator[None]:
-    """Hold a lock of this machine while a new file's tables are created."""
+    """Hold a file lock during the block if ``uri`` is SQLite, whose tables may be new."""
     if not uri.startswith(_SQLITE):
         yield
         return

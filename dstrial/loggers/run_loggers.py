@@ -1,7 +1,7 @@
 """All loggers of a run as one sink; each logger has a thread and a bounded queue.
 
-A run has the same id in every attempt, and no other run has it: a hash of the run directory's creation time and name, or of the
-master's trial number.
+A run has the same unique id in every attempt: a hash of the run directory's creation time and name, or of the master's trial
+number.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.loggers")
 
-BEGIN_S = 60.0  # training waits so long for loggers to begin: their imports should not run beside code of the user's
-END_S = 30.0  # how long the end of a run waits for loggers, seconds
-CAPACITY = 10_000  # queued reports; further ones are lost
-# The thread polls; waking it per report would cost the loop time (see ``dstrial.loop.metric_sinks``).
+# Training waits up to this long for loggers to begin: user code should not run during their imports.
+BEGIN_S = 60.0
+END_S = 30.0  # the end of a run waits up to this long for loggers
+CAPACITY = 10_000  # queued reports per logger; further reports are lost
+# The thread polls; waking it per report would cost the training loop time (see ``dstrial.loop.metric_sinks``).
 POLL_S = 1.0
 
 
@@ -50,11 +51,11 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
     "mlflow": MLflowLogger,
     "trackio": TrackioLogger,
 }
-"""Name of a logger -> what makes it of its options."""
+"""Name of a logger -> constructor, which takes the logger's options."""
 
 
 class LoggerThread:
-    """Runs one logger behind training, without raising its errors.
+    """Runs one logger on a background thread; logs the logger's errors as warnings.
 
     Only ``wait_begun`` and ``wait_ended`` block.
     """
@@ -72,7 +73,7 @@ class LoggerThread:
         self._has_warned = False
         self._num_given = self._num_kept = 0
         self._under_way: Sequence[Report] = ()
-        # It does not keep the process alive.
+        # A daemon, so that a hanging logger does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"dstrial-{name}", daemon=True)
 
     # ---- the run ---------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class LoggerThread:
         self._thread.start()
 
     def wait_begun(self, deadline_s: float) -> None:
-        """Wait until the logger has begun or failed, up to a monotonic time."""
+        """Wait until the logger has begun or failed, at most until a monotonic time."""
         if not self._begun.wait(max(deadline_s - time.monotonic(), 0.0)):
             logger.warning(
                 "logger %s has not begun yet; training goes on, and reports wait for it (up to %d)",
@@ -103,7 +104,7 @@ class LoggerThread:
         self._is_over.set()
 
     def wait_ended(self, deadline_s: float) -> None:
-        """Wait until the logger has ended, up to a monotonic time; warn of lost reports."""
+        """Wait for the logger's end, at most until a monotonic time; warn of losses."""
         begun_s = time.monotonic()
         is_ended = self._ended.wait(max(deadline_s - begun_s, 0.0))
         num_lost = self._num_given - self._num_kept
@@ -162,7 +163,7 @@ class LoggerThread:
         self._under_way = ()
 
     def _warn(self, why: str, lost: Sequence[Report]) -> None:
-        """Warn once of lost reports; ``wait_ended`` has their number."""
+        """Warn of the first lost reports; ``wait_ended`` tells the total number."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -186,7 +187,7 @@ def _described(error: BaseException, name: str) -> str:
 
 
 class RunLoggers:
-    """A ``MetricSink`` and context manager that hands reports to loggers."""
+    """A ``MetricSink`` that passes reports to loggers; leaving its block ends them."""
 
     takes_telemetry = True
 
@@ -221,8 +222,8 @@ class RunLoggers:
         self.begin(logged_run(runtime))
 
     def begin(self, run: LoggedRun) -> None:
-        """Begin a run with all loggers, and wait up to ``begin_s``."""
-        # What they import and make may draw random numbers, which training without loggers would not.
+        """Start all loggers on a run; wait up to ``begin_s`` seconds for them."""
+        # Restore random states afterwards: loggers may draw random numbers, and training must not change with them.
         before = RngState.read()
         self._threads = [LoggerThread(name, made, run, capacity=self._capacity) for name, made in self._made]
         deadline_s = time.monotonic() + self._begin_s
@@ -234,7 +235,7 @@ class RunLoggers:
 
     def report(self, group: Group, batches_trained: int, metrics: Mapping[str, Any]) -> None:
         numbers, others = numbers_of(metrics)
-        # What a run tells of itself has more than numbers on purpose.
+        # Telemetry contains other values than numbers on purpose.
         if group != "telemetry" and (new := sorted(set(others) - self._left_out)):
             self._left_out.update(new)
             logger.info("loggers are not told of %s: not a number", ", ".join(new))
@@ -244,7 +245,7 @@ class RunLoggers:
             thread.report(report)
 
     def close(self) -> None:
-        """Do nothing: ``__exit__`` knows how the run ended."""
+        """Do nothing; ``__exit__`` ends the loggers, because it knows how the run ended."""
 
     # ---- the block -------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class RunLoggers:
         )
 
     def end(self, state: FinalState) -> None:
-        """End all loggers, and wait up to ``end_s``; idempotent."""
+        """End all loggers; wait up to ``end_s`` seconds for them. Idempotent."""
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.end(state)
@@ -277,7 +278,7 @@ class RunLoggers:
 
 
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
-    """Return the loggers of a trial's config, on the chief and outside of tests."""
+    """Return the loggers of a trial's config; none on other ranks and in test runs."""
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
     if not runtime.is_chief or is_test or runtime.is_measured or os.environ.get(TEST_VARIABLE) == "1":
@@ -289,7 +290,7 @@ def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunL
 
 
 def logged_run(runtime: TrialRuntime) -> LoggedRun:
-    """Return what loggers receive of a trial. Ranks: the chief; no communication."""
+    """Describe a trial's run for loggers. Ranks: the chief; no communication."""
     config = dict(runtime.exp_conf or {})
     config.pop("hyperparameters", None)
     info = cluster_info()
@@ -321,7 +322,7 @@ def logged_run(runtime: TrialRuntime) -> LoggedRun:
 
 
 def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
-    """Return the run directory whose run this is; None for a master's trial."""
+    """Return this run's directory; None for a trial that only a master records."""
     if info is None:
         found: RunDirectory = runtime.core.run_directory
         return found
@@ -333,11 +334,11 @@ def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
         submitted = (read_json(directory.submission_path) or {}).get("experiment_id")
     except DstrialError:
         submitted = None
-    # A fork of the experiment has its variables, and is another run; 0 stands there until the master has answered.
+    # A fork of the experiment inherits the variables, but is another run. The id is 0 until the master has answered.
     return directory if submitted in (None, 0, info.trial.experiment_id) else None
 
 
 def _all_runs(directory: RunDirectory, name: str) -> Path:
-    """Return the directory of all runs, or the run's own if it lies elsewhere."""
+    """Return the directory of all runs; the run directory itself if it lies elsewhere."""
     parent = directory.path.parent
     return parent.parent if parent.name == experiment_slug(name) else directory.path

@@ -1,6 +1,6 @@
-"""Trackio: a run of a local SQLite file or of a Hugging Face Space, by name.
+"""Log to Trackio: a local SQLite file or a Hugging Face Space; resume by name.
 
-Its directory is Trackio's own (``TRACKIO_DIR``), where ``trackio show`` looks.
+Local files lie in ``TRACKIO_DIR``, from which ``trackio show`` reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrackioLogger:
             config={"hyperparameters": dict(run.hyperparameters), "experiment": dict(run.config)},
             resume="allow",
             embed=False,
-            # Of all devices, in threads of its own.
+            # Off: Trackio would measure all devices of the machine, in further threads.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
@@ -57,15 +57,17 @@ class TrackioLogger:
     def end(self, state: FinalState) -> None:
         self._run.log({"state": state}, step=self._last_batch)
         self._run.finish()
-        if not self._has_told:  # The warning of a loss says that more may follow.
+        if not self._has_told:  # An earlier warning has said that more reports may be lost.
             self._require_written()
 
     def _require_written(self) -> None:
-        """Raise what Trackio only warns of: it drops reports that it cannot write."""
+        """Raise ``OSError`` if Trackio dropped reports, of which it only warns."""
         noted: set[str] = getattr(self._run, "_warned_failures", set())
         failures = tuple(noted)
         if failures:
-            noted.difference_update(failures)  # It notes each kind once: the next loss is noticed, too.
+            noted.difference_update(
+                failures
+            )  # Trackio notes each kind once; clear it to notice the next loss
             self._has_told = True
             raise OSError(
                 f"Trackio has dropped reports ({', '.join(sorted(failures))}; its warning says why)"

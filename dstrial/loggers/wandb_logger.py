@@ -1,7 +1,7 @@
-"""Weights & Biases: a run of its own, offline without a key or server.
+"""Log to Weights & Biases; offline if there is no API key or no server.
 
-W&B's step is the batch. W&B rejects a step below one that its server has seen, so a run that resumes from an earlier batch uses
-the next free step; charts have ``batches`` as their axis, and show such batches twice.
+W&B's step is the batch number. W&B rejects a step below the last one of its server. A run that resumes from an earlier batch
+therefore uses the next free step. Charts use ``batches`` as axis, and show repeated batches twice.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class WandbLogger:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._run: Any = None
-        self._step = -1  # of the last report
-        self._batch: int | None = None  # of the last report
+        self._step = -1  # W&B's step of the last report
+        self._batch: int | None = None  # batch number of the last report
         self._directory = Path()
 
     def begin(self, run: LoggedRun) -> str:
@@ -54,12 +54,14 @@ class WandbLogger:
         try:
             self._run = self._init(wandb, run, mode)
         except wandb.errors.Error as error:
-            if mode != "online" or wandb.run is not None:  # a run of the user's is not ended for ours
+            if (
+                mode != "online" or wandb.run is not None
+            ):  # do not end a W&B run that the user's code has started
                 raise
             self._say_offline(f"the server cannot be used ({' '.join(str(error).split())[:200]})")
-            wandb.teardown()  # which has taken the run's id
+            wandb.teardown()  # the failed run still holds the run id
             self._run = self._init(wandb, run, "offline")
-        self._step = int(self._run.step) - 1  # the run's is the next one that is free
+        self._step = int(self._run.step) - 1  # W&B's `step` is the next free one
         for group in ("training", "validation", "telemetry"):
             self._run.define_metric(f"{group}/*", step_metric="batches")
         if self._run.offline:
@@ -85,8 +87,8 @@ class WandbLogger:
         options = self._options
         wanted = {
             "silent": True,
-            "console": "off",  # the ranks' output has a place already
-            "reinit": "create_new",  # a run of the user's own in this process stays as it is
+            "console": "off",  # the launcher already stores the ranks' output
+            "reinit": "create_new",  # do not touch a W&B run that the user's code has started
             "init_timeout": _INIT_TIMEOUT_S,
             "finish_timeout": _FINISH_TIMEOUT_S,
             # Command lines and addresses of repositories may hold secrets.
@@ -106,7 +108,7 @@ class WandbLogger:
             config={**run.hyperparameters, "experiment": dict(run.config)},
             dir=str(self._directory),
             id=run.run_id,
-            resume="allow" if mode == "online" else None,  # what is kept on disk needs no server to ask
+            resume="allow" if mode == "online" else None,  # an offline run has no server to ask
             mode=mode,
             allow_val_change=True,
             settings=settings,
@@ -122,7 +124,7 @@ class WandbLogger:
 
 
 def _has_key() -> bool:
-    """Return whether W&B would find an API key."""
+    """Return whether W&B would find an API key, in variables or the netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname
@@ -133,9 +135,9 @@ def _has_key() -> bool:
 
 
 def next_step(step: int, before: int | None, batch: int) -> int:
-    """Return the step of a report: its batch, or the next free one; pure.
+    """Return W&B's step for a report: ``batch``, or the next free step; pure.
 
-    W&B rejects smaller steps, and merges reports of one step: those of one batch share a row. ``before`` is the batch of the
-    last report.
+    ``step`` and ``before`` are the step and the batch of the last report. Two reports of one batch share a step, because W&B
+    merges them into one row.
     """
     return step if batch == before else max(step + 1, batch)

@@ -1,1 +1,1 @@
-"""The training loop, its boundaries, metrics, validation and checkpoints."""
+"""The training loop of a trial: batches, metrics, validation and checkpoints."""

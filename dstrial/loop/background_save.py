@@ -1,7 +1,7 @@
-"""A save in progress: its thread, its steps, and the reports that precede it.
+"""A save in progress: its thread, manifest, errors, and the reports before it.
 
-Determined's client queues metrics for a thread, but registers checkpoints at once. If the process died between the two, the
-master would have a checkpoint without the reports before it. So a checkpoint is registered after the master has its metrics.
+Determined's client sends metrics from a queue, but registers checkpoints at once. If the process died in between, the master
+would have a checkpoint without the metrics before it. Therefore a checkpoint is registered only after these metrics.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """State of a save on one rank; small, because every exchange sends it."""
+    """Whether one rank's save has ended or failed; small, as every exchange sends it."""
 
     is_done: bool
     failure: str | None
 
 
 class SaveJob:
-    """A checkpoint whose state is copied, while it is written and registered.
+    """Writes and registers one checkpoint whose state is already copied.
 
     Args:
+        path: the checkpoint's directory.
+        uuid: the checkpoint's uuid.
         batches_trained: finished batches when the state was copied.
-        previous_batches: ``batches_trained`` of the checkpoint before; None if there was none.
-        complete: writes and registers on all ranks together; raises if that fails.
+        previous_batches: ``batches_trained`` of the previous checkpoint; None without one.
+        complete: writes and registers the checkpoint on all ranks together; raises if that fails.
     """
 
     def __init__(
@@ -69,12 +71,12 @@ class SaveJob:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Complete the save in a daemon thread; see ``wait``."""
+        """Run the save in a daemon thread; ``wait`` waits for it."""
         self._thread = threading.Thread(target=self.run, name="dstrial-save", daemon=True)
         self._thread.start()
 
     def run(self) -> None:
-        """Complete the save in this thread; keep a failure in ``error``."""
+        """Run the save in the calling thread; an exception is stored in ``error``."""
         complete, self._complete = self._complete, None
         assert complete is not None, "a save runs once"
         beat = heartbeat()
@@ -89,7 +91,7 @@ class SaveJob:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until the save has ended; all steps of a save have deadlines."""
+        """Wait until the save has ended; each step of a save has a timeout."""
         while not self._is_done.wait(_LOG_WAITING_S):
             logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
         if self._thread is not None:
@@ -104,7 +106,7 @@ class SaveJob:
 
 
 def base_metadata(steps_completed: int) -> dict[str, Any]:
-    """Return the metadata of a checkpoint that do not depend on its run."""
+    """Return the checkpoint metadata of every run: batch count and library versions."""
     return {
         "steps_completed": steps_completed,
         "determined_version": determined.__version__,
@@ -119,10 +121,10 @@ def complete_manifest(
     layouts: Sequence[Mapping[str, Any]],
     metadata: dict[str, Any],
 ) -> None:
-    """Write the manifest, and its digest into ``metadata``. Ranks: 0.
+    """Write the manifest; add its digest to ``metadata`` in place. Ranks: 0.
 
-    ``parts`` has, by rank, the hashed files and the names of the files that the rank reads at a resume. The store reads
-    ``metadata`` when its block ends, so the digest reaches the master.
+    ``parts`` has, by rank, the hashed files, and the names of the files that the rank reads at a resume. The checkpoint
+    store reads ``metadata`` at the end of its block, so the digest reaches the master.
     """
     files = {name: entry for part, _ in parts for name, entry in part.items()}
     readers: dict[str, list[int]] = {}
@@ -135,7 +137,7 @@ def complete_manifest(
 
 
 def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception) -> str:
-    """Return why ``what`` cannot be written, the free disk space, and what to do."""
+    """Return an error message: why ``what`` was not written, free space, and a fix."""
     if isinstance(error, CheckpointError) or is_storage_gone(error):
         return str(error)
     free = ""
@@ -149,19 +151,19 @@ def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception)
     )
 
 
-_DEADLINE_S = 600.0  # of a wait for the master
+_DEADLINE_S = 600.0  # timeout of the wait for the master
 _POLL_S = 0.002
 
 
 class PendingReports:
-    """Metric reports that the master has not accepted yet; none off a cluster.
+    """Waits until the master has accepted all queued metric reports.
 
-    Determined's client has no public way to wait for them.
+    Determined's client has no public method for this. Without a master there is nothing to wait for.
 
     Source: ``determined/core/_metrics.py`` of determined 0.38.1: a queue, and a thread that posts one report at a time.
 
     Raises:
-        DstrialError: the client is another one, so that a checkpoint could be registered before its reports.
+        DstrialError: Determined's client has an unknown structure, so its reports cannot be waited for.
     """
 
     def __init__(self, train: Any) -> None:
@@ -179,7 +181,7 @@ class PendingReports:
             )
         self._shipper = shipper
         post = shipper._post_metrics
-        # Reports that are queued now will be counted by ``post_and_count``.
+        # Subtract earlier reports; ``post_and_count`` will count those that are queued now.
         self._num_before = shipper._queue.unfinished_tasks - shipper._queue.qsize()
 
         def post_and_count(*args: Any, **kwargs: Any) -> None:
@@ -189,7 +191,10 @@ class PendingReports:
         shipper._post_metrics = post_and_count
 
     def wait(self, deadline_s: float = _DEADLINE_S) -> bool:
-        """Wait until the master has accepted all reports so far; return False on failure."""
+        """Wait until the master has accepted all reports; return False on failure.
+
+        A failure is a timeout or the death of the client's thread.
+        """
         shipper = self._shipper
         if shipper is None:
             return True

@@ -1,7 +1,7 @@
 """Settings and progress of a run; when to report, validate, checkpoint and end.
 
-``Progress`` has the one counter of batches. Nothing else enters the decisions, so every rank decides the same without
-communication, and a resumed run decides as the uninterrupted run.
+Decisions depend only on the batch counter in ``Progress``. Therefore all ranks decide equally without communication, and a
+resumed run decides as an uninterrupted run would.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dstrial.loop.sync_point import StopReason
 
 
 class Boundary(enum.Enum):
-    """What can be due after a batch, in the order in which it is done."""
+    """Actions that can be due after a batch, in their order of execution."""
 
     REPORT = "report"
     VALIDATE = "validate"
@@ -31,10 +31,10 @@ class Boundary(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """The run's counters; the only mutable counters in the loop.
+    """The run's counters of batches, validations and checkpoints.
 
     Attributes:
-        epoch_length: batches in one epoch; None if the training loader does not know its length.
+        epoch_length: batches in one epoch; None if the training loader has no length.
         batches_trained: finished batches since the start of the run, over all resumes.
         last_validation: value of ``batches_trained`` at the newest validation; None before the first.
         last_checkpoint: value of ``batches_trained`` at the newest checkpoint; None before the first.
@@ -47,7 +47,7 @@ class Progress:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the batch to train next, from 0; 0 if the epoch length is unknown."""
+        """Epoch of the next batch, from 0; 0 if the epoch length is unknown."""
         return self.batches_trained // self.epoch_length if self.epoch_length else 0
 
     @property
@@ -68,7 +68,7 @@ class Progress:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a checkpoint's counters; the epoch length stays that of the loader."""
+        """Set the counters from a checkpoint; the loader's ``epoch_length`` is kept."""
         self.batches_trained = int(state["batches_trained"])
         self.last_validation = state["last_validation"]
         self.last_checkpoint = state["last_checkpoint"]
@@ -76,7 +76,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Period:
-    """A recurring position (``every``) or listed positions in a run."""
+    """When an action is due: every ``every`` batches or epochs, or at ``positions``."""
 
     unit: Literal["batches", "epochs"]
     every: int | None = None
@@ -116,14 +116,14 @@ class Period:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """How long to train and what to do when; constant over a run.
+    """Length, periods and options of one ``fit`` call; immutable.
 
     Attributes:
-        trial_id: 0 off a cluster.
+        trial_id: the trial's id; 0 without a cluster.
         max_validation_rounds: evaluate at most this many rounds per validation; None for all.
-        is_rewrite: save ``latest_checkpoint`` again in the current layout, and end before the first batch.
-        saves_in_background: whether checkpoints are written while training goes on.
-        reports_epochs: whether the end of every epoch is a report, too.
+        is_rewrite: save ``latest_checkpoint`` again in the current rank layout, and end before the first batch.
+        saves_in_background: whether checkpoints are written while training continues.
+        reports_epochs: whether the end of every epoch also has a report.
     """
 
     max_length: pytorch.TrainUnit
@@ -145,7 +145,7 @@ class LoopSettings:
     has_telemetry: bool = True
 
     def periods(self) -> dict[Boundary, Period]:
-        """Return the periods that are set."""
+        """Return the configured periods by action; an action without a period is missing."""
         given = {
             Boundary.REPORT: self.reporting_period,
             Boundary.VALIDATE: self.validation_period,
@@ -158,15 +158,15 @@ class LoopSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FitResult:
-    """How training ended.
+    """Result of ``Trainer.fit``.
 
     Attributes:
         batches_trained: finished batches of the run.
-        batches_total: its length in batches.
-        stopped: why it ended early; None if it is complete.
-        checkpoint_uuid: the newest checkpoint this call wrote; None if it wrote none.
-        checkpoint_path: its directory, where the checkpoints of a run lie on this machine; None on a cluster.
-        skipped_steps: optimizer steps of the run that were skipped because gradients were not finite, of all engines.
+        batches_total: length of the run in batches.
+        stopped: why training ended early; None if training is complete.
+        checkpoint_uuid: the newest checkpoint that this call wrote; None if it wrote none.
+        checkpoint_path: the directory of that checkpoint; None on a cluster.
+        skipped_steps: optimizer steps of all engines that were skipped because gradients were not finite.
     """
 
     batches_trained: int
@@ -178,7 +178,7 @@ class FitResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole length was trained."""
+        """Whether training reached its length."""
         return self.stopped is None
 
 
@@ -188,7 +188,7 @@ def due(
     batches_total: int,
     epoch_length: int | None,
 ) -> set[Boundary]:
-    """Return what is due after ``batches_trained`` batches."""
+    """Return the actions that are due after ``batches_trained`` batches."""
     found = {
         boundary
         for boundary, period in periods.items()
@@ -205,7 +205,10 @@ def next_due(
     batches_total: int,
     epoch_length: int | None,
 ) -> int:
-    """Return a batch count before which nothing is due; early for lists, never late."""
+    """Return the next batch count at which an action may be due.
+
+    Never too late; for a period with listed positions possibly too early.
+    """
     found = batches_total
     for period in periods.values():
         if period is None:
@@ -237,7 +240,7 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 
 
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    """Return a length as ``Batch`` or ``Epoch``; records are rounded down, at least 1."""
+    """Convert a length to ``Batch`` or ``Epoch``; records become at least 1 batch."""
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)
     if length.unit == "records":
@@ -246,7 +249,7 @@ def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
 
 
 def searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pytorch.TrainUnit | None:
-    """Return how long a searcher's config says to train; None if it does not say."""
+    """Return the searcher's ``max_length`` or ``max_time`` as a train unit, or None."""
     if searcher.get("max_length") is not None:
         return train_unit(Length.from_config(searcher["max_length"]), global_batch_size)
     if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):
@@ -255,9 +258,9 @@ def searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pyto
 
 
 def asks_for_checkpoint(policy: str, now: Any, best_before: float | None, *, smaller_is_better: bool) -> bool:
-    """Return whether a validation is followed by a checkpoint.
+    """Return whether to save a checkpoint after a validation.
 
-    ``now`` and ``best_before`` are values of the searcher's metric; both are unused unless the policy is ``best``.
+    ``now`` and ``best_before`` are the new and the best earlier value of the searcher's metric. Only policy ``best`` uses them.
     """
     if policy != "best":
         return policy == "all"

@@ -14,7 +14,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class Callbacks:
-    """Calls a method of every callback that ``build_callbacks`` returned."""
+    """The callbacks that ``build_callbacks`` returned, called together."""
 
     def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
         self._callbacks = dict(callbacks)
@@ -32,7 +32,7 @@ class Callbacks:
         return not self._callbacks
 
     def overrides(self, method: str) -> bool:
-        """Return whether any callback has its own ``method``."""
+        """Return whether the class of any callback overrides ``method``."""
         return any(
             util.is_overridden(getattr(callback, method), pytorch.PyTorchCallback)
             for callback in self._callbacks.values()
@@ -43,7 +43,7 @@ class Callbacks:
             getattr(callback, method)(*args, **kwargs)
 
     def epoch_start(self, epoch_idx: int) -> None:
-        """Call ``on_training_epoch_start``, which old callbacks define without parameters."""
+        """Call ``on_training_epoch_start``, with ``epoch_idx`` if the method takes it."""
         for name, callback in self._callbacks.items():
             if self._epoch_start_takes_idx[name]:
                 callback.on_training_epoch_start(epoch_idx)

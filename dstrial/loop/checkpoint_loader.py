@@ -1,12 +1,13 @@
-"""Restore checkpoints of this layout or of another.
+"""Restore checkpoints that were written with the same rank layout or another one.
 
 A checkpoint directory holds ``model<i>/`` (engines, or what the trial's ``save`` writes), ``dstrial_rank<r>.pt`` (the
 rank's counters, random states, open report window, reducers, callbacks), ``load_data.json`` (configuration),
 ``manifest.json`` (layout; size, checksum and readers of every file) and, written last, the completion marker.
 
-Files with only values and listed classes are loaded. Others are loaded if their exact content is vouched for: by this account's
-signature on the manifest; by the master, to which the trial reported the manifest's SHA-256; or by the user, with that SHA-256
-in ``data.dstrial.trust_checkpoint_code``. A matching manifest alone proves nothing: anybody can make one.
+Pickle files with only plain values and listed classes are always loaded. Other files can run code, so their exact content
+must be vouched for: by this account's signature on the manifest; by the master, to which the trial reported the manifest's
+SHA-256; or by the user, with that SHA-256 in ``data.dstrial.trust_checkpoint_code``. A matching manifest proves nothing:
+anybody can make one.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ class CheckpointLoader:
         """Load a checkpoint, except random states, which are restored before training.
 
         Args:
-            uuid: the checkpoint's uuid, or its directory off a cluster.
-            expected_epoch_length: batches per epoch of the loader in use.
-            expected_records: records that the loaders of all ranks read for a batch; None where they do not say.
+            uuid: the checkpoint's uuid; without a master also the checkpoint's directory.
+            expected_epoch_length: batches per epoch of the current training loader.
+            expected_records: records that the loaders of all ranks read for a batch; None if the loaders do not tell.
 
         Returns:
-            The loop state given to ``CheckpointSaver.save``, and whether the run continues. If the checkpoint is of another
-            trial, only weights are loaded, and counting starts at 0.
+            The loop state given to ``CheckpointSaver.save``, and whether the run continues. If another trial wrote the
+            checkpoint, only its weights are loaded, the loop state is empty, and batches count from 0.
 
         Ranks: all, collectively.
         """
@@ -139,7 +140,7 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the trial with its engines, and the state that DeepSpeed does not save."""
+        """Load the trial's engines, and the engine state that DeepSpeed does not save."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         if is_reshaped:
@@ -168,7 +169,7 @@ class CheckpointLoader:
             restore_reducer(wrapped.reducer, saved)
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Return whether the checkpoint has another layout; refuse what cannot be loaded."""
+        """Return whether the rank layouts differ; raise if no conversion is possible."""
         problems = []
         trial_class = type(self._state.trial)
         is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
@@ -182,15 +183,15 @@ class CheckpointLoader:
         return bool(differences)
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return the number of metric reports per batch over all replicas."""
+        """Return how often all replicas together return metrics for one batch."""
         first = layouts[0]
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
     def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
-        """Fit this rank's state, in place, to the current ranks. Ranks: all, collectively."""
+        """Convert ``state`` in place to this run's ranks. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
-        # Memory-mapped, because little of another rank's state is used.
+        # The reader maps the files into memory, because only a little of another rank's state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
@@ -201,7 +202,7 @@ class CheckpointLoader:
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
         if rank >= saved_size:
-            # The checkpoint has no state of this rank, which keeps the random states of its own seed.
+            # The checkpoint has no state of this rank. The rank keeps the random states that its seed gave.
             state["random_states"] = None
             state["reducers"] = []
             state["reductions_of_absent_ranks"] = []
@@ -277,7 +278,11 @@ def settle_optimizer_settings(
     *,
     is_chief: bool,
 ) -> None:
-    """Warn of settings unlike the checkpoint's; apply ``override_optimizer``."""
+    """Choose the checkpoint's or this run's optimizer settings; warn of differences.
+
+    The checkpoint's settings are used, unless ``data.dstrial.override_optimizer`` is true. ``before`` has this run's settings
+    per parameter group; ``label`` names the engine in the warning.
+    """
     overrides = dstrial_section(exp_conf).get("override_optimizer") is True
     found = differing_settings(engine, before, overrides=overrides)
     if found and is_chief:
@@ -313,7 +318,11 @@ def _require_same_data(
 def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return the loop's state with micro batches of the first engine's current size."""
+    """Return the loop state with the position in micro batches of this run's size.
+
+    Raises:
+        CheckpointLayoutError: the drawn records are no whole number of the new micro batches.
+    """
     if not saved:
         return dict(loop_state)
     before, after = saved[0].micro_batches_per_batch, now[0].micro_batches_per_batch
@@ -328,7 +337,10 @@ def rescale_micro_batches(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the ranks' position; middle stages of a pipeline have no loader."""
+    """Return position in the data and records per batch from all ranks' loop states.
+
+    Ranks in the middle stages of a pipeline have no loader, and therefore neither value.
+    """
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
         if one.get("records_per_batch") is not None:
@@ -346,13 +358,20 @@ def trusts_code(
     names: Sequence[str],
     exp_conf: Mapping[str, Any] | None,
 ) -> bool:
-    """Return whether loading may run code that the files name; False if none does.
+    """Return whether the checkpoint has pickled code that may run; False without code.
 
-    The files of the manifest, where there is one, have been compared with it. Files beside them are scanned too, because a
-    library may load whatever lies in the directory. ``names`` are relative to ``root`` and the same on all ranks.
+    The files in the manifest have already been compared with it. Files that the manifest does not list are scanned too, because
+    a library may load any file in the directory.
+
+    Args:
+        context: gives the ranks and the master's metadata.
+        uuid: the checkpoint's uuid or directory.
+        root: the checkpoint's directory.
+        names: the listed files, relative to ``root``, the same on all ranks.
+        exp_conf: may have the digest that the user trusts.
 
     Raises:
-        UntrustedCheckpointError: the files name code and nobody vouches for them.
+        UntrustedCheckpointError: a file names code, and neither signature, master nor user vouches for the checkpoint.
 
     Ranks: all, collectively.
     """
@@ -390,7 +409,7 @@ def trusts_code(
 
 
 def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
-    """Return files that may be unpickled and that the manifest does not list."""
+    """Return the pickle files that the manifest does not list; [] without a manifest."""
     if not (root / MANIFEST_NAME).is_file():
         return []
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
@@ -398,7 +417,7 @@ def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
-    """Return the SHA-256 of the manifest, else of the checksums of ``names``."""
+    """Return the manifest's SHA-256; without a manifest, one over files' checksums."""
     if (root / MANIFEST_NAME).is_file():
         return hash_file(root / MANIFEST_NAME).sha256
     sums = {name: entry.sha256 for name, entry in hash_files(root, sorted(names)).items()}
@@ -408,14 +427,14 @@ def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
 def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
-    """Return who vouches for the files, for the log; None if nobody does."""
+    """Return who vouches for the checkpoint's code, as log text; None if nobody does."""
     if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
     if not (root / MANIFEST_NAME).is_file():
         return None
     if is_own_manifest(root):
         return "this account has written it"
-    # A directory holds its metadata itself: whoever made the directory can write anything there.
+    # Metadata in a directory proves nothing: whoever made the directory can write any metadata.
     if context.info is not None and not pathlib.Path(uuid).is_absolute():
         metadata = context.checkpoint.get_metadata(uuid)
         if metadata.get(MANIFEST_DIGEST) == digest:

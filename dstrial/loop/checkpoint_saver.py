@@ -1,8 +1,8 @@
-"""Write checkpoints in the background; the loop waits only for the copy.
+"""Write checkpoints in a background thread; training waits only for a host copy.
 
-A save begins and copies on the main thread; a thread then writes files, checksums and the manifest, uploads and registers.
-At most one save is in progress. It uses a control channel of its own. The loop learns the outcome, on all ranks together, at its
-next exchange, before the next save, and at the end.
+The main thread copies the state. A background thread then writes files, checksums and the manifest, uploads and registers.
+At most one save is in progress. The thread has a separate control channel between ranks. All ranks learn the save's outcome
+together: at the loop's next exchange, before the next save, or at the end.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class _ExitRank(BaseException):
-    """Leaves the store without communication: ranks wait in DeepSpeed's barriers.
+    """Leaves ``store_path`` without a collective call, which would deadlock.
 
-    The rank exits with ``error`` as cause, the launcher ends the others, and the next start removes the directory, which has no
-    completion marker.
+    The other ranks wait in DeepSpeed's barriers. This rank exits with ``error`` as cause, and the launcher ends the other
+    ranks. The next start removes the directory, because it has no completion marker.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -60,12 +60,12 @@ class _ExitRank(BaseException):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Copied:
-    """A copied state that is still to be written.
+    """One rank's copied state that the background thread still has to write.
 
     Attributes:
-        engine_files: files that must exist once written, relative to ``path``.
-        read_files: files that this rank reads at a resume in the same layout.
-        configuration: content of ``load_data.json``, on the chief.
+        engine_files: files, relative to ``path``, that must exist after writing.
+        read_files: files that this rank reads when it resumes in the same layout.
+        configuration: content of ``load_data.json`` on the chief; "" on other ranks.
     """
 
     path: pathlib.Path
@@ -79,11 +79,11 @@ class _Copied:
 
 
 class CheckpointSaver:
-    """Saves one trial with everything that an exact resume needs.
+    """Saves checkpoints of one trial that allow an exact resume.
 
-    Callbacks are called on the main thread: ``on_checkpoint_save_start`` before the copy, ``on_checkpoint_upload_end`` when
-    the loop learns, on all ranks together, that the checkpoint is complete. If the trial overrides ``save``, or a callback
-    ``on_checkpoint_end`` or ``on_checkpoint_write_end``, training waits for the files; only checksums, upload and registration
+    Callbacks run on the main thread: ``on_checkpoint_save_start`` before the copy, ``on_checkpoint_upload_end`` after all
+    ranks know that the checkpoint is complete. If the trial overrides ``save``, or a callback overrides ``on_checkpoint_end``
+    or ``on_checkpoint_write_end``, training waits until the files are written. Then only checksums, upload and registration
     happen in the background.
     """
 
@@ -100,7 +100,7 @@ class CheckpointSaver:
         self._in_background = in_background and self._can_be_in_background()
 
     def _can_be_in_background(self) -> bool:
-        """Return whether a thread can complete checkpoints; log what blocks training."""
+        """Return whether a thread can complete saves; log why training waits for files."""
         distributed = self._state.context.distributed
         can = distributed.size == 1 or isinstance(distributed, ControlChannel)
         why = None
@@ -117,13 +117,15 @@ class CheckpointSaver:
     # ---- the main thread -----------------------------------------------------------------------------
 
     def save(self, loop_state: Mapping[str, Any]) -> str:
-        """Copy the current state and write it in the background; return its uuid.
+        """Start a checkpoint of the current state; return the checkpoint's uuid.
+
+        Training may continue afterwards; ``finish`` waits until the files are written.
 
         Args:
-            loop_state: this rank's state of the loop besides counters and window.
+            loop_state: this rank's loop state, without the counters and the metric window.
 
         Raises:
-            CheckpointError: the save before this one has failed, or this one cannot begin; complete checkpoints stay.
+            CheckpointError: the previous save has failed, or this save cannot begin. Complete checkpoints are kept.
 
         Ranks: all, collectively.
         """
@@ -170,7 +172,7 @@ class CheckpointSaver:
         self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
-        """Return the channel of saves, made at the first call. Ranks: all, collectively."""
+        """Return the saves' channel; the first call makes it. Ranks: all, collectively."""
         distributed = self._state.context.distributed
         if not self._in_background or distributed.size == 1:
             return distributed
@@ -185,7 +187,10 @@ class CheckpointSaver:
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
-        """Copy this rank's state, or write it at once. Ranks: all, collectively."""
+        """Copy this rank's state; without background saving write it immediately.
+
+        Ranks: all, collectively.
+        """
         context = self._state.context
         is_immediate = not self._in_background or self._files_are_seen
         copies = StateCopies(None if is_immediate else self._buffers)
@@ -232,7 +237,7 @@ class CheckpointSaver:
             "random_states": RngState.read(context.device).to_saved(),
         }
         self._state.callbacks.call("on_checkpoint_save_start", state)
-        # torch's own writer hides why a write failed.
+        # `through_python`: torch's C++ writer does not tell why a write failed.
         copies.add(state, str(path / rank_state_name(context.distributed.rank)), through_python=True)
         if copies.has_failed:
             _require_picklable(state)
@@ -265,7 +270,10 @@ class CheckpointSaver:
     def _complete(
         self, block: contextlib.ExitStack, channel: core.DistributedContext, copied: _Copied
     ) -> None:
-        """Write, check and register. Ranks: all, collectively, on ``channel`` alone."""
+        """Write and hash the files, write the manifest, leave the store's block.
+
+        Ranks: all, collectively; only on ``channel``.
+        """
 
         def describe(error: Exception) -> str:
             return self._describe(copied.path, copied.batches_trained, error)
@@ -284,7 +292,7 @@ class CheckpointSaver:
     def _write(self, copied: _Copied) -> None:
         try:
             copied.copies.write()
-        except RuntimeError as error:  # torch's own writer, of a full disk
+        except RuntimeError as error:  # raised by torch's C++ writer if the disk is full
             raise CheckpointError(self._describe(copied.path, copied.batches_trained, error)) from error
         missing = missing_files(copied.path, copied.engine_files)
         if missing:
@@ -323,10 +331,12 @@ class CheckpointSaver:
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
-        """Finish a save that has ended, or raise its failure with the rank's number.
+        """Close the save if it has ended on all ranks; raise if it failed on any rank.
+
+        Does nothing while a rank is still writing.
 
         Args:
-            statuses: ``status`` of every rank, gathered in one exchange.
+            statuses: the result of ``status()`` of every rank, gathered in one exchange.
         """
         job = self._job
         if job is None:
@@ -344,13 +354,13 @@ class CheckpointSaver:
             self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def finish(self) -> None:
-        """Wait for the save under way. Ranks: all, collectively."""
+        """Wait for the save in progress; raise if it failed. Ranks: all, collectively."""
         if self._job is not None:
             self._job.wait()
             self.settle(self._state.context.distributed.allgather(self.status()))
 
     def close(self) -> None:
-        """Wait for the save under way, log its failure, and free the buffers."""
+        """Wait for the save in progress, log its failure, and free the buffers."""
         job, self._job = self._job, None
         if job is not None:
             job.wait()
@@ -366,7 +376,7 @@ class CheckpointSaver:
 
 
 def _store_on(store: core.CheckpointContext, channel: core.DistributedContext) -> core.CheckpointContext:
-    """Return the same store with ranks that talk through another channel."""
+    """Return a shallow copy of the store whose ranks communicate on ``channel``."""
     same = copy.copy(store)
     same._dist = channel
     return same
@@ -392,12 +402,12 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
 
 
 def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
-    """Copy the model definition; hard-link files that the last checkpoint has."""
+    """Copy the model definition; hard-link files equal to the last checkpoint's."""
 
     def copy(source: str, target: str) -> str:
         if last_code is not None:
             known = last_code / pathlib.Path(target).relative_to(code)
-            with contextlib.suppress(OSError):  # no such file, another file system, or one without links
+            with contextlib.suppress(OSError):  # no such file, or hard links are impossible
                 if filecmp.cmp(source, known, shallow=False):
                     os.link(known, target)
                     return target

@@ -1,7 +1,7 @@
-"""The training loop: trains batches and does what is due, with any engine.
+"""The training loop of a trial, for every kind of DeepSpeed engine.
 
-``TrainingLoop._train`` has the loop itself. Everything else happens at events between batches: reports and stop requests
-(``report_exchange``), validation, checkpoints, callbacks.
+``TrainingLoop._train`` iterates over batches. Reports, stop requests, validation, checkpoints and epoch callbacks happen
+at events between two batches.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ logger = logging.getLogger("dstrial.loop")
 
 @contextlib.contextmanager
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
-    """Raise an error if user code calls ``sys.exit(0)``, which looks like success."""
+    """Raise ``TrialContractError`` if user code in the block calls ``sys.exit(0)``.
+
+    Exit code 0 would look like a finished run. ``where`` returns the position for the message.
+    """
     try:
         yield
     except SystemExit as exit_:
-        if type(exit_) is not SystemExit or exit_.code:  # dsat ends what it measures by a subclass
+        if type(exit_) is not SystemExit or exit_.code:  # dsat ends a measured run by raising a subclass
             raise
         raise TrialContractError(
             f"user code ends the rank with exit code 0 {where()}; expected training to go on to its end. To stop it early, call "
@@ -64,18 +67,18 @@ def exits_refused(where: Callable[[], str]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FirstBatch:
-    """Clock and micro batches stepped by the first engine, before the first batch."""
+    """Monotonic time and first engine's micro-batch count before the first batch."""
 
     began_s: float
     stepped_before: int
 
 
 class TrainingLoop:
-    """Trains one trial once.
+    """Trains one trial to its last batch or to a stop request; ``run`` is called once.
 
     Args:
         stop_request: returns this rank's reason to stop, or None; called on every rank.
-        metric_sinks: where reported metrics go besides the trial's record and TensorBoard.
+        metric_sinks: further receivers of reported metrics, besides the trial's record and TensorBoard.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class TrainingLoop:
     # ---- the run -------------------------------------------------------------------------------------
 
     def run(self) -> FitResult:
-        """Train to the end, or until all ranks agree to stop. Ranks: all, collectively."""
+        """Train to the last batch, or until a stop is agreed. Ranks: all, collectively."""
         settings, callbacks, progress = self._settings, self._callbacks, self._progress
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -187,10 +190,10 @@ class TrainingLoop:
         )
 
     def _train(self) -> StopReason | None:
-        """Train batch after batch; return why training stopped early, or None at the end.
+        """Train the remaining batches; return why training stopped early, or None.
 
-        Between two events nothing communicates, synchronises a device or decides; only a lone rank polls for stop requests. The
-        first event is after the first batch.
+        Between two events the loop neither communicates nor synchronises a device. Only a run with one rank polls for stop
+        requests after every batch. The first event is after the first batch.
         """
         context, runtime, progress, window = self._context, self._runtime, self._progress, self._window
         batch_idx, batches_total = progress.batches_trained, self._batches_total
@@ -247,7 +250,7 @@ class TrainingLoop:
         begin_phase(FIRST_BATCH)
 
     def _observe_first_batch(self) -> tuple[_FirstBatch, Callable[..., Any]]:
-        """Return the start of the first batch, and a ``train_batch`` that is measured."""
+        """Return the state before the first batch, and an instrumented ``train_batch``."""
         first_batch = _FirstBatch(time.monotonic(), self._adapter.micro_batches_stepped)
         train_batch: Callable[..., Any] = self._trial.train_batch
         if self._instruments is not None:
@@ -255,7 +258,7 @@ class TrainingLoop:
         return first_batch, observe_engines(LostGradientCheck())(train_batch)
 
     def _end_first_batch(self, first_batch: _FirstBatch) -> None:
-        """Accept stop signals from now on. Ranks: all, collectively."""
+        """Report the first batch's time and accept stop signals. Ranks: all, collectively."""
         runtime = self._runtime
         begin_phase(TRAINING)
         if runtime.stop_signals is not None:
@@ -268,7 +271,7 @@ class TrainingLoop:
             self._require_whole_batch(self._adapter.micro_batches_stepped - first_batch.stepped_before)
 
     def _resume(self) -> int:
-        """Begin to train; return the batch count of the next event."""
+        """Call epoch callbacks, start timers; return the batch count of the next event."""
         progress = self._progress
         batches = progress.batches_trained
         if progress.is_epoch_start:
@@ -292,7 +295,10 @@ class TrainingLoop:
         self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)
 
     def _handle_events(self) -> StopReason | None:
-        """Do what is due after a batch; return why to stop. Ranks: all, collectively."""
+        """Handle the events due after a batch; return the reason to stop, or None.
+
+        Ranks: all, collectively.
+        """
         progress = self._progress
         batches = progress.batches_trained
         stop = self._reports.end() if self._reports.is_under_way else None
@@ -315,9 +321,11 @@ class TrainingLoop:
         return stop
 
     def _act(self, found: set[Boundary], *, is_stopping: bool) -> StopReason | None:
-        """Do what is due, in order, and exchange once. Ranks: all, collectively.
+        """Report, validate and save as due; return the reason to stop, or None.
 
-        The exchange may end after the next batch: ``ReportExchange.may_defer``.
+        If only a report is due, its exchange may end after the next batch: ``ReportExchange.may_defer``.
+
+        Ranks: all, collectively.
         """
         reports = Boundary.REPORT in found or (Boundary.END in found and self._reports.has_unreported)
         if not is_stopping and not found - {Boundary.REPORT} and self._reports.may_defer:
@@ -334,7 +342,7 @@ class TrainingLoop:
         return stop
 
     def _finish(self) -> None:
-        """Validate and save at the end of training. Ranks: all, collectively."""
+        """Validate and save after the last batch, if still due. Ranks: all, collectively."""
         if not self._progress.validation_is_current:
             self._validate()
         if not self._progress.checkpoint_is_current:
@@ -350,7 +358,7 @@ class TrainingLoop:
             self._reports.writer.submit(functools.partial(self._core.train.report_progress, 1.0))
 
     def _rewrite(self) -> FitResult:
-        """Save what was restored in the current layout. Ranks: all, collectively."""
+        """Save the loaded checkpoint in this run's rank layout. Ranks: all, collectively."""
         self._loader.restore_random_states()
         self._checkpoint(is_last=True)
         self._saver.finish()
@@ -373,11 +381,11 @@ class TrainingLoop:
         try:
             yield
         except Exception as error:
-            # Consequences of another rank's error: ours, and gloo's "Connection closed by peer".
+            # Both errors only follow another rank's failure: `RankError`, and gloo's "Connection closed by peer".
             if isinstance(error, RankError) or " by peer" in str(error):
                 raise
             if isinstance(error, CheckpointError) and not self._is_chief:
-                raise  # all ranks raise the failure of one
+                raise  # the chief raises the same failure, and logs it
             self._saver.close()
             progress = self._progress
             saved = progress.last_checkpoint
@@ -399,7 +407,7 @@ class TrainingLoop:
     # ---- validation and checkpoints ------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Validate, report, and checkpoint as the policy says. Ranks: all, collectively."""
+        """Validate; save a checkpoint if the policy says so. Ranks: all, collectively."""
         progress = self._progress
         if self._validation is None:
             progress.last_validation = progress.batches_trained
@@ -413,7 +421,7 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _validate_and_report(self, validation: Validation) -> bool:
-        """Return whether the policy asks for a checkpoint. Ranks: all, collectively."""
+        """Validate, report; return whether to checkpoint. Ranks: all, collectively."""
         progress = self._progress
         if self._is_chief:
             self._core.train.set_status("validating")
@@ -427,7 +435,10 @@ class TrainingLoop:
         )
 
     def _state_evidence(self) -> list[StateEvidence]:
-        """Gather whether weights and newest losses are finite. Ranks: all, collectively."""
+        """Gather whether each rank's weights and newest loss are finite; [] if unchecked.
+
+        Ranks: all, collectively.
+        """
         if self._weights is None:
             return []
         mine = StateEvidence(self._weights.lost(), self._window.newest_is_finite())
@@ -435,10 +446,10 @@ class TrainingLoop:
         return found
 
     def _checkpoint(self, *, is_last: bool = False) -> None:
-        """Copy the current state and begin to write it. Ranks: all, collectively.
+        """Start to save a checkpoint of the current batch. Ranks: all, collectively.
 
-        A state with weights that are not finite is never saved. A state without a finite loss is saved only where training ends
-        or stops (``is_last``), because a checkpoint replaces an older one.
+        A state with weights that are not finite is never saved. A state without a finite loss is saved only at the end of
+        training or at a stop (``is_last``), because the new checkpoint may replace an older, good one.
         """
         self._reports.require_written()
         found = self._state_evidence()
@@ -470,7 +481,7 @@ class TrainingLoop:
     # ---- set-up --------------------------------------------------------------------------------------
 
     def _build_loaders(self) -> TrainingStream:
-        """Build this rank's loaders and compare their lengths. Ranks: all, collectively."""
+        """Build the loaders; agree on the epoch length. Ranks: all, collectively."""
         context, runtime, settings = self._context, self._runtime, self._settings
         must_read = runtime.mpu.should_build_data_loader
         checks_disabled = runtime.repro_checks_disabled
@@ -508,7 +519,7 @@ class TrainingLoop:
         return self._stream
 
     def _require_epoch_length(self) -> None:
-        """Refuse periods that could never fall due."""
+        """Reject periods in epochs if the training loader has no length (``ValueError``)."""
         if self._progress.epoch_length is not None:
             return
         counted = [boundary.value for boundary, period in self._periods.items() if period.unit == "epochs"]
@@ -519,7 +530,7 @@ class TrainingLoop:
             )
 
     def _restore(self, stream: TrainingStream) -> Mapping[str, Any]:
-        """Load the checkpoint to resume from, if any. Ranks: all, collectively."""
+        """Load the latest checkpoint; return its loop state. Ranks: all, collectively."""
         latest = self._settings.latest_checkpoint
         if latest is None:
             return {}
@@ -544,9 +555,12 @@ class TrainingLoop:
         )
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Refuse a self-accumulating ``train_batch`` that trains not exactly one batch.
+        """Reject a ``train_batch`` that did not step one batch's number of micro batches.
 
-        A wrong number would make every count of batches wrong, and the loop cannot see it otherwise.
+        Otherwise every count of batches would be wrong. Called after ``disable_auto_grad_accumulation()``.
+
+        Raises:
+            AccumulationError: a rank stepped another number.
 
         Ranks: all, collectively (one ``allgather``, after the first batch of a run).
         """

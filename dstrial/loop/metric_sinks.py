@@ -1,8 +1,8 @@
-"""Sinks of reported metrics, and the thread that writes reports.
+"""Receivers (sinks) of reported metrics, and the thread that writes reports.
 
-Writing the chief's averages (the record, the sinks, progress, the master) takes longer than many a batch, so a background thread
-does it, in order and each report once. The loop raises a failure of the thread on all ranks together, at their next sync point. A
-resume trains and reports again what came after the last checkpoint.
+Writing a report (record, sinks, progress, master) can take longer than training a batch. A background thread therefore writes
+the chief's reports, in order and each once. If the thread fails, all ranks raise an error at their next sync point. After a
+resume, batches since the last checkpoint are trained and reported again.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ T = TypeVar("T")
 
 _UPLOAD_INTERVAL_S = 5.0
 
-CAPACITY = 32  # queued jobs; with one more the loop waits
+CAPACITY = 32  # maximum of queued jobs; the loop waits before it queues one more
 
-# The thread polls: waking it per report would take Python's lock, and often the core, from the thread that trains.
+# The thread polls: waking it per report would take the GIL, and often the CPU core, from the training thread.
 POLL_S = 0.05
 
 _LOG_WAITING_S = 30.0
 
 
 class MetricSink(Protocol):
-    """Takes reported metrics, on the chief only.
+    """Receives reported metrics, on the chief only.
 
-    Methods are called one at a time, all on one thread, which is not the training thread: ``open``, ``close`` and validations
-    while training waits, training reports while it goes on. An exception of a sink ends training on all ranks at their next
-    point of agreement; nothing is reported after it.
+    All methods are called on one background thread, one at a time. Training waits for ``open``, ``close`` and validation
+    reports, and continues during training reports. An exception of a sink ends training on all ranks at their next sync point;
+    nothing is reported after it.
 
-    A sink with a true attribute ``takes_telemetry`` also gets reports of the group ``telemetry``.
+    A sink whose attribute ``takes_telemetry`` is true also gets reports of the group ``telemetry``.
     """
 
     def open(self, context: DeepSpeedTrialContext) -> None:
-        """Begin; called once, when the first batch to train is known."""
+        """Start the sink; called once, after the checkpoint to resume from is loaded."""
 
     def report(
         self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
     ) -> None:
-        """Take one report.
+        """Store one report.
 
         Args:
             group: ``training`` or ``validation``.
-            batches_trained: finished batches of the run; a resumed run may report a number again.
-            metrics: metric name -> value over all ranks, mostly numbers; not to be changed.
+            batches_trained: finished batches of the run; a resumed run may report the same number again.
+            metrics: metric name -> value over all ranks, mostly numbers; a sink must not change it.
         """
 
     def close(self) -> None:
-        """End; called once if ``open`` was called, also after an error."""
+        """Release the sink; called once if ``open`` was called, also after an error."""
 
 
 class TensorBoardSink:
-    """Writes scalar metrics as events, unless the context's logging is switched off."""
+    """Writes scalar metrics as TensorBoard events, unless the context disables them."""
 
     takes_telemetry = True
 
@@ -90,11 +90,11 @@ class TensorBoardSink:
 
 
 SINKS: tuple[Callable[[], MetricSink], ...] = (TensorBoardSink,)
-"""Makes the sinks that every run has."""
+"""Constructors of the sinks that every run has."""
 
 
 class MetricSinks:
-    """All sinks of a run, and the TensorBoard files of this rank."""
+    """All sinks of a run, used as one; also uploads this rank's TensorBoard files."""
 
     def __init__(self, context: DeepSpeedTrialContext, own: Sequence[MetricSink] = ()) -> None:
         self._context = context
@@ -114,7 +114,7 @@ class MetricSinks:
                 sink.report(group, batches_trained, metrics)  # type: ignore[arg-type]  # telemetry: sinks that ask for it
 
     def close(self) -> None:
-        """Close all opened sinks; raise the first failure afterwards."""
+        """Close all opened sinks, then raise the first error of a ``close``."""
         failure: Exception | None = None
         while self._opened:
             try:
@@ -142,13 +142,13 @@ class MetricSinks:
 
 
 class ReportWriter:
-    """Runs jobs of this rank's loop in a thread, one after the other.
+    """Runs submitted jobs in order on a background thread.
 
-    After the first failure nothing more is written, so that no report follows a missing one.
+    After the first failure, submitted jobs are skipped, so that no report follows a missing one.
 
     Args:
-        deadline_s: how long the loop waits for the thread.
-        capacity: jobs that may be queued.
+        deadline_s: how long the loop waits for the thread before an error.
+        capacity: maximum number of queued jobs.
     """
 
     def __init__(self, *, deadline_s: float, capacity: int = CAPACITY) -> None:
@@ -170,7 +170,7 @@ class ReportWriter:
         """Queue a job; wait only if the queue is full.
 
         Raises:
-            DstrialError: there was no room until the deadline.
+            DstrialError: the queue is still full after ``deadline_s``.
         """
         self._put(job, is_always_run=False)
 
@@ -192,28 +192,28 @@ class ReportWriter:
         return result  # type: ignore[return-value]  # a T, where nothing was raised
 
     def flush(self) -> None:
-        """Wait until all queued jobs are done, or have failed.
+        """Wait until all queued jobs are done, skipped or failed.
 
         Raises:
-            DstrialError: they are not until the deadline.
+            DstrialError: jobs are still queued or running after ``deadline_s``.
         """
         self._wait_for(self._num_submitted)
 
     @property
     def failure(self) -> str | None:
-        """The first failure in one line; None if there is none or it has been taken."""
+        """The first failure in one line; None without one or after ``take_error``."""
         if self._error is None or self._is_raised:
             return None
         return f"{type(self._error).__name__}: {self._error}".splitlines()[0]
 
     def take_error(self) -> BaseException | None:
-        """Return the first failure, to be raised, once."""
+        """Return the first failure for the caller to raise; None in later calls."""
         error = None if self._is_raised else self._error
         self._is_raised = self._is_raised or error is not None
         return error
 
     def close(self) -> None:
-        """Finish the queue and end the thread; log a failure that was never raised."""
+        """Run the queued jobs and end the thread; log a failure that nobody has raised."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

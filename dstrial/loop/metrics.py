@@ -1,7 +1,7 @@
-"""Metrics: summed where they are computed, moved and reduced once, at a report.
+"""Running totals of metrics on each rank, combined over all ranks at a report.
 
-Tensors of an accelerator are added up there; values on the CPU are plain numbers. Before ``totals``, which moves all sums
-in one copy, nothing synchronises a device or communicates.
+Accelerator tensors are summed on their device, CPU values as Python numbers. ``MetricWindow.add`` neither synchronises a
+device nor communicates. ``MetricWindow.totals`` moves all sums to the host in one copy per device.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from determined import pytorch
 from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 
 _MAX_LOSSES_HELD = 4096
-"""The newest losses held until the next report, to find the first that is not finite."""
+"""Number of newest losses held until the next report, to count the trailing ones that are not finite."""
 
-_MAX_BYTES_HELD = 64  # of a storage that a single held loss may keep alive
+_MAX_BYTES_HELD = 64  # tensor storage that one held loss may keep alive; a larger one is copied
 
 _IMMUTABLE = (float, int, str, bool, type(None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrailingNonFinite:
-    """Number of newest values of a loss that are not finite.
+    """How many of a loss's newest values are not finite.
 
     Attributes:
-        num_bad: values after the newest finite one.
-        num_seen: values that were checked.
+        num_bad: number of values after the newest finite value.
+        num_seen: number of values that were checked.
     """
 
     num_bad: int
@@ -47,7 +47,7 @@ class MetricTotals:
     Attributes:
         values: metric name -> total so far; None for a metric that is no number.
         weights: metric name -> divisor of the total for a mean.
-        tails: loss name -> non-finite newest values; empty unless losses are checked.
+        tails: loss name -> count of non-finite newest values; empty unless losses are checked.
     """
 
     values: dict[str, float | None]
@@ -55,7 +55,7 @@ class MetricTotals:
     tails: dict[str, TrailingNonFinite] = dataclasses.field(default_factory=dict)
 
     def pack(self) -> PackedTotals:
-        """Return builtins, which are ten times as fast to decode as these classes."""
+        """Return the totals as builtins, which decode ten times as fast as dataclasses."""
         tails = {name: (tail.num_bad, tail.num_seen) for name, tail in self.tails.items()}
         return self.values, self.weights, tails
 
@@ -69,7 +69,13 @@ PackedTotals: TypeAlias = tuple[dict[str, float | None], dict[str, float], dict[
 
 
 def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
-    """Return the result of ``train_batch`` or ``evaluate_batch`` as metrics by name."""
+    """Return a ``train_batch`` or ``evaluate_batch`` result as metric name -> value.
+
+    A tensor becomes ``{"loss": tensor}``. ``where`` names the method in the error.
+
+    Raises:
+        InvalidTrialError: the result is neither a mapping nor a tensor.
+    """
     if returned.__class__ is dict or isinstance(returned, Mapping):
         return returned
     if isinstance(returned, torch.Tensor):
@@ -82,7 +88,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Return a deep copy of a user's value; the value itself if it has none."""
+    """Return a deep copy of a user's value; the same object if it cannot be copied."""
     if type(value) in _IMMUTABLE:
         return value
     try:
@@ -125,20 +131,20 @@ def _combine_on_device(
 
 
 def losses_among(names: Iterable[str]) -> list[str]:
-    """Return the metrics whose name has "loss"; all names if none has."""
+    """Return the metric names that contain "loss"; all names if none does."""
     all_names = list(names)
     return [name for name in all_names if "loss" in name.lower()] or all_names
 
 
 def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
-    """Return the value, or a copy if it would keep a large storage alive."""
+    """Return the value; a clone if it is a view that keeps a large tensor alive."""
     if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MAX_BYTES_HELD:
         return amount.clone()
     return amount
 
 
 def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> TrailingNonFinite:
-    """Count trailing non-finite losses; read single ones only if the sum is one."""
+    """Count the newest losses that are not finite; a finite ``total`` means none."""
     if total is not None and math.isfinite(total):
         return TrailingNonFinite(0, len(losses))
     tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
@@ -158,7 +164,7 @@ def average(_name: str) -> pytorch.Reducer:
 
 
 class AsyncTotals:
-    """Totals of one rank during their copy from the device."""
+    """One rank's metric totals on their way from the device to the host."""
 
     def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
         self._held = dict(held)
@@ -174,7 +180,7 @@ class AsyncTotals:
         ]
 
     def wait(self) -> MetricTotals:
-        """Return the totals; wait for the device to reach the copy."""
+        """Wait until the device has done the copy; return the totals."""
         moved: dict[str, float] = {}
         for names, totals, is_copied in self._copies:
             if is_copied is not None:
@@ -198,11 +204,12 @@ def _start_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | 
 
 
 class MetricWindow:
-    """Running totals of the metrics of one rank, by metric name.
+    """Running totals of one rank's metrics since the last report, by metric name.
 
     Args:
-        where: what produces the metrics, for error messages.
-        keep_batches: also keep each value added, for callbacks that ask for them.
+        where: the method that returns the metrics, for error messages.
+        reducer_of: metric name -> how its values are combined; a mean by default.
+        keep_batches: also keep every added set of metrics, for callbacks.
         watches_losses: fill ``MetricTotals.tails``, for ``NonFiniteGuard``.
     """
 
@@ -233,12 +240,12 @@ class MetricWindow:
         """Add one set of metrics, without communication or device synchronisation.
 
         Args:
-            metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device; arrays count
-                with the mean of their elements.
-            weight: how much this set counts in a mean, for example its number of records.
+            metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device; an array
+                counts as the mean of its elements.
+            weight: weight of this set in a mean, for example its number of records.
 
         Raises:
-            TrialContractError: the names differ from those of the sets before.
+            TrialContractError: the metric names differ from those of earlier sets.
         """
         totals = self._totals
         if self._watches_losses and not self._losses:
@@ -246,7 +253,7 @@ class MetricWindow:
                 name: collections.deque(maxlen=_MAX_LOSSES_HELD) for name in losses_among(metrics)
             }
         if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
-            # Determined 0.38.1, _deepspeed_trial.py.
+            # Determined's message, 0.38.1 _deepspeed_trial.py.
             rule = "Validation metric names must match across all batches of data: "
             raise MetricNamesError(
                 f"{rule if self.where == 'evaluate_batch' else ''}{self.where} returned the metrics {sorted(metrics)}; "
@@ -291,7 +298,7 @@ class MetricWindow:
         elif reducer is pytorch.Reducer.SUM:
             self._totals[name] = held + amount
         else:
-            choose = np.maximum if reducer is pytorch.Reducer.MAX else np.minimum  # these keep NaN
+            choose = np.maximum if reducer is pytorch.Reducer.MAX else np.minimum  # both propagate NaN
             self._totals[name] = float(choose(held, amount))
 
     def totals(self) -> MetricTotals:
@@ -299,11 +306,14 @@ class MetricWindow:
         return self.async_totals().wait()
 
     def async_totals(self) -> AsyncTotals:
-        """Start to move all totals to the host; wait for them before adding more."""
+        """Start copying all totals to the host; call ``wait`` before adding metrics."""
         return AsyncTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
-        """Return every set since the last reset, as NumPy values; empty unless kept."""
+        """Return each set added since the last reset; [] unless ``keep_batches``.
+
+        Tensors become NumPy arrays.
+        """
         return [
             {k: v.cpu().float().numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             for batch in self._batches
@@ -318,9 +328,9 @@ class MetricWindow:
         self._losses = {}
 
     def newest_is_finite(self) -> bool | None:
-        """Return whether one of the newest losses is finite; None if no loss is watched.
+        """Return whether any loss's newest value is finite; None if no loss is watched.
 
-        An empty window uses the losses of the window before. Synchronises the device.
+        An empty window uses the losses of the previous window. The call synchronises the device.
         """
         newest = self._losses_now()
         return any(math.isfinite(float(loss)) for loss in newest) if newest else None
@@ -330,7 +340,7 @@ class MetricWindow:
         return newest or self._newest_losses
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the open window for a checkpoint; tensors stay where they are."""
+        """Return the totals since the last report for a checkpoint, on their devices."""
         totals = {
             name: held.clone() if isinstance(held, torch.Tensor) else held
             for name, held in self._totals.items()
@@ -353,7 +363,7 @@ class MetricWindow:
 
 
 def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the ``state_dict`` of several ranks' windows of averages into one."""
+    """Merge several ranks' ``MetricWindow.state_dict``; all metrics must be means."""
     totals: dict[str, Any] = {}
     filled = [state for state in states if state["num_calls"]]
     for state in filled:
@@ -373,9 +383,10 @@ def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rescale_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return an open window of averages whose sets count ``factor`` times as much.
+    """Multiply totals and weight of a ``MetricWindow.state_dict`` by ``factor``.
 
-    After a resume with another number of replicas a batch has another number of sets; its weight in a report stays the same.
+    After a resume with another number of replicas, a batch adds another number of metric sets. Scaling the saved sets by
+    ``factor`` keeps the weight of a batch in the next report.
     """
     totals = {name: None if held is None else held * factor for name, held in state["totals"].items()}
     return {**state, "totals": totals, "weight": float(state["weight"]) * factor}
@@ -386,7 +397,9 @@ def combine(
     where: str,
     reducer_of: ReducerOf = average,
 ) -> dict[str, float | None]:
-    """Combine the totals of all ranks into one value per metric; deterministic.
+    """Combine all ranks' totals into metric name -> value; None for non-numbers.
+
+    The result is deterministic. ``shares`` has None for a rank that reports no metrics; ``where`` is used in the error.
 
     Raises:
         TrialContractError: ranks report different metric names.

@@ -1,7 +1,7 @@
 """Detect training that makes no progress: no finite loss, or no optimizer step.
 
-The inputs are values that all ranks have at a report, so every rank decides the same. A report is bad if no value of any loss
-was finite on any rank, or if an engine took no optimizer step.
+All ranks have the same values at a report, so they decide equally. A report is bad if no loss was finite on any rank, if no
+engine took an optimizer step, or if an engine skipped all of its steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOWER = "Lower the learning rate, look at the records of that batch"
 
 @dataclasses.dataclass(slots=True)
 class _Streak:
-    """Bad reports in a row; ``since`` is the first bad batch, from 1."""
+    """Number of consecutive bad reports; ``since`` is the first bad batch, from 1."""
 
     length: int = 0
     since: int | None = None
@@ -30,12 +30,12 @@ class _Streak:
 
 
 class NonFiniteGuard:
-    """Counts bad reports in a row, and fails, warns or ignores them.
+    """Counts consecutive bad reports; after ``patience`` of them it fails or warns.
 
     Args:
-        calls_per_batch: sets of metrics that a rank reports for a batch.
-        counts: optimizer steps of every engine before the first batch of this process.
-        is_resumed: whether earlier attempts had reports.
+        calls_per_batch: number of metric sets that a rank adds for one batch.
+        counts: step counts of every engine before the first batch of this process.
+        is_resumed: whether earlier attempts trained batches; their losses and steps count as good.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class NonFiniteGuard:
         """Check one report. Ranks: all, with the same arguments; no communication.
 
         Args:
-            tails: the newest losses of each rank that reports metrics.
+            tails: for each rank that reports metrics: loss name -> number of newest values that are not finite.
             averages: the reported values.
-            counts: optimizer steps of every engine; empty where they are not known.
-            window: finished batches at the previous report, and at this one.
-            is_last: whether training ends here; then a run without any good report fails, however short.
+            counts: step counts of every engine; empty if unknown.
+            window: finished batches at the previous report and at this report.
+            is_last: whether training ends here. A run without any good report then fails, even below ``patience``.
 
         Raises:
-            NonFiniteError: patience has run out; the same on all ranks.
+            NonFiniteError: ``patience`` is reached; raised on all ranks.
         """
         start, batches = window
         self._judge_losses(tails, start, batches)
@@ -115,14 +115,14 @@ class NonFiniteGuard:
             streak.length, streak.since, streak.has_warned = 0, None, False
         if streak.since is None:
             since = batches - (num_bad - 1) // self._calls_per_batch
-            # Only the newest losses are held; if all of them are bad, earlier ones may be bad, too.
+            # Only the newest losses are held. If all of them are bad, earlier losses may also be bad.
             streak.since = start + 1 if is_bad else since
         if is_bad:
             streak.length += 1
 
     def _judge_steps(self, counts: Sequence[StepCounts], start: int) -> None:
         if not counts:
-            return  # of unknown engines
+            return  # the step counts are unknown
         before, self._counts = self._counts, tuple(counts)
         changes = [
             (now.num_steps - then.num_steps, now.num_skipped - then.num_skipped)
@@ -163,11 +163,11 @@ def _shown_loss(tails: Sequence[Mapping[str, TrailingNonFinite]]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateEvidence:
-    """Whether the state that a checkpoint would hold is finite, on one rank.
+    """Whether one rank's weights and newest losses are finite, before a checkpoint.
 
     Attributes:
-        lost_weight: a weight of this rank that is not finite; None if all are.
-        loss_is_finite: whether one of the newest losses is finite; None on a rank that reports none.
+        lost_weight: name of a weight of this rank that is not finite; None if all are finite.
+        loss_is_finite: whether a newest loss is finite; None on a rank without losses.
     """
 
     lost_weight: str | None
@@ -175,7 +175,7 @@ class StateEvidence:
 
 
 def lost_weight(found: Sequence[StateEvidence]) -> str | None:
-    """Return which weight is not finite on which rank; None if all are finite."""
+    """Return a text with the first weight that is not finite and its rank, or None."""
     for rank, evidence in enumerate(found):
         if evidence.lost_weight is not None:
             return f"the weights are not finite ({evidence.lost_weight} on rank {rank})"
@@ -183,6 +183,6 @@ def lost_weight(found: Sequence[StateEvidence]) -> str | None:
 
 
 def unsafe_to_save_reason(found: Sequence[StateEvidence]) -> str | None:
-    """Return why a state should not replace an older checkpoint; None if it may."""
+    """Return why the state must not be saved as a checkpoint; None if it may be."""
     known = [evidence.loss_is_finite for evidence in found if evidence.loss_is_finite is not None]
     return lost_weight(found) or ("no loss is finite" if known and not any(known) else None)

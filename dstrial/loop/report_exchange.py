@@ -1,7 +1,7 @@
 """Exchange metrics and stop requests between ranks; report the reduced metrics.
 
-The totals of a report travel in the payload of a sync point. If nothing else is due, the loop trains the next batch while ranks
-exchange. The chief's averages then go to the thread of ``ReportWriter`` in ``dstrial.loop.metric_sinks``.
+Ranks send a report's totals in the payload of a sync point. If only a report is due, the loop trains the next batch during the
+exchange. The chief then submits the averages to the thread of ``ReportWriter`` in ``dstrial.loop.metric_sinks``.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ logger = logging.getLogger("dstrial.loop")
 
 @dataclasses.dataclass(slots=True)
 class Exchange:
-    """An exchange between ranks that has begun.
+    """One exchange between ranks, from its start to its end.
 
     Attributes:
-        batches: finished batches at its beginning.
-        start: finished batches at the report before it.
-        seconds: seconds of training between the two.
+        batches: finished batches at the start of the exchange.
+        start: finished batches at the previous report.
+        seconds: training time between ``start`` and ``batches``.
         totals: metrics of this rank; None without a report, or if this rank reports no metrics.
         counts: optimizer steps of every engine.
-        reports: whether the exchange is for a report.
-        is_deferred: whether training goes on before its end.
+        reports: whether metrics are reported.
+        is_deferred: whether the next batch is trained before the exchange ends.
         is_sent: whether this rank has sent its payload.
-        sample: measurements of this rank's instruments; None without them.
+        sample: measurements of this rank's instruments; None without instruments.
     """
 
     batches: int
@@ -63,15 +63,15 @@ class Exchange:
 
 
 class ReportExchange:
-    """Exchanges what ranks have to agree on, and reports what they have trained.
+    """Exchanges metrics, stop requests and save states between ranks; writes reports.
 
     Args:
-        sinks: where metrics go besides the trial's record and TensorBoard.
-        instruments: this rank's; None where telemetry is off, the same on all ranks.
+        sinks: further receivers of metrics, besides the trial's record and TensorBoard.
+        instruments: this rank's instruments; None on all ranks if telemetry is off.
 
     Attributes:
         writer: the thread that writes reports.
-        guard: judges the losses and steps of each report; None for no checks.
+        guard: checks the losses and steps of each report; None for no checks.
         batches_total: length of the run in batches; None if unknown.
     """
 
@@ -124,9 +124,9 @@ class ReportExchange:
         count_records: Callable[[int, int], int],
         batches_total: int | None,
     ) -> None:
-        """Open the sinks on the chief; ``stack`` closes them and ends the thread.
+        """Open the sinks on the chief; ``stack`` closes them and the writer thread.
 
-        ``count_records`` returns the records of all replicas in a range of batches.
+        ``count_records`` returns the number of records of all replicas from one batch count to another.
         """
         self._count_records, self.batches_total = count_records, batches_total
         stack.callback(self.writer.close)
@@ -145,7 +145,7 @@ class ReportExchange:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training since the clock was started or a report began."""
+        """Seconds of training since ``start_clock`` or since the last exchange began."""
         return time.monotonic() - self._mark_s
 
     def submit_progress(self) -> None:
@@ -165,7 +165,7 @@ class ReportExchange:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an exchange has begun and not ended; the same on all ranks."""
+        """Whether an exchange has begun and not ended; equal on all ranks."""
         return self._pending is not None
 
     @property
@@ -174,9 +174,9 @@ class ReportExchange:
 
     @property
     def may_defer(self) -> bool:
-        """Whether training may go on for a batch before an exchange ends.
+        """Whether an exchange may end after the next batch.
 
-        Not if the user's callback or reducer belongs to the report: these are called at the batch of the report.
+        False if a report calls a user's callback or reducer, which must run at the report's batch.
         """
         is_alone = self._sync_points.is_single_rank and self._context.device.type == "cpu"
         return not (is_alone or self._reports_at_once) and self._sync_points.may_wait
@@ -193,9 +193,9 @@ class ReportExchange:
         """Start an exchange. Ranks: all, collectively.
 
         Args:
-            reports: whether the payload has the totals of a report; the window is then closed.
-            defers: whether training goes on before the end. Totals then leave the device while it works; if ranks would have to
-                wait for a device, the exchange starts only at ``end``, when the device has reached the copy.
+            reports: whether the payload has the totals of a report; the metric window is then closed.
+            defers: whether the next batch is trained before ``end``. Totals are then copied while the device trains. With an
+                accelerator, the payload is sent only at ``end``, because sending waits for that copy.
         """
         now_s = time.monotonic()
         trained_s, self._mark_s = now_s - self._mark_s, now_s
@@ -220,11 +220,13 @@ class ReportExchange:
             self._send(exchange)
 
     def end(self) -> StopReason | None:
-        """Finish the exchange and act on it; return why to stop. Ranks: all, collectively.
+        """Finish the exchange and report; return the reason to stop, or None.
 
         Raises:
-            DstrialError: training does not train, or a save has failed.
-            Exception: a failure of the writing thread.
+            DstrialError: losses or steps fail the checks of ``guard``, or a save has failed.
+            Exception: a failure of the writer thread.
+
+        Ranks: all, collectively.
         """
         exchange = self._pending
         assert exchange is not None, "an exchange begins before it ends"
@@ -295,7 +297,7 @@ class ReportExchange:
             metrics.setdefault("samples_per_second", self._count_records(exchange.start, batches) / seconds)
             self.submit_training(batches, metrics)
             if not self._has_reported:
-                self.writer.flush()  # it imports TensorBoard, and no code of the user's should run beside that
+                self.writer.flush()  # the first report imports TensorBoard; user code should not run meanwhile
             self._has_reported = True
         if self._sinks.is_upload_due():
             self.upload()
@@ -303,8 +305,8 @@ class ReportExchange:
             self._close_window()
 
     def submit_training(self, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Have a report of training metrics written. Ranks: the chief."""
-        # The user may change the values meanwhile: a reducer, for one, may use its arrays again.
+        """Queue a report of training metrics for the writer thread. Ranks: the chief."""
+        # Copy the values: the user may change them before they are written, for example a reducer its arrays.
         own = {name: copied(value) for name, value in metrics.items()}
         self.writer.submit(functools.partial(self._write_training, batches, own))
 
@@ -323,10 +325,10 @@ class ReportExchange:
         searcher_metric: str | None,
         smaller_is_better: bool,
     ) -> bool:
-        """Report validation metrics; return whether the policy asks for a checkpoint.
+        """Report validation metrics; return whether the policy wants a checkpoint now.
 
         Raises:
-            SearcherMetricError: the searcher's metric is missing, or no number.
+            SearcherMetricError: the searcher's metric is missing or not a number.
 
         Ranks: all, collectively.
         """
@@ -378,16 +380,16 @@ class ReportExchange:
             kept.note_telemetry(totals)
 
     def finish_telemetry(self) -> None:
-        """Measure the device's peak if no run on this machine has.
+        """Complete the telemetry; measure the device's peak FLOPs if not yet known.
 
-        Called after the last save, when nothing waits for the device.
+        The loop calls this after the last save, when the device is idle.
         """
         if self._telemetry is not None and self._instruments is not None:
             self.writer.flush()
             self._telemetry.finish(self._instruments.measured_peak)
 
     def _close_window(self) -> None:
-        """Begin the next report's window at the current batch."""
+        """Reset metrics, reducers and clock for the next report."""
         self._window.reset()
         for wrapped in self._training_reducers:
             wrapped.reset()
@@ -396,7 +398,7 @@ class ReportExchange:
         self._window_start = self._progress.batches_trained
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise, on all ranks together, a failure of any rank's writing thread."""
+        """Raise if any rank's writer thread failed; ``failures`` has one text per rank."""
         if not any(failures):
             return
         error = self.writer.take_error()
@@ -407,7 +409,7 @@ class ReportExchange:
 
 
 def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> None:
-    if name is None or name in ("batches", "epochs"):  # every validation has them
+    if name is None or name in ("batches", "epochs"):  # every validation report has these two
         return
     if name not in metrics:
         raise SearcherMetricError(
@@ -421,10 +423,10 @@ def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> No
 
 
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
-    """Return the optimizer steps of every engine that has an optimizer."""
+    """Return the step counts of every engine that has an optimizer."""
     return [StepCounts.of(engine) for engine in context.models if engine.optimizer is not None]
 
 
 def sum_steps(counts: Sequence[StepCounts]) -> tuple[int, int]:
-    """Return the optimizer steps taken and those of them that were skipped."""
+    """Return the sums of optimizer steps, and of skipped steps among them."""
     return sum(count.num_steps for count in counts), sum(count.num_skipped for count in counts)

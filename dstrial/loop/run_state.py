@@ -1,4 +1,4 @@
-"""The state of a run besides its engines, as checkpoints hold it."""
+"""A run's saved state apart from its engines: counters, reducers, callbacks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
 
 @dataclasses.dataclass(slots=True)
 class RunState:
-    """The objects whose state is saved and restored; saver and loader share one.
+    """The objects whose state goes into checkpoints; shared by saver and loader.
 
     Attributes:
         trial: writes and reads the engines: the user's trial, or another library's objects.
-        trial_id: a checkpoint of another trial gives weights only.
-        last_code: directory ``code/`` of the previous checkpoint; None before the first.
+        trial_id: id of the running trial; from another trial's checkpoint only weights are loaded.
+        last_code: directory ``code/`` of the previous checkpoint; None before the first checkpoint.
     """
 
     trial: Checkpointable
@@ -56,9 +56,9 @@ class RunState:
 
 
 class Snapshot:
-    """The current attributes of some reducers.
+    """A copy of the attributes of reducers, which ``restore`` sets again.
 
-    What cannot be copied (locks, process groups, models, the context) is kept by reference.
+    Attributes that cannot be copied (locks, process groups, models, the context) are kept by reference.
     """
 
     def __init__(self, reducers: Iterable[Any]) -> None:
@@ -77,10 +77,10 @@ def _copied(value: Any) -> Any:
 
 
 def reducer_state(reducer: Any) -> dict[str, Any]:
-    """Return the attributes of a reducer that go into a checkpoint.
+    """Return a reducer's attributes that go into a checkpoint.
 
-    Functions, models and the context are left out, because the trial creates them again. Other attributes that cannot be pickled
-    cause a warning.
+    Functions, models and the context are left out, because the trial creates them again. Any other attribute that cannot be
+    pickled is left out with a warning.
     """
     state = {}
     for name, value in vars(reducer).items():
@@ -97,7 +97,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the values of another rank's training reducers for the next report."""
+    """Return per-slot values of another rank's training reducers, from their states."""
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:

@@ -1,7 +1,7 @@
 """Batches after which all ranks exchange payloads and decide whether to stop.
 
-All communication of a sync point is one all-gather: each rank's payload (metrics if a report is due), each rank's stop request,
-and rank 0's choice of the next sync point. ``begin`` does not block; the loop may train the next batch before ``end``.
+A sync point is one all-gather of each rank's payload (metrics if a report is due), each rank's stop request, and rank 0's
+choice of the next sync point. ``begin`` does not block; the loop may train the next batch before ``end``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from dstrial.visible_text import cut_text
 
 INTERVAL_S = 5.0  # the longest that a stop request should wait for the next sync point
 
-_MAX_GROWTH = (
-    8  # of the distance between sync points, so that one fast batch does not postpone the next by minutes
-)
+_MAX_GROWTH = 8  # maximum growth factor of the distance: one fast batch must not postpone the next sync point by minutes
 
-FAST_BATCHES = 8  # from this distance on, an exchange may end one batch late
+FAST_BATCHES = 8  # from this distance (in batches) on, an exchange may end one batch late
 
 
 class StopReason(enum.Enum):
-    """Why training stopped before its length."""
+    """Why training stopped before its last batch."""
 
     SIGNAL = "signal"
     PREEMPTED = "preempted"
@@ -38,21 +36,21 @@ class StopReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What all ranks know after a sync point; ``stop`` is None to go on."""
+    """Result of a sync point, equal on all ranks; ``stop`` is None without a request."""
 
     payloads: list[Any]  # by rank
     stop: StopReason | None
 
 
 class SyncPoints:
-    """Schedules sync points, the same on all ranks.
+    """Schedules sync points after the same batches on all ranks, and runs them.
 
-    The first is after the first batch. Rank 0 then sets the distance from the time that batches take.
+    The first sync point is after the first batch. Then rank 0 chooses the distance in batches from the duration of batches.
 
     Args:
-        stop_request: returns this rank's reason to stop, or None; cheap, called at sync points and, with a single rank, after
-            every batch.
-        clock: seconds, monotonic.
+        stop_request: returns this rank's reason to stop, or None. It must be cheap: it is called at sync points and, with a
+            single rank, after every batch.
+        clock: monotonic seconds.
         interval_s: how long a stop request may wait for the next sync point.
     """
 
@@ -76,22 +74,22 @@ class SyncPoints:
         self._begun_at = 0
 
     def start(self, batches_trained: int) -> None:
-        """Begin counting: at a start, a resume, or after a validation or a checkpoint."""
+        """Start timing batches; call it at the start and after a pause in training."""
         if self._next is None:
             self._next = batches_trained + 1
         self._mark = (batches_trained, self._clock())
 
     @property
     def next_batch(self) -> int:
-        """Finished batches at the next sync point, the same on all ranks."""
+        """Number of finished batches at the next sync point; equal on all ranks."""
         assert self._next is not None, "start() comes first"
         return self._next
 
     @property
     def may_wait(self) -> bool:
-        """Whether an exchange may end one batch late; the same on all ranks.
+        """Whether an exchange may end one batch late; equal on all ranks.
 
-        Not with slow batches: a stop request would wait long, and an exchange costs next to nothing.
+        False with slow batches: a stop request would wait long, and the exchange is cheap compared with a batch.
         """
         is_channel = self.is_single_rank or isinstance(self._distributed, ControlChannel)
         return self._distance >= FAST_BATCHES and is_channel
@@ -135,16 +133,16 @@ class SyncPoints:
 
 
 def described(error: BaseException | None) -> str | None:
-    """Return an error in one line for other ranks; None for none."""
+    """Return an error's type and first line, to send to other ranks; None without one."""
     if error is None:
         return None
     return cut_text(f"{type(error).__name__}: {error}".splitlines()[0], 2000)
 
 
 def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:
-    """Return what other ranks raise for ``failures`` (rank, error) at ``where``."""
+    """Return the error that ranks raise if others failed; ``failures``: (rank, text)."""
     rank, text = failures[0]
-    # The launcher knows a consequence by the words about a peer (launch/failures.py).
+    # The launcher recognises a consequence of another failure by the words about a peer (launch/failures.py).
     return PeerFailedError(
         f"{where} has failed on rank {rank} ({text}), and a peer of this rank exited for it; expected it to return on all "
         f"ranks. Look at the traceback of rank {rank}."

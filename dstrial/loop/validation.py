@@ -1,4 +1,4 @@
-"""Validate on each record once; metrics are weighted by records."""
+"""Run a trial's validation over each record once; metrics are weighted by records."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class Validation:
-    """Runs validations of one trial.
+    """Runs the validations of one trial.
 
     Args:
-        stream: the validation records of this rank; may be empty.
-        max_rounds: evaluate at most this many rounds, for test runs; None for all.
+        stream: this rank's validation records; without a loader on some ranks.
+        max_rounds: maximum number of rounds per validation, for test runs; None for all.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Validation:
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
 
     def agree_on_extent(self) -> bool:
-        """Compare the validation loaders; return whether there is anything to validate.
+        """Compare all ranks' validation loaders; return whether there are any.
 
         Raises:
-            DataError: loaders are empty, or their lengths differ where every replica must do the same.
-            TrialContractError: the trial overrides no evaluation, or one that cannot work with its engines.
+            DataError: a loader is missing or empty, or lengths differ although all replicas must evaluate equally often.
+            TrialContractError: the trial overrides no evaluation method, or one that cannot work with its engines.
 
         Ranks: all, collectively.
         """
@@ -182,7 +182,7 @@ class Validation:
         items: Iterator[Any] | None,
         window: loop_metrics.MetricWindow,
     ) -> int:
-        """Call ``evaluate_batch`` once; return how many records of this replica counted."""
+        """Call ``evaluate_batch`` once; return the round's number of records."""
         if validation_round.num_micro_batches == 0:
             return 0
         for adapter in self._runtime.adapters:

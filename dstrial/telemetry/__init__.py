@@ -1,4 +1,4 @@
 """Measure time, memory, speed and FLOPs of every rank.
 
-Instruments never end training and change no result.
+Telemetry never ends training and changes no result.
 """

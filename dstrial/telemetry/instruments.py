@@ -1,7 +1,7 @@
-"""The instruments of one rank, and the chief's report of all ranks' measurements.
+"""Measure one rank's training; write the chief's telemetry reports.
 
-Nothing here synchronises a device, talks to another rank or ends a training. What crosses ranks is a ``RankSample``, which
-travels with the exchange of the report (``loop/report_exchange``).
+This module does not synchronise devices, communicate or end training. The exchange of a metric report
+(``loop/report_exchange``) carries each rank's ``RankSample`` to the chief.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.getLogger("dstrial.telemetry")
 
 ResultT = TypeVar("ResultT")
 
-_KEEP_PERIOD_S = 5.0  # totals are a file, which takes longer to write than a report
+_KEEP_PERIOD_S = 5.0  # totals are written at most this often: their file takes longer to write than a report
 
 
 def timed_events(accelerator: Any) -> Callable[[], Event] | None:
-    """Return a factory of the accelerator's events with times; None if it has none.
+    """Return a factory of timed device events; None if the accelerator has no events.
 
     Source: DeepSpeed's ``Event`` is ``torch.cuda.Event`` on CUDA, None on the CPU (``accelerator/cpu_accelerator.py:133``).
     """
@@ -42,7 +42,7 @@ def timed_events(accelerator: Any) -> Callable[[], Event] | None:
 
 
 class AsyncSample:
-    """A sample whose gradient norm may still be on its way from the device."""
+    """A ``RankSample`` whose gradient norm is still being copied from the device."""
 
     def __init__(self, sample: dict[str, Any], norm: Any) -> None:
         self._sample = sample
@@ -57,7 +57,7 @@ class AsyncSample:
             self._norm = host
 
     def wait(self) -> RankSample:
-        """Return the sample; blocks like ``AsyncTotals.wait``."""
+        """Wait until the device has done the copy; return the sample."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
         norm = None if self._norm is None else float(self._norm)
@@ -65,13 +65,15 @@ class AsyncSample:
 
 
 class Instruments(contextlib.AbstractContextManager["Instruments"]):
-    """Measures what one rank does while the block lasts.
+    """Measures time, tokens, FLOPs and memory of one rank's training in the block.
 
     Args:
-        replica: ranks of one replica read the same records, by the first engine.
-        count_tokens: returns the tokens of a micro batch; None if they are unknown.
+        engines: the trial's DeepSpeed engines.
+        replica: index of this rank's replica; ranks of one replica read the same records.
+        count_tokens: returns the number of tokens in a micro batch; None if unknown.
+        clock: monotonic seconds.
 
-    Ranks: each its own; no communication, no synchronisation of a device.
+    Ranks: each for itself, without communication and device synchronisation.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._accelerator = get_accelerator()
         self._device = torch.device(self._accelerator.current_device_name())
         self._timer = PhaseTimer(timed_events(self._accelerator), clock)
-        # Ranks that share sequences read parts of them.
+        # With sequence parallelism a rank reads only parts of its sequences, so tokens are not counted.
         self._counts_tokens = engines[0].seq_dp_world_size == engines[0].dp_world_size
         self._count_tokens = count_tokens
         self._num_tokens: int | None = 0
@@ -118,7 +120,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._timer.switch(is_training)
 
     def on_batch_loaded(self, micro_batch: Any, seconds: float) -> None:
-        """Record a micro batch and how long the rank waited for it. Hot path."""
+        """Record a micro batch and the seconds that the rank waited for it. Hot path."""
         self._data_wait_s += seconds
         if self._num_tokens is not None and self._counts_tokens:
             tokens = self._tokens_of(micro_batch)
@@ -137,14 +139,15 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return None
 
     def without_loader(self) -> None:
-        """Record that a script draws its records: data wait, tokens and FLOPs are unknown."""
+        """Mark data wait and FLOPs as unknown, because the script draws its records."""
         self._knows_data_wait = False
         self._flops = FlopCount(0.0, unknown="the script draws its records itself")
 
     def first_batch(self, train_batch: Callable[..., ResultT]) -> Callable[..., ResultT]:
-        """Return a ``train_batch`` whose first call counts FLOPs and memory.
+        """Wrap ``train_batch`` so that FLOPs and memory are counted in its calls.
 
-        Counting changes no number of the training, and takes a few microseconds per operation.
+        Use the wrapped function for the first batch only. Counting does not change results, and takes a few microseconds per
+        operation.
         """
         counter = self.counting()
 
@@ -155,7 +158,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counted
 
     def counting(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a reusable block in which FLOPs and memory are counted."""
+        """Return a reusable context manager that counts FLOPs and memory."""
         unknown = why_uncountable(self._engines)
         self._timer.entering = self._memory.entering
         if unknown is not None:
@@ -169,7 +172,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counter
 
     def end_first_batch(self, batches_trained: int, seconds: float) -> None:
-        """Exclude the first batch, which took ``seconds``, from everything but the FLOPs."""
+        """Exclude the first batch, of ``seconds``, from all but FLOPs and memory."""
         if self._counter is not None:
             self._flops = self._counter.count
             self._counter = None
@@ -183,11 +186,11 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Add seconds of training since the last call, first batch included."""
+        """Add seconds of training since the last call, including the first batch."""
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> AsyncSample:
-        """Return the measurements since the last sample, and reset them."""
+        """Return the measurements since the last sample, then reset them."""
         num_batches = batches_trained - self._start
         tokens = self._num_tokens if self._counts_tokens and self._num_tokens else None
         flops = self._flops
@@ -221,7 +224,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return known_peak(self._device, self.dtype)
 
     def measured_peak(self) -> Peak | None:
-        """Measure the device's peak when the device is idle; None if that fails."""
+        """Measure the idle device's peak FLOPs per second; None if that fails."""
         try:
             return measured_peak(self._device, self.dtype)
         except (RuntimeError, OSError) as error:
@@ -230,7 +233,13 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
 
 
 class TelemetryReports:
-    """Records samples, and keeps their totals. Ranks: the chief."""
+    """Writes telemetry reports and run totals from ranks' samples. Ranks: the chief.
+
+    Args:
+        record: writes one report, given the batch number and the metrics.
+        keep: stores the run's totals.
+        peak: the device's known peak; None if not measured yet.
+    """
 
     def __init__(
         self,
@@ -250,7 +259,7 @@ class TelemetryReports:
     ) -> None:
         """Write one report; never raises.
 
-        ``num_records`` is of all replicas in the samples' batches, ``num_skipped`` of all steps of the run.
+        ``num_records``: records of all replicas in the samples' batches. ``num_skipped``: skipped steps of the run so far.
         """
         try:
             self._totals.add(samples, num_records)
@@ -261,14 +270,14 @@ class TelemetryReports:
             self._warn(error)
 
     def keep(self) -> None:
-        """Keep the totals of now; never raises."""
+        """Store the current totals; never raises."""
         try:
             self._keep_totals()
         except Exception as error:  # noqa: BLE001  # likewise
             self._warn(error)
 
     def finish(self, measure: Callable[[], Peak | None]) -> None:
-        """Measure the peak if FLOPs are known and none is cached, or this run beats it."""
+        """If FLOPs are known, measure a peak that is missing or that this run exceeded."""
         if not self._totals.knows_flops:
             return
         is_beaten = self._totals.to_json(self._peak).get("hfu", 0.0) > 1.0

@@ -1,7 +1,7 @@
-"""The device's measured peak of matrix products, cached in a file of the user's.
+"""Measure a device's peak FLOP/s in matrix products; cache it in the user's cache.
 
-Nothing is measured while anything trains. A run that beats the peak has it measured again, and the best is kept. Removing the
-file, ``matmul_peaks.json``, has the peak measured anew.
+The peak is measured only after training. If a run exceeds the cached peak, it is measured again, and the larger value is
+cached. To measure anew, remove the file ``matmul_peaks.json``.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ DATA_SHEETS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100", {"float16": 125.0, "float32": 15.7}),
     ("MI300X", {"bfloat16": 1307.4, "float16": 1307.4, "float32": 163.4}),
 )
-"""Part of a device's name -> type -> TFLOPS of dense matrices, without sparsity and without TF32; the first that fits.
+"""(words of a device's name, type -> TFLOPS of dense matrices without TF32); the first entry that matches is used.
 
-Source: NVIDIA's data sheets of H100 and H200 (half of what they say "with sparsity"), A100, L40S, L4, A10, T4, V100 (SXM2), and
+Source: NVIDIA's data sheets of H100 and H200 (half of the figures "with sparsity"), A100, L40S, L4, A10, T4, V100 (SXM2), and
 AMD's of MI300X.
 """
 
 
 def data_sheet(device: str, dtype: str) -> float | None:
-    """Return the maker's FLOP/s; None for a device that is not in the table."""
+    """Return the manufacturer's FLOP/s; None if ``DATA_SHEETS`` lacks device or type."""
     words = device.replace("-", " ").split()
     for name, figures in DATA_SHEETS:
         if all(word in words for word in name.split()):
@@ -74,22 +74,22 @@ def device_name(device: torch.device) -> str:
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Return the cached peak of this machine, without communication or device work."""
+    """Return this machine's cached peak, or None; does not use the device."""
     try:
         kept = read_json(cache_path()) or {}
         found = kept.get(_key(device, dtype))
         return None if found is None else Peak(**found)
     except (DstrialError, OSError, TypeError, AttributeError):
-        return None  # of another release, or damaged: it is measured again
+        return None  # the file is damaged or of another release: the peak is measured again
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Measure for at most a second; cache and return the best so far.
+    """Measure the peak for about a second; return it, or a larger cached peak.
 
-    Synchronises the device, and leaves torch's random states unchanged.
+    Synchronises the device. Torch's random states do not change.
 
     Raises:
-        RuntimeError: the device cannot multiply such matrices, or has no room for them.
+        RuntimeError: the device does not support the type, or lacks memory for the matrices.
     """
     size = _CPU_SIZE if device.type == "cpu" else _DEVICE_SIZE
     name = device_name(device)
@@ -105,7 +105,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:
-    """Return everything on which the figure depends."""
+    """Return the cache key: device, type, torch version, threads and precision."""
     parts = [device_name(device), str(dtype).removeprefix("torch."), f"torch {torch.__version__}"]
     parts.append(f"{torch.get_num_threads()} threads" if device.type == "cpu" else "")
     if dtype is torch.float32:
@@ -125,8 +125,10 @@ def _keep(key: str, peak: Peak) -> None:
 
 
 def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Return FLOP/s of square matrix products, the best of several rounds."""
-    generator = torch.Generator().manual_seed(0)  # of its own: the trial's stays where it is
+    """Return the FLOP/s of square matrix products, in the best of several rounds."""
+    generator = torch.Generator().manual_seed(
+        0
+    )  # a separate generator leaves the trial's random state unchanged
     left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
 
     def wait() -> None:
@@ -142,7 +144,7 @@ def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
         return max((time.perf_counter() - began_s) / times, 1e-9)
 
     with torch.no_grad():
-        seconds(lambda: left @ right, 1)  # loads what it needs
+        seconds(lambda: left @ right, 1)  # warm-up: loads kernels
         best = seconds(lambda: left @ right, 1)
         times = max(1, round(_ROUND_S / best))
         give_up_at_s = time.perf_counter() + _MAX_S

@@ -1,7 +1,7 @@
-"""Memory of a rank: counters, and its parts in the first batch.
+"""Memory of a rank: counters, and the parts of memory in the first batch.
 
 Counters are read without synchronising the device. Parameters, gradients, optimizer state and buffers are sums over the storages
-of the engines' tensors. Activations and the peak are followed operation by operation where FLOPs are counted; elsewhere
+of the engines' tensors. If FLOPs are counted, activations and the peak are tracked operation by operation. Otherwise
 activations come from the device's counter after a forward pass, and are unknown on the CPU.
 """
 
@@ -26,9 +26,9 @@ ResultT = TypeVar("ResultT")
 _STATUS = Path("/proc/self/status")
 _COUNTERS = {"VmRSS": "process_memory_bytes", "VmHWM": "process_peak_memory_bytes"}
 
-PEAK = "tensors_peak_bytes"  # of tensors alive at once on the device, followed operation by operation
-HOST = "host_tensors_bytes"  # parts of the engines that are on the host of a device
-UNATTRIBUTED = "unattributed_bytes"  # by the device's counter between two steps, in no part
+PEAK = "tensors_peak_bytes"  # maximum of all live tensors on the device, tracked operation by operation
+HOST = "host_tensors_bytes"  # parts of the engines that are offloaded to the host
+UNATTRIBUTED = "unattributed_bytes"  # memory by the device's counter that belongs to no part, after a step
 
 BY_OPERATIONS = "storages of tensors; activations and peak operation by operation"
 BY_COUNTERS = "storages of tensors; activations by the device's counter"
@@ -46,9 +46,9 @@ def process_memory(status: str) -> dict[str, int]:
 
 
 def memory_now(accelerator: Any) -> dict[str, int]:
-    """Return this rank's counters in bytes, without communication or synchronisation.
+    """Return this rank's memory counters: name -> bytes; does not synchronise.
 
-    Device counters are the allocator's own. DeepSpeed's CPU accelerator would answer with the process's memory, and is not asked.
+    Device counters come from the allocator. DeepSpeed's CPU accelerator is left out, because it returns the process's memory.
     """
     try:
         found = process_memory(_STATUS.read_text())
@@ -69,9 +69,9 @@ def memory_now(accelerator: Any) -> dict[str, int]:
 
 
 class FirstBatchMemory:
-    """Measures the parts of a rank's memory while its first batch is trained.
+    """Measures the parts of a rank's memory during its first batch.
 
-    ``found_by`` says how; it is None while nothing is known and after an error, which never ends a training.
+    ``found_by`` names the method; None before the first step and after an error. Errors never end training.
     """
 
     def __init__(self, engines: Sequence[Any], accelerator: Any) -> None:
@@ -85,7 +85,7 @@ class FirstBatchMemory:
         self.found_by: str | None = None
 
     def begin(self, counter: FlopCounter | None) -> None:
-        """Begin before the first batch; ``counter`` sees operations, if anything does."""
+        """Start before the first batch; ``counter`` observes operations, or is None."""
         with self._safely():
             self._split = MemorySplit(self._engines, self._is_host)
             if counter is None:
@@ -99,11 +99,11 @@ class FirstBatchMemory:
         if phase == "backward" and self._at_start_bytes is not None:
             with self._safely():
                 left = (self._allocated() or 0) - self._at_start_bytes
-                self._at_start_bytes = None  # later passes have gradients besides
+                self._at_start_bytes = None  # later forward passes also hold gradients
                 self._found[f"{ACTIVATIONS}_bytes"] = max(0, left)
 
     def around_step(self, call: Callable[[], ResultT]) -> ResultT:
-        """Run an optimizer step."""
+        """Run an optimizer step; measure memory around it if it ends the accumulation."""
         split = self._split
         if split is None or not any(steps_next(engine) for engine in self._engines):
             return call()
@@ -121,7 +121,7 @@ class FirstBatchMemory:
         self._split = None
 
     def bytes(self) -> dict[str, int]:
-        """Return bytes by name, each part at its largest; empty before the first step."""
+        """Return name -> maximum bytes of each part; empty before the first step."""
         return dict(self._found) if self.found_by is not None else {}
 
     def _operation(self, result: Any, args: Any) -> None:

@@ -1,7 +1,7 @@
-"""Times forward, backward and step of a rank's engines without blocking.
+"""Time forward, backward and step of a rank's engines without blocking.
 
-A device works behind the host, so the host's clock only measures how long a call took to enqueue. Devices have events: they are
-recorded around the calls of some batches and read at a later report, if they have passed by then.
+A device works asynchronously, so the host's clock only measures how long a call took to enqueue. Therefore device events are
+recorded around the calls of some batches. A later report reads the events that have passed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dstrial.telemetry.samples import DEVICE_CLOCK, HOST_CLOCK
 
 ResultT = TypeVar("ResultT")
 
-# Batches between two reports that are timed by events, evenly spread over as many as the last report had.
+# Maximum number of batches per report that are timed by events; the last report's number of batches determines the spacing.
 MOST_TIMED = 32
 
 _MAX_PENDING = 4096
 
 
 class Event(Protocol):
-    """An accelerator's event (``torch.cuda.Event``)."""
+    """Interface of an accelerator's event, such as ``torch.cuda.Event``."""
 
     def record(self) -> None:
-        """Record the event behind the work enqueued so far."""
+        """Enqueue the event after all work that is already enqueued."""
 
     def query(self) -> bool:
         """Return whether the event has passed, without blocking."""
@@ -39,11 +39,11 @@ class Event(Protocol):
 
 
 class PhaseTimer:
-    """Listens to a rank's engines while batches are trained.
+    """Times the phases of a rank's engines; an observer for ``observe_engines``.
 
     Attributes:
-        around_step: runs an optimizer step; None calls it directly.
-        entering: called with the phase that begins.
+        around_step: called with the function of an optimizer step, to run it; None to call it directly.
+        entering: called with the name of each phase that begins; None for no call.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PhaseTimer:
         self.entering: Callable[[str], None] | None = None
         self._put_back: list[Callable[[], None]] = []
         self._watched: set[int] = set()
-        # of events
+        # state of timing by events
         self._open_s: dict[str, float] = {}
         self._pending: collections.deque[tuple[str, Event | None, Event | None]] = collections.deque()
         self._spare: list[Event] = []
@@ -73,11 +73,11 @@ class PhaseTimer:
         return HOST_CLOCK if self._make_event is None else DEVICE_CLOCK
 
     def switch(self, is_on: bool) -> None:
-        """Set whether engine calls from now on belong to training."""
+        """Enable timing while batches are trained; disable it in pauses."""
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:
-        """Run an engine's call, timed. Hot path."""
+        """Run an engine's call and time it as ``phase``. Hot path."""
         if not self._is_on or self._is_inside:
             return call()
         if phase == "train_batch":
@@ -85,7 +85,7 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a batch of the first engine."""
+        """Count a finished batch, if ``engine`` is the first engine."""
         if not self._is_on:
             return
         if self._first is None:
@@ -101,9 +101,9 @@ class PhaseTimer:
         self._is_timed = self._num_heard % self._stride == 0 and len(self._pending) < _MAX_PENDING
 
     def take(self) -> dict[str, float]:
-        """Return average seconds of each phase of a batch since the last call.
+        """Return phase -> average seconds per batch since the last call.
 
-        Events that have not passed are read by the next call.
+        Events that have not passed yet are read by the next call.
         """
         if self._make_event is not None:
             self._read_events()
@@ -118,7 +118,7 @@ class PhaseTimer:
         self._pending.clear()
 
     def close(self) -> None:
-        """Remove the hooks of pipelines."""
+        """Remove the hooks from pipeline engines."""
         while self._put_back:
             self._put_back.pop()()
         self._watched.clear()

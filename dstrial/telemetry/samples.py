@@ -1,6 +1,6 @@
-"""Measurements of ranks between two reports, and the metrics made of them; pure.
+"""Measurements of ranks between two reports, and metrics computed from them; pure.
 
-Times are those of a whole batch. The first batch of a process, which compiles, allocates and is counted, is in none of them.
+Times are per batch. They exclude the first batch of a process, which compiles, allocates and is counted for FLOPs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GROUP = "telemetry"  # of metrics
+GROUP = "telemetry"  # name of the metric group
 
-# Parts of a batch in which an engine works; stages: exchange between a pipeline's stages, and waiting for it.
+# Parts of a batch in which an engine works; "stages": a pipeline stage's exchange with other stages, including the wait.
 PHASES = ("forward", "backward", "step", "stages")
 
 HOST_CLOCK = "host clock"
@@ -27,23 +27,25 @@ _SLOW_SHARE = 0.02
 class RankSample:
     """Measurements of one rank since the last report; plain Python, sent to rank 0."""
 
-    num_batches: int  # without the first of the process
-    seconds: float  # of these batches, without validations, checkpoints and reports
-    data_wait_s: float | None  # of these seconds, waiting for the training loader; None if unknown
+    num_batches: int  # number of batches, without the first of the process
+    seconds: float  # training time of these batches, without validations, checkpoints and reports
+    data_wait_s: float | None  # part of ``seconds`` spent waiting for the training loader; None if unknown
     phase_s: Mapping[str, float]  # part of a batch -> average seconds of one batch
     clock: str
-    num_tokens: int | None  # of the micro batches that this rank has drawn
-    replica: int  # ranks of one replica read the same records
-    memory_bytes: Mapping[str, int]  # counter or part of the memory -> bytes
-    flops: tuple[float, float] | None = None  # of one batch on this rank: all, and recomputation
-    flops_unknown: str | None = None  # why
-    learning_rate: float | None = None  # of the first engine's first parameter group
-    gradient_norm: float | None = None  # of the newest step, over all ranks
+    num_tokens: int | None  # tokens in the micro batches that this rank has drawn; None if unknown
+    replica: int  # index of the rank's replica; ranks of one replica read the same records
+    memory_bytes: Mapping[str, int]  # memory counter or part of the memory -> bytes
+    flops: tuple[float, float] | None = None  # (all, recomputed) FLOPs of one batch on this rank
+    flops_unknown: str | None = None  # why the FLOPs are unknown
+    learning_rate: float | None = None  # learning rate of the first engine's first parameter group
+    gradient_norm: float | None = None  # norm of the newest step's gradients, over all ranks
     memory_found_by: str | None = None
 
     def pack(self) -> str:
-        """Return JSON, which only the chief decodes."""
-        return json.dumps(dataclasses.asdict(self), default=float)  # numbers of other libraries
+        """Return the sample as JSON text, which only the chief decodes."""
+        return json.dumps(
+            dataclasses.asdict(self), default=float
+        )  # `float` converts numbers of other libraries
 
     @classmethod
     def unpack(cls, packed: str) -> RankSample:
@@ -52,9 +54,9 @@ class RankSample:
         return cls(**fields, flops=None if flops is None else (flops[0], flops[1]))
 
     def times_ms(self) -> dict[str, float]:
-        """Return milliseconds of a batch by phase; empty without a batch.
+        """Return average milliseconds per batch, by phase; empty without a batch.
 
-        On a device, the host waits for data while the device computes, so that parts may add up to more than the whole.
+        The host may wait for data while the device computes, so the phases may sum to more than the batch.
         """
         if not self.num_batches:
             return {}
@@ -68,29 +70,29 @@ class RankSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """How fast a device multiplies matrices."""
+    """The measured maximum FLOP/s of a device in matrix products."""
 
     flops_per_s: float  # measured on this machine
     device: str
     dtype: str
     size: int  # rows and columns of the matrices
-    num_threads: int  # of the processor; 0 on another device
-    data_sheet_flops_per_s: float | None = None  # the maker's, for dense matrices
+    num_threads: int  # torch's threads on the CPU; 0 on another device
+    data_sheet_flops_per_s: float | None = None  # manufacturer's, for dense matrices; None if unknown
 
 
 def report_metrics(
     samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None
 ) -> dict[str, Any]:
-    """Return a report's metrics: over all ranks, and by rank under ``ranks``.
+    """Return a telemetry report: values over all ranks, and by rank under ``ranks``.
 
-    ``samples`` has an entry per rank; ``num_records`` is of all replicas, ``num_skipped`` of all steps of the run.
+    ``samples`` has one entry per rank. ``num_records``: records of all replicas. ``num_skipped``: skipped steps of the run.
     """
     times = [sample.times_ms() for sample in samples]
     metrics: dict[str, Any] = {}
     ranks: dict[str, list[float | int | None]] = {}
     for name in _names(times):
         ranks[name] = [found.get(name) for found in times]
-        # A phase that a rank does not have takes no time there.
+        # If a rank does not have a phase, the phase counts as 0 for this rank.
         metrics[name] = statistics.fmean(found.get(name, 0.0) for found in times)
     for name in _names([sample.memory_bytes for sample in samples]):
         ranks[name] = [sample.memory_bytes.get(name) for sample in samples]
@@ -118,7 +120,7 @@ def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tokens_of(samples: Sequence[RankSample]) -> int | None:
-    """Return the tokens of all replicas; None if a replica does not know its own.
+    """Return the number of tokens over all replicas; None if one replica's is unknown.
 
     Ranks of one replica read the same records, or none.
     """
@@ -133,7 +135,7 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str, float]:
-    """Return TFLOPS per device, MFU and HFU; empty without FLOPs."""
+    """Return TFLOPS per device, plus MFU and HFU if ``peak`` is known; or {}."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
@@ -148,9 +150,9 @@ def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str,
 
 
 def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
-    """Return the rank whose own work takes clearly longest; None if none stands out.
+    """Return the rank whose own work takes clearly longest; None without a straggler.
 
-    ``works_ms`` has, by rank, the work before the rank can wait for others; ``batch_ms`` is the whole batch.
+    ``works_ms`` has, by rank, the time of work that precedes any wait for other ranks. ``batch_ms`` is the time of a batch.
     """
     if len(works_ms) < 2:
         return None
@@ -162,12 +164,12 @@ def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Sums of all ranks' measurements in this attempt, without the first batch."""
+    """Sums of all ranks' samples over this attempt, without the first batch."""
 
     num_batches: int = 0
     seconds: float = 0.0
     num_records: int = 0
-    num_tokens: int | None = 0  # None once a report does not know
+    num_tokens: int | None = 0  # None after a report without a number of tokens
     _part_s: list[dict[str, float]] = dataclasses.field(default_factory=list)
     _newest: Sequence[RankSample] = ()
 
@@ -183,7 +185,7 @@ class RunTotals:
         tokens = tokens_of(samples)
         self.num_tokens = None if tokens is None or self.num_tokens is None else self.num_tokens + tokens
         for parts, sample in zip(self._part_s, samples, strict=True):
-            # Shares refer to the rank's own time, which may include waiting for a rank that writes a report.
+            # "batch" is each rank's own time, which may include waiting for the rank that writes a report.
             parts["batch"] = parts.get("batch", 0.0) + sample.seconds
             if sample.data_wait_s is not None:
                 parts["data_wait"] = parts.get("data_wait", 0.0) + sample.data_wait_s
@@ -195,7 +197,7 @@ class RunTotals:
         return bool(self.num_batches) and all(sample.flops is not None for sample in self._newest)
 
     def to_json(self, peak: Peak | None) -> dict[str, Any]:
-        """Return plain values for ``dstrial.telemetry.summary``."""
+        """Return the content of ``telemetry.json``, which the run's summary reads."""
         document: dict[str, Any] = {"num_batches": self.num_batches, "seconds": self.seconds}
         if self.num_batches:
             document["clock"] = self._newest[0].clock

@@ -1,6 +1,6 @@
-"""The last lines of a run: speed, time, FLOPs, memory and its prediction; pure.
+"""Format a run's telemetry for the end of its output: speed, FLOPs, memory; pure.
 
-Reads what ``RunTotals.to_json`` has kept. Unknown values are said to be unknown or left out; nothing is guessed.
+The input is the document of ``RunTotals.to_json``. Unknown values are shown as unknown or left out, never estimated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORDS = {
     "step_ms": "step",
     "stages_ms": "other stages",
 }
-# Work of a rank before it can wait for others; backward and step of a fast rank include its wait for a slow one.
+# Phases in which a rank does not wait for other ranks; a fast rank's backward and step include its wait for a slow rank.
 _OWN_WORK = ("data_wait_ms", "forward_ms")
 
 _MEMORY = (
@@ -29,12 +29,12 @@ _MEMORY = (
 _MAX_RANKS = 8
 _SMALLEST_SHARE = 0.005
 
-# Columns of memory; ``peak`` is of tensors on the device, where not all parts are at their largest at once.
+# Columns of the memory table. ``peak`` is the maximum of all tensors on the device; the parts may reach theirs at other times.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 
 _MIB = 2**20
 _NOTABLE_BYTES = 100 * _MIB
-# DeepSpeed's usual bucket is of 500 million numbers, however small the model.
+# DeepSpeed's default bucket has 500 million elements, however small the model.
 _BUFFERS = (
     "  buffers",
     "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
@@ -45,9 +45,9 @@ _KEY_OF = {**{part: f"{part}_bytes" for part in PARTS}, "peak": "tensors_peak_by
 def summary_rows(
     document: Mapping[str, Any], predicted: Sequence[Mapping[str, float]] = ()
 ) -> list[tuple[str, str]]:
-    """Return name and text of each line; none for a run of one batch.
+    """Return (name, text) of each summary line; [] for a run of one batch.
 
-    ``predicted`` has bytes of memory by part of each stage, from a dry run.
+    ``predicted`` has one mapping per pipeline stage: part of the memory -> bytes that a dry run predicted.
     """
     if not document.get("num_batches"):
         return []
@@ -56,7 +56,7 @@ def summary_rows(
     rows = [("speed", _speed(document, batch_ms)), ("step time", _parts(document, ranks))]
     own_work = [sum(parts.get(name, 0.0) for name in _OWN_WORK) for parts in ranks]
     slow = slowest_rank(own_work, batch_ms)
-    # Stages of a pipeline do different things.
+    # Pipeline stages do different work, so their times are not compared.
     if slow is not None and not any("stages_ms" in parts for parts in ranks):
         others = statistics.median_low(own_work)
         rows.append(
@@ -158,7 +158,7 @@ def _bytes(value: int) -> str:
 
 
 def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return bytes by part of a rank's counters; empty if they were not measured."""
+    """Return memory part -> bytes from a rank's counters; empty if not measured."""
     found = {part: counters.get(key) for part, key in _KEY_OF.items()}
     if found["parameters"] is None:
         return {}
@@ -171,12 +171,12 @@ def memory_rows(
     *,
     shows_all: bool = False,
 ) -> list[tuple[str, str]]:
-    """Return name and text of each line; none without measured memory.
+    """Return (name, text) of each row of the memory table; [] without measured memory.
 
     Args:
-        ranks: counters by rank, as samples have them.
-        predicted: bytes by part of each stage, of one stage without a pipeline; empty without a prediction.
-        shows_all: show every rank, rather than rank 0 and the one with the most memory.
+        ranks: ``RankSample.memory_bytes`` by rank.
+        predicted: memory part -> predicted bytes, per pipeline stage (one without a pipeline); empty without a prediction.
+        shows_all: show every rank, not only the first one and the one with the most memory.
     """
     measured = {rank: found for rank, one in enumerate(ranks) if (found := parts_of(one))}
     if not measured:

@@ -1,1 +1,1 @@
-"""Run a function or a script on several CPU ranks, for tests of users too."""
+"""Test helpers, also for users: run a function or script on several CPU ranks."""

@@ -1,4 +1,4 @@
-"""Run a real master in a test: ``dstrial up`` with its own state, login and port."""
+"""Run a real master in a test: ``dstrial up`` with separate state, login and port."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _DEADLINE_S = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterForTest:
-    """A master that runs for a test.
+    """A running master of a test, with commands against it.
 
     Attributes:
-        state: its state directory.
+        state: the master's state directory.
         env: variables with which ``det``, the SDK and ``dstrial`` connect to this master only.
         up_arguments: arguments of ``dstrial up``, for a restart.
     """
@@ -54,7 +54,7 @@ class MasterForTest:
         return self.record.address
 
     def client(self, username: str = "determined") -> Client:
-        """Log a user in and return a client."""
+        """Log in as a user and return a REST client of this master."""
         return Client(self.address, new_token(self.record, username))
 
     def password(self, username: str = "determined") -> str:

@@ -1,7 +1,7 @@
 """Run a function or script on several CPU ranks, in processes, with a deadline.
 
-For tests of your own distributed code, without a launcher. Ranks get torchrun's variables; processes that
-they leave behind are killed. ::
+For tests of your own distributed code, without a launcher. Ranks get torchrun's variables. Processes that
+the ranks leave behind are killed. ::
 
     def mean_rank(offset):
         ...
@@ -40,7 +40,7 @@ class RankResult:
 
     Attributes:
         rank: the rank's number.
-        exit_code: as in ``subprocess``: negative if a signal ended the rank.
+        exit_code: exit code as in ``subprocess``, negative if a signal ended the rank.
         stdout: the rank's standard output.
         stderr: the rank's standard error.
         value: the function's return value; None for a script or a failed rank.
@@ -78,13 +78,13 @@ def run_function(
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> list[RankResult]:
-    """Call a function on every rank and return its values.
+    """Call a function on every rank and return the ranks' results.
 
     Args:
-        function: defined at the top level of a file, which every rank imports.
+        function: a function defined at the top level of a file, which every rank imports.
         num_ranks: number of ranks, on this machine.
         args: picklable arguments, the same for all ranks.
-        deadline_s: seconds after which the ranks are killed and their stacks shown.
+        deadline_s: seconds after which the ranks are killed and their stacks printed.
         env: further variables; they override the rank's own variables.
         check: whether a failing rank raises an error.
 

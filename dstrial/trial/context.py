@@ -1,4 +1,4 @@
-"""The context of a trial: configuration, position, registration of engines."""
+"""The trial's context: hyperparameters, engine registration, batch and epoch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
-    """Descriptor for a private attribute of Determined's context."""
+    """Maps a private attribute of Determined's context to one of ``TrialRuntime``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -131,7 +131,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
         """Reduce the values collected by the wrapped reducers on all ranks.
 
-        For training this includes values from ranks that no longer exist, if the run resumed with fewer ranks.
+        If the run resumed with fewer ranks, training metrics include the saved values of the missing ranks.
 
         Returns:
             Metric name -> result of ``cross_slot_reduce``, equal on every rank.
@@ -157,9 +157,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def wrap_model_engine(self, model: Any) -> Any:
         """Register a DeepSpeed engine for training and checkpoints, and check its config.
 
-        The whole configuration check is repeated with the engine's actual sizes. The first engine determines the
-        batch sizes and, if it is a pipeline, which ranks read records and report metrics. In a resumed run an
-        engine keeps its ``train_batch_size``: if the config gives another one, micro batch and accumulation change.
+        The check uses the engine's actual parallel sizes. The first engine determines the batch sizes. If it is a
+        pipeline engine, it also determines which ranks read records and report metrics. A resumed run keeps the saved
+        ``train_batch_size``: if the config gives another one, micro batch size and accumulation steps change.
 
         Args:
             model: the engine, the first result of ``deepspeed.initialize``.
@@ -169,8 +169,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             iterator; they then use the trial's loader.
 
         Raises:
-            ConfigError: the DeepSpeed config is invalid for these sizes, or a search varies a section of it that an
-            argument of ``deepspeed.initialize`` overrides.
+            ConfigError: the DeepSpeed config is invalid for these sizes, or a hyperparameter search varies a config
+            section that an argument of ``deepspeed.initialize`` overrides.
 
         Ranks: all, with the engines in the same order.
         """
@@ -206,7 +206,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Set the batch size of the resumed run; return the config's original values."""
+        """Set the checkpoint's batch sizes on the engine; return the config's settings."""
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
@@ -232,7 +232,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 logger.warning("%s", warning)
 
     def _check_overruled(self, engine: Any) -> None:
-        """Warn of config sections overridden by arguments; reject a search over them."""
+        """Warn of config sections that ``deepspeed.initialize`` arguments override.
+
+        Raises:
+            ConfigError: a hyperparameter search varies an overridden section.
+        """
         given = {"optimizer": engine.client_optimizer, "scheduler": engine.client_lr_scheduler}
         for section, client in given.items():
             if client is None or not engine.config.get(section):
@@ -260,7 +264,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 raise ConfigError([problem])
 
     def _searched_below(self, section: str, engine: Any) -> list[str]:
-        """Return searched values of a section that the engine does not use."""
+        """Return the searched values in a config section that the engine does not use."""
         specs = (self._runtime.exp_conf or {}).get("hyperparameters") or {}
         hparams = self._runtime.given_hparams or {}
         found = []
@@ -271,10 +275,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return found
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """Set the unit of custom model parallelism, once, after wrapping the first engine.
+        """Set the rank layout for custom model parallelism; call it once.
 
         Raises:
-            TrialContractError: no engine is wrapped yet, or the method was called before.
+            TrialContractError: no engine is wrapped yet, or ``set_mpu`` was called before.
         """
         if not self.models:
             raise InvalidTrialError(
@@ -299,11 +303,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._use_pipeline_parallel
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Call ``train_batch`` once per batch, to train on all micro batches itself."""
+        """Let ``train_batch`` train all micro batches of a batch in one call."""
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow other loaders; order, sharding and resuming are then the user's task."""
+        """Allow any loader class; the user then does shuffling, sharding and resuming."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
@@ -314,16 +318,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.adapters[0]
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the records per forward pass of a replica, from the first engine."""
+        """Return the first engine's number of records per forward pass of a replica."""
         return self._first_adapter("the micro batch size").micro_batch_size
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return a replica's micro batches per batch, from the first engine."""
+        """Return the first engine's number of micro batches per batch of a replica."""
         return self._first_adapter("the number of micro batches").micro_batches_per_batch
 
     @property
     def _train_micro_batch_size_per_gpu(self) -> int | None:
-        """Determined's private attribute, used by some trials; None without an engine."""
+        """Micro batch size under Determined's private name; None without an engine."""
         return self._runtime.adapters[0].micro_batch_size if self._runtime.adapters else None
 
     @property
@@ -332,7 +336,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     @property
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Deprecated: ``get_train_micro_batch_size_per_gpu()``."""
+        """Deprecated alias of ``get_train_micro_batch_size_per_gpu()``."""
         warnings.warn(
             "train_micro_batch_size_per_gpu is deprecated; use get_train_micro_batch_size_per_gpu()",
             FutureWarning,
@@ -342,7 +346,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     @property
     def num_micro_batches_per_slot(self) -> int:
-        """Deprecated: ``get_num_micro_batches_per_slot()``."""
+        """Deprecated alias of ``get_num_micro_batches_per_slot()``."""
         warnings.warn(
             "num_micro_batches_per_slot is deprecated; use get_num_micro_batches_per_slot()",
             FutureWarning,
@@ -353,10 +357,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- data ----------------------------------------------------------------------------------------
 
     def to_device(self, data: Any) -> pytorch.TorchData:
-        """Move tensors and arrays, in lists, tuples and dicts too, to this rank's device.
+        """Move tensors and arrays, also nested ones, to this rank's device.
 
-        Tensors in pinned memory, as from ``dstrial.DataLoader``, are copied asynchronously: do not overwrite your own pinned
-        memory before the copy is complete. Objects that cannot be moved are returned unchanged, with one warning per type.
+        Containers may be lists, tuples and dicts. Tensors in pinned memory, as from ``dstrial.DataLoader``, are copied
+        asynchronously: do not overwrite pinned memory before its copy is complete. Other objects are returned unchanged, with
+        one warning per type.
         """
         return to_device(data, self.device, self._to_device_warned_types)
 
@@ -384,12 +389,12 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return batch_idx % epoch_len == epoch_len - 1
 
     def current_train_epoch(self) -> int:
-        """Return the epoch of the current batch, from 0, over the whole run."""
+        """Return the epoch number of the current batch, counted from 0 over the whole run."""
         batch_idx, epoch_len = self._position()
         return batch_idx // epoch_len
 
     def current_train_batch(self) -> int:
-        """Return the current batch, from 0, over the whole run."""
+        """Return the current batch's number, counted from 0 over the whole run."""
         if self._runtime.current_batch_idx is None:
             raise NotTrainingError(
                 "the position is asked for before training; expected during train_batch. Read it there."
@@ -397,13 +402,13 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.current_batch_idx
 
     def get_initial_batch(self) -> int:
-        """Return the number of batches trained before this allocation."""
+        """Return the number of batches that were trained before this process started."""
         return self._runtime.steps_completed
 
     # ---- configuration -------------------------------------------------------------------------------
 
     def get_experiment_config(self) -> dict[str, Any]:
-        """Return the experiment config; ``ValueError`` if ``init`` was called without one."""
+        """Return the experiment config; ``ValueError`` if ``init`` was given none."""
         if self._runtime.exp_conf is None:
             raise ValueError("there is no experiment config; pass exp_conf to dstrial.init().")
         return self._runtime.exp_conf
@@ -413,7 +418,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return dict(self.get_experiment_config().get("data") or {})
 
     def get_hparams(self) -> dict[str, Any]:
-        """Return all hyperparameters; ``ValueError`` if ``init`` was called without them."""
+        """Return all hyperparameters; ``ValueError`` if ``init`` was given none."""
         if self._runtime.hparams is None:
             raise ValueError("there are no hyperparameters; pass hparams to dstrial.init().")
         return self._runtime.hparams
@@ -438,11 +443,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Return a config for ``deepspeed.initialize``, with overwrites and batch sizes.
 
         Unlike ``overwrite_deepspeed_config``, it computes every batch size that is missing or ``"auto"`` for the current
-        number of replicas. A resumed run keeps its ``train_batch_size``.
+        number of replicas. A resumed run keeps the checkpoint's ``train_batch_size``.
 
         Args:
-            name: hyperparameter with the path of the JSON, or the config itself.
-            overwrite: hyperparameter with overwrites for the config; may be missing.
+            name: the hyperparameter that has the config, or the path of its JSON file.
+            overwrite: the hyperparameter that has overwrites for the config; may be missing.
             model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. None means
             ``pipeline_stages`` times ``model_parallel_size`` of ``data.dstrial``, as in ``dstrial check``.
 
@@ -475,9 +480,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return resolve_batch(merged, data_parallel_size) if kept is None else kept
 
     def get_global_batch_size(self) -> int:
-        """Return ``global_batch_size``, rounded down to a multiple of the slots.
+        """Return hyperparameter ``global_batch_size``, rounded to a multiple of the slots.
 
-        This is not DeepSpeed's batch size, which is in its config.
+        The value is rounded down. DeepSpeed does not use it: its batch size is ``train_batch_size`` of the DeepSpeed config.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -494,15 +499,15 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._per_slot_batch_size
 
     def get_experiment_id(self) -> int:
-        """Return the experiment's number; 0 off a cluster."""
+        """Return the experiment's number on the master; 0 without a master."""
         return int(self._runtime.core.train._exp_id)  # Determined has no public name for it
 
     def get_trial_id(self) -> int:
-        """Return the trial's number; 0 off a cluster."""
+        """Return the trial's number on the master; 0 without a master."""
         return int(self._runtime.core.train._trial_id)
 
     def get_trial_seed(self) -> int:
-        """Return the trial's seed; raise an error if none is configured."""
+        """Return the trial's seed; ``NoSeedError`` if none is configured."""
         if self._runtime.trial_seed is None:
             raise NoSeedError(
                 "there is no trial seed; set reproducibility.experiment_seed in the experiment config."
@@ -516,10 +521,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return pathlib.Path(self._runtime.core.train.get_tensorboard_path())
 
     def get_tensorboard_writer(self) -> Any:
-        """Return this rank's TensorBoard ``SummaryWriter``, created at the first call."""
+        """Return this rank's ``SummaryWriter``; the first call creates it."""
         with _making_writer:  # user code and the report writer may call this from different threads
             if self._runtime.tensorboard_writer is None:
-                # Slow import of boto3, fsspec and protobuf: half of the cost of a first report.
+                # TensorBoard imports boto3, fsspec and protobuf: half of the cost of a first report.
                 with collector.paused():
                     from torch.utils.tensorboard import SummaryWriter
 
@@ -537,9 +542,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.writes_tensorboard
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
-        """Profile with ``torch.profiler.profile``; the loop steps it after every batch.
+        """Profile the training with ``torch.profiler.profile(*args, **kwargs)``.
 
-        All arguments are passed to the profiler; traces are written to the TensorBoard directory.
+        The loop steps the profiler after every batch. Traces are written to the TensorBoard directory.
         """
         handler = torch.profiler.tensorboard_trace_handler(str(self.get_tensorboard_path()))
         self.profiler = torch.profiler.profile(*args, on_trace_ready=handler, **kwargs)
@@ -551,7 +556,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Request, on any rank, that all ranks save a checkpoint and stop."""
+        """Request that all ranks save a checkpoint and stop; one rank's request is enough."""
         if not isinstance(stop_requested, bool):
             raise AssertionError("stop_requested must be a boolean")
         if stop_requested:
@@ -560,7 +565,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
 
 def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
-    """Return a context's internal state, for the loop, the trainer and integrations."""
+    """Return a context's internal state; for the loop, trainer and integrations only."""
     return context._runtime
 
 

@@ -14,7 +14,7 @@ from dstrial.errors import TrialContractError
 
 # Determined's class is a BaseException; TrialContractError as first base makes this class an Exception.
 class InvalidTrialError(TrialContractError, errors.InvalidExperimentException):  # type: ignore[misc]  # untyped
-    """No engine is wrapped, or metrics have no names (``InvalidExperimentException``)."""
+    """The trial is invalid, for example no engine (``InvalidExperimentException``)."""
 
 
 class MetricNamesError(InvalidTrialError, ValueError):
@@ -26,7 +26,7 @@ class SearcherMetricError(TrialContractError, RuntimeError):
 
 
 class ForeignLoaderError(TrialContractError, RuntimeError):
-    """A data loader's order is not reproducible (``RuntimeError``)."""
+    """A loader is not ``dstrial.DataLoader`` and was not allowed (``RuntimeError``)."""
 
 
 class FullDatasetError(TrialContractError, TypeError):
@@ -46,13 +46,13 @@ class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
 
 
 class NotTrainingError(TrialContractError, _Internal):
-    """The position was requested before training (``InternalException``)."""
+    """Batch or epoch number was requested before training (``InternalException``)."""
 
     __init__ = _Internal.__init__
 
 
 class NoSeedError(_Internal, ValueError):
-    """No trial seed is configured (``InternalException``)."""
+    """No trial seed is configured (``InternalException`` and ``ValueError``)."""
 
 
 for _class in (

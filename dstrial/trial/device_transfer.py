@@ -1,4 +1,4 @@
-"""A data loader with pinned memory, and asynchronous copies to the device."""
+"""``DataLoader`` with pinned memory; ``to_device`` with asynchronous copies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
 
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
-    """Determined's ``DataLoader``, with pinned memory if an accelerator is used.
+    """Determined's ``DataLoader``, which pins memory if there is an accelerator.
 
-    ``context.to_device`` then copies records while the device computes. ``pin_memory=None`` pins if records go to an
-    accelerator. All other arguments and their defaults are those of ``determined.pytorch.DataLoader``.
+    With pinned memory, ``context.to_device`` copies records while the device computes. An explicit ``pin_memory`` is obeyed.
+    All other arguments and their defaults are those of ``determined.pytorch.DataLoader``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships 
 
 
 def should_pin() -> bool:
-    """Return whether to pin memory: if torch has an accelerator other than MPS.
+    """Return whether pinned memory is useful: torch has an accelerator other than MPS.
 
     Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without an accelerator ``pin_memory=True`` warns.
     """
@@ -75,9 +75,9 @@ def should_pin() -> bool:
 def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
     """Move tensors and arrays, nested in lists, tuples and dicts, to a device.
 
-    Tensors in pinned memory are copied asynchronously: later device work is queued behind the copy, and torch keeps the memory
-    until then. Other tensors are copied by ``.to(device)``. Other objects are moved by their own ``to`` method; each type that
-    cannot be moved causes one warning and is added to ``warned_types``.
+    Tensors in pinned memory are copied asynchronously: later device work waits for the copy, and torch keeps the pinned memory
+    until the copy is done. Other tensors are copied by ``.to(device)``. Other objects are moved by their ``to`` method. A type
+    without that method causes one warning and is added to ``warned_types``.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=_is_pinned(value, device))
@@ -95,7 +95,7 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
         return torch.from_numpy(value).to(device)
     if callable(getattr(value, "to", None)):
         return _moved_by_itself(value, device)
-    return pytorch.to_device(value, device, warned_types)  # warns
+    return pytorch.to_device(value, device, warned_types)  # this call logs the warning
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -104,7 +104,7 @@ def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> Any:
-    """Move an object by its ``to`` method; mappings of pinned tensors asynchronously."""
+    """Move an object by its ``to`` method; a mapping of pinned tensors asynchronously."""
     held = list(value.values()) if isinstance(value, Mapping) else []
     if held:
         tensors = [item for item in held if isinstance(item, torch.Tensor)]

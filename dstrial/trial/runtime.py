@@ -1,4 +1,4 @@
-"""State of a trial's context for loop, trainer and integrations; a rank's roles."""
+"""Internal state of a trial's context (``TrialRuntime``), and a rank's roles."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger = logging.getLogger("dstrial.trial")
 class ModelParallelUnit:
     """This rank's replica and roles in a model-parallel job.
 
-    Create one and pass it to ``context.set_mpu`` only for model parallelism outside DeepSpeed. Data-parallel
-    and pipeline engines get theirs when they are wrapped.
+    Pass an instance to ``context.set_mpu`` only for model parallelism outside DeepSpeed. For data-parallel and
+    pipeline engines, ``context.wrap_model_engine`` creates the unit.
 
     Attributes:
         data_parallel_rank: index of this rank's replica, from 0.
         data_parallel_world_size: number of replicas.
         should_report_metrics: whether this rank's results of ``train_batch`` and ``evaluate_batch`` are used. In
         a pipeline this is true on the last stage, which has the loss.
-        should_build_data_loader: whether this rank reads records: the first and last stage of a pipeline.
+        should_build_data_loader: whether this rank reads records. In a pipeline the first and last stage do.
     """
 
     data_parallel_rank: int
@@ -44,7 +44,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParallelUnit:
-    """Return the unit in which every rank is a replica."""
+    """Return the unit of pure data parallelism, in which every rank is a replica."""
     return ModelParallelUnit(
         data_parallel_rank=dist_context.get_rank(),
         data_parallel_world_size=dist_context.get_size(),
@@ -75,22 +75,22 @@ class TrialRuntime:
 
     Attributes:
         core: Determined's Core API, on a cluster or on a run directory; already entered.
-        engines: in the order of wrapping; the same list as ``context.models``.
+        engines: the wrapped engines, in the order of wrapping; the same list as ``context.models``.
         given_settings: ``EngineRecord.given`` of each engine.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
-        reductions_of_absent_ranks: values of training reducers for the next report, from each rank that wrote the checkpoint
-        but no longer exists.
-        given_hparams: hyperparameters as given; None if there are none.
+        reductions_of_absent_ranks: training reducers' values for the next report, from ranks that wrote the checkpoint but no
+        longer exist.
+        given_hparams: hyperparameters as given by the user; None without any.
         hparams: hyperparameters for the trial, with the batch size of the resumed checkpoint.
-        trial_seed: None off a cluster where no seed is configured.
-        steps_completed: batches trained before this allocation.
+        trial_seed: the trial's seed; None without a cluster and without a configured seed.
+        steps_completed: batches trained before this process, or in the checkpoint that ``fit`` resumes from.
         resumed: the checkpoint whose batch size the run keeps; None for a new run.
         mpu: this rank's replica and roles.
         accumulates_itself: whether ``train_batch`` trains a whole batch (``disable_auto_grad_accumulation``).
-        stop_signals: stop requests to this process; None if they are not collected.
-        own_run: the run directory that this script records itself, on the chief; None otherwise.
-        is_own_run: whether such a directory exists, equal on every rank.
-        current_batch_idx: the current batch, 0-based over the whole run; None before training.
+        stop_signals: stop signals to this process; None if nothing collects them.
+        own_run: the run directory whose record this script writes, on the chief; None otherwise.
+        is_own_run: whether this script writes a run directory's record; equal on all ranks.
+        current_batch_idx: the current batch, counted from 0 over the whole run; None before training.
         epoch_length: batches per epoch; None if not yet known or if the loader has no length.
     """
 
@@ -128,7 +128,7 @@ class TrialRuntime:
 
     @property
     def adapter(self) -> EngineAdapter:
-        """Adapter of the first engine, which defines the batches."""
+        """Adapter of the first engine, which determines the batch sizes."""
         return self.adapters[0]
 
     @property
@@ -144,12 +144,12 @@ class TrialRuntime:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether every replica must call forward equally often, because of any engine."""
+        """Whether an engine requires all replicas to call forward equally often."""
         return any(adapter.forward_is_collective for adapter in self.adapters)
 
     @property
     def kept_reports(self) -> LocalTrainContext | None:
-        """The train context that keeps reports in a run directory; None without one."""
+        """The train context that writes reports to a run directory; None without one."""
         train = self.core.train
         return train if isinstance(train, LocalTrainContext) else None
 
@@ -161,7 +161,7 @@ class TrialRuntime:
 
     @property
     def is_measured(self) -> bool:
-        """Whether dsat measures this trial, with instruments of its own."""
+        """Whether dsat measures this trial; dstrial's own instruments are then off."""
         return bool((self.hparams or {}).get(AROUND_FIT_KEY))
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
@@ -173,12 +173,12 @@ class TrialRuntime:
             adapter.set_training(training)
 
     def newest_checkpoint(self) -> str | None:
-        """Return the uuid of the newest checkpoint of a run off a cluster.
+        """Return the uuid of the newest checkpoint of a run without a cluster.
 
-        None for a script's own run without a checkpoint: the same script starts and resumes a run.
+        None if the script itself created the run and no checkpoint exists: the same script starts and resumes a run.
 
         Raises:
-            CheckpointNotFoundError: no checkpoint is complete, or the launcher requests a resume without one.
+            CheckpointNotFoundError: the run has no complete checkpoint, although one is expected.
         """
         newest = self.core.checkpoint.newest()
         if newest is None and self.is_own_run and not any(self.core.run_directory.checkpoints_path.iterdir()):
@@ -198,7 +198,7 @@ class TrialRuntime:
             writer.close()
 
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return a checkpoint's metadata, with which a resumed run compares its config."""
+        """Return checkpoint metadata, with which a resumed run compares its config."""
         saved = self.resumed.saved.engines if self.resumed is not None else ()
         engines = []
         for idx, (layout, given) in enumerate(zip(layouts, self.given_settings, strict=True)):

@@ -1,4 +1,4 @@
-"""DeepSpeedTrial, the base class of user trials, whose methods the loop calls."""
+"""``DeepSpeedTrial``, the base class of user trials; the loop calls its methods."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dstrial.trial.context import DeepSpeedTrialContext
 
 
 def tokens_in(micro_batch: Any) -> int | None:
-    """Return the elements of ``input_ids``, padding included; None without it.
+    """Return the number of elements of ``input_ids``, padding included, or None.
 
-    Other integer tensors are not assumed to be tokens.
+    None if the micro batch has no ``input_ids``: other integer tensors may not be tokens.
     """
     if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
         micro_batch = micro_batch[0]
@@ -30,7 +30,7 @@ def tokens_in(micro_batch: Any) -> int | None:
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Makes Determined's harness fail with a message on how to start a dstrial trial."""
+    """Makes Determined's harness fail with a message that tells the right entrypoint."""
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook
@@ -41,13 +41,13 @@ class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined 
 
 
 class Checkpointable:
-    """Base of objects saved with a context's engines: trials and library adapters."""
+    """Base class of trials and adapters, which save and load a context's engines."""
 
     _saves_engines_by_tag = False
     """Whether an overridden ``save`` still writes every engine through DeepSpeed with tag ``_engine_tag``."""
 
     def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:
-        """Write all engines under ``path``, engine *i* as tag ``model<i>``. Ranks: all.
+        """Write all engines below ``path``, engine *i* with tag ``model<i>``. Ranks: all.
 
         Override this method to save more state; then override ``load`` too.
         """
@@ -64,19 +64,19 @@ class Checkpointable:
             state.load_engine(engine, load_path, f"model{engine_idx}")
 
     def _engine_tag(self, engine_idx: int) -> str:
-        """Return DeepSpeed's tag for an engine in ``save``."""
+        """Return the DeepSpeed checkpoint tag under which ``save`` writes an engine."""
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Load the state that ``save`` wrote besides the engines, which are resharded."""
+        """Load only the non-engine state of ``save``; used if engines are resharded."""
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it
-    """A model, its data and its steps, for training with DeepSpeed.
+    """Base class of a trial: model, loaders, training and evaluation steps.
 
     In the subclass's ``__init__`` call ``deepspeed.initialize`` and pass every engine to
-    ``context.wrap_model_engine``. Define the loaders, a training step and an evaluation step. The loop does the
-    rest: accumulation, epochs, metrics over all ranks, validation, checkpoints, stopping.
+    ``context.wrap_model_engine``. Define the loaders, a training step and an evaluation step. The loop handles
+    accumulation, epochs, metrics over all ranks, validation, checkpoints and stopping.
 
     Example::
 
@@ -110,8 +110,9 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
     ) -> torch.Tensor | dict[str, Any]:
         """Train on one micro batch, or on one whole batch.
 
-        Data parallel: read one micro batch, forward, ``backward``, ``step``; it is called ``gradient_accumulation_steps`` times
-        per batch. Pipeline: ``self.model_engine.train_batch()``. Manual accumulation: all micro batches of the batch.
+        Data parallel: read one micro batch, call forward, ``backward`` and ``step``. The loop calls the method
+        ``gradient_accumulation_steps`` times per batch. Pipeline: call ``self.model_engine.train_batch()``. After
+        ``disable_auto_grad_accumulation()``: train all micro batches of the batch in one call.
 
         Args:
             dataloader_iter: endless iterator over this replica's micro batches; None on ranks without a loader.
@@ -119,23 +120,23 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
             batch_idx: index of this batch (optimizer step), from 0, counted over the whole run.
 
         Returns:
-            Metric name -> value, or only a loss, which is reported as ``loss``. Do not convert tensors: they stay
-            on the device and are averaged over micro batches and replicas at the next report.
+            Metric name -> value, or only a loss tensor, which is reported as ``loss``. Do not convert tensors: they
+            stay on the device and are averaged over micro batches and replicas at the next report.
 
         Ranks: all. Results of ranks that do not report metrics are ignored.
         """
 
     @abc.abstractmethod
     def build_training_data_loader(self) -> Any:
-        """Return the training records as a ``DataLoader`` of micro batches.
+        """Return the training records as a ``dstrial.DataLoader`` of micro batches.
 
-        Its ``batch_size`` is ``context.get_train_micro_batch_size_per_gpu()``. Another kind of loader needs
+        Its ``batch_size`` must be ``context.get_train_micro_batch_size_per_gpu()``. Another class of loader needs
         ``context.disable_dataset_reproducibility_checks()``. Ranks: those that read records.
         """
 
     @abc.abstractmethod
     def build_validation_data_loader(self) -> Any:
-        """Return the validation records as a ``DataLoader``; None for no validation."""
+        """Return the validation records as a ``dstrial.DataLoader``, or None for none."""
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """Return callbacks by name; checkpoints store their state under these names."""
@@ -144,7 +145,7 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
     def evaluate_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, batch_idx: int
     ) -> dict[str, Any]:
-        """Evaluate one micro batch (in a pipeline: one round of them) without gradients.
+        """Evaluate one micro batch, in a pipeline several, without gradients.
 
         Args:
             dataloader_iter: iterator over this replica's validation micro batches; None on ranks without one.
@@ -166,26 +167,29 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         Returns:
             Metric name -> value for the whole set.
 
-        Ranks: the chief only, so this method does not work if a forward pass needs all ranks (ZeRO 3, pipelines).
+        Ranks: the chief only. The method cannot be used if a forward pass needs all ranks (ZeRO 3, pipelines).
         """
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
     def evaluation_reducer(self) -> pytorch.Reducer | dict[str, pytorch.Reducer]:
-        """Return the reducer of ``evaluate_batch``'s metrics.
+        """Return how ``evaluate_batch``'s metrics are combined over calls and ranks.
 
-        A dict has one ``Reducer`` per metric. ``AVG``, the default, is weighted by records.
+        A dict maps each metric name to a ``Reducer``. The default ``AVG`` is weighted by records.
         """
         return pytorch.Reducer.AVG
 
     def get_batch_length(self, batch: Any) -> int:
-        """Return the records in one item of a loader; override it for your own batch type."""
+        """Return the number of records in one item of a loader.
+
+        Override this method for a batch type of your own.
+        """
         return int(pytorch.data_length(batch))
 
     def get_num_tokens(self, batch: Any) -> int | None:
         """Return the number of tokens in one item of the training loader.
 
-        Used for tokens per second; None if unknown. The default is the number of elements of ``input_ids``, padding included, if
-        the item is a mapping with this key. Called for every micro batch before it is on the device, so it should be fast. Not in
-        Determined.
+        Used for tokens per second; None if unknown. The default is the number of elements of ``input_ids``, padding included,
+        if the item is a mapping with this key. The loop calls this method for every micro batch before the copy to the device,
+        so it should be fast. Not in Determined.
         """
         return tokens_in(batch)

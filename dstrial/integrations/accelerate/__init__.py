@@ -1,4 +1,4 @@
-"""Integrate Accelerate: ``Reporter`` for loops, ``convert`` for config files.
+"""Accelerate integration: ``Reporter`` for loops, ``convert`` for config files.
 
 ``Reporter`` is imported at its first use, because it needs accelerate and deepspeed; ``convert`` needs neither.
 """

@@ -1,4 +1,4 @@
-"""Save, load and reshard the state of an ``Accelerator``; check its setup."""
+"""Save, load and reshard the state of an ``Accelerator``; require DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
 class AcceleratorCheckpoint(Checkpointable):
-    """Saves and loads with the prepared accelerator's ``save_state``, ``load_state``.
+    """Saves and loads through ``save_state`` and ``load_state`` of an accelerator.
 
     Source: accelerate 1.15 ``Accelerator.save_state``: engine *i* under the tag ``pytorch_model`` or ``pytorch_model_<i>``,
         schedulers that DeepSpeed does not own, samplers, registered objects and random states beside them.
@@ -52,7 +52,7 @@ class AcceleratorCheckpoint(Checkpointable):
         self._count_scheduler_steps_of(len(list(load_path.glob(_RANDOM_STATES))))
 
     def _count_scheduler_steps_of(self, num_saved: int) -> None:
-        """Rescale schedulers that ``AcceleratedScheduler`` steps once per process."""
+        """Rescale schedulers' step counts from ``num_saved`` to the current processes."""
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
             return
@@ -81,7 +81,7 @@ class AcceleratorCheckpoint(Checkpointable):
 def require_deepspeed_on_all_ranks(
     accelerator: Any, identity: RankIdentity, environ: Mapping[str, str]
 ) -> None:
-    """Refuse an accelerator that sees other ranks or does not use DeepSpeed."""
+    """Raise if the accelerator has other ranks than launched, or no DeepSpeed."""
     if accelerator.num_processes != identity.world_size:
         raise RankError(
             f"accelerator.num_processes is {accelerator.num_processes}; expected {identity.world_size}, the ranks that were "
@@ -110,7 +110,10 @@ def require_deepspeed_on_all_ranks(
 
 
 def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
-    """Return an accelerator's engines in their order; TrialContractError without any."""
+    """Return the accelerator's DeepSpeed engines, in the order of preparation.
+
+    TrialContractError if there is none, or if a prepared model is no DeepSpeed engine.
+    """
     models = list(accelerator._models)
     if not models:
         raise TrialContractError(
@@ -128,7 +131,7 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """Make ``save_state`` write into its argument, not into a numbered directory.
+    """In the block, ``save_state`` writes into its argument, not a numbered directory.
 
     Source: accelerate 1.15 ``Accelerator.save_state``, which ignores its directory with ``automatic_checkpoint_naming``.
     """
@@ -155,7 +158,7 @@ def _loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
-    """Return a ``load_checkpoint`` that raises if files are missing; DeepSpeed warns."""
+    """Return a ``load_checkpoint`` that raises, not warns, if files are missing."""
     load = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -171,5 +174,5 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Do nothing, because the engine is loaded already."""
+    """Stand-in for ``load_checkpoint`` on an engine that is already loaded."""
     return None, {}

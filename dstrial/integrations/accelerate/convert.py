@@ -19,19 +19,20 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 JSON_NAME, YAML_NAME = "ds_config.json", "experiment.yaml"
 MARK = "CHOOSE"
-"""The word in the comment of every line that the Accelerate config could not decide."""
+"""Word that marks, in the comments of the YAML, every line whose value the user must choose."""
 
 _SECTION = "deepspeed_config"
 _SECTIONS = (_SECTION, "dynamo_config", "fp8_config", "parallelism_config")
-_DEFAULT_STAGE = 2  # of DeepSpeedPlugin, accelerate 1.15
+_DEFAULT_STAGE = 2  # default of DeepSpeedPlugin, accelerate 1.15
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
 Status = Literal["json", "yaml", "variable", "left", "unknown", "nowhere"]
-"""Where a key is now: the DeepSpeed JSON, the experiment config, or a variable in it; left to the user, because no experiment
-says it; not known to accelerate 1.15; nowhere, because it asks for nothing or has no counterpart."""
+"""Where a converted key ends up. ``json``: the DeepSpeed JSON. ``yaml``: the experiment config. ``variable``: an environment
+variable in the experiment config. ``left``: the user must act. ``unknown``: accelerate 1.15 has no such key. ``nowhere``: the
+key has no effect or no counterpart."""
 
 Place: TypeAlias = tuple[Status, str]
-"""Where a key is now, and the key there or the reason."""
+"""A key's status, and the target key or the reason."""
 
 _NOTHING: Place = ("nowhere", "asks for nothing")
 
@@ -41,16 +42,16 @@ class Choices:
     """Settings that an Accelerate config does not have."""
 
     entrypoint: str | None  # the script with its arguments; None if unknown
-    micro_batch_size: int | None  # None to leave it to the script's loader
+    micro_batch_size: int | None  # None: the script's loader determines it
     name: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertedKey:
     key: str  # `section.key`
-    value: Any  # as in the file
+    value: Any  # value in the Accelerate config
     status: Status
-    explanation: str  # the key there, or the reason
+    explanation: str  # the target key, or the reason for the status
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,13 +60,14 @@ class Conversion:
 
     Attributes:
         config: the Accelerate config.
-        file: content of ``deepspeed_config_file``, which replaces the JSON; None without one.
+        choices: settings that the Accelerate config does not have.
+        file: content of ``deepspeed_config_file``, used as the DeepSpeed JSON; None without such a file.
         stage: ZeRO stage.
         slots: ranks of the job.
         deepspeed: the DeepSpeed JSON.
         variables: environment variables of the experiment.
         overwrites: ``overwrite_deepspeed_args`` of the experiment.
-        keys: every key of the Accelerate config.
+        keys: every key of the Accelerate config, with its status.
     """
 
     config: Mapping[str, Any]
@@ -80,7 +82,7 @@ class Conversion:
 
 
 class _RefusedError(Exception):
-    """A value that no experiment can have: what was expected, and how to correct it."""
+    """A value that cannot be converted. Arguments: the expected value, and a fix."""
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
@@ -94,11 +96,12 @@ def convert(
     label: str,
     deepspeed_file: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Convert an Accelerate config; ``choices`` has what it cannot say.
+    """Convert an Accelerate config into a DeepSpeed JSON and experiment settings.
 
-    ``label`` names the file in messages. ``deepspeed_file`` is the content of ``deepspeed_config.deepspeed_config_file``.
-    ConfigError if the file is not for DeepSpeed on one's own machines, has the old key ``fp16``, or a section, the ZeRO stage,
-    the precision or the number of processes is wrong.
+    ``choices`` has settings that the Accelerate config lacks. ``label`` names the config file in messages. ``deepspeed_file``
+    is the content of the file that ``deepspeed_config.deepspeed_config_file`` names. ConfigError if the config is for a backend
+    that DeepSpeed cannot replace or for a hosted service, has the old key ``fp16``, or if a section, the ZeRO stage, the
+    precision or the number of processes is wrong.
     """
     problems: list[ConfigProblem] = []
     made = Conversion(config, choices, deepspeed_file if is_deepspeed(config) else None)
@@ -163,7 +166,7 @@ def _place_of(made: Conversion, key: str, value: Any) -> Place:
 
 
 def _take(made: Conversion, key: str, value: Any) -> Place:
-    """Take over a key of ``_TAKEN``; return where it is now."""
+    """Convert a key of ``_TAKEN``, changing ``made``; return the key's new place."""
     if key == "mixed_precision":
         return _take_precision(made, value)
     if key == "fp16":
@@ -175,7 +178,7 @@ def _take(made: Conversion, key: str, value: Any) -> Place:
     if key.startswith("dynamo"):
         if str(value).upper() == "NO":
             return _NOTHING
-        # `TorchDynamoPlugin` reads each of them as ACCELERATE_DYNAMO_….
+        # `TorchDynamoPlugin` reads each `dynamo` key as a variable ACCELERATE_DYNAMO_….
         variable = f"ACCELERATE_DYNAMO_{key.rpartition('.')[2].removeprefix('dynamo_').upper()}"
         made.variables[variable] = str(value)
         return "variable", f"{variable}, with which Accelerate compiles DeepSpeed's engine"
@@ -230,7 +233,7 @@ def _take_precision(made: Conversion, value: Any) -> Place:
 
 
 def _take_into_json(made: Conversion, name: str, value: Any) -> Place:
-    """Take over a key of ``deepspeed_config``, whose ``zero_stage`` is known already."""
+    """Write a key of the ``deepspeed_config`` section into the DeepSpeed JSON."""
     stage, zero = made.stage, made.deepspeed["zero_optimization"]
     if name == "deepspeed_config_file":
         return _NOTHING if made.file is None else ("json", "its whole content")
@@ -266,7 +269,7 @@ def _take_into_json(made: Conversion, name: str, value: Any) -> Place:
     return "json", f"zero_optimization.{section}.device{extra}"
 
 
-# Keys of the section whose content the file of `deepspeed_config_file` replaces.
+# Keys of the section `deepspeed_config` that are ignored if `deepspeed_config_file` is given.
 _IN_JSON = (
     "zero_stage",
     _STEPS,
@@ -294,7 +297,7 @@ _TAKEN = frozenset(
         *(f"{_SECTION}.{name}" for name in ("deepspeed_config_file", *_IN_JSON)),
     }
 )
-"""Keys that ``_take`` takes over."""
+"""Keys that ``_take`` converts."""
 
 _OTHER_TYPES: Mapping[str, str] = {
     "FSDP": "torch's FSDP shards in another way than DeepSpeed; make a file with DeepSpeed, ZeRO stage 3",
@@ -308,7 +311,7 @@ _VARIABLES: Mapping[str, tuple[str, Any, str]] = {
     f"{_SECTION}.zero3_init_flag": ("ACCELERATE_DEEPSPEED_ZERO3_INIT", None, ""),
     f"{_SECTION}.deepspeed_moe_layer_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None, ""),
 }
-"""Key -> variable, the only value that sets it (None: all), and the variable's text (empty: the value)."""
+"""Key -> (environment variable, the key's value that sets it, text). None: every value sets it. "": the text is the value."""
 
 _FILTER = (
     "not part of an experiment: disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for `dstrial up`",
@@ -332,7 +335,7 @@ _LEFT: Mapping[str, tuple[Any, ...]] = {
     f"{_SECTION}.deepspeed_exclusion_filter": _FILTER,
     f"{_SECTION}.deepspeed_inclusion_filter": _FILTER,
 }
-"""Key that is left to the user -> reason, and the values that ask for nothing; ``section.*``: all keys of a section."""
+"""Key that the user must handle -> (reason, values without effect …). ``section.*`` means all keys of a section."""
 
 _ONE_LAUNCHER = "dstrial.launch starts the ranks, on the machines that the master or the cluster gives"
 _TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
@@ -360,7 +363,7 @@ _NOWHERE: Mapping[str, str] = {
         "dstrial.launch starts the ranks; under your own mpirun, start the script itself with it",
     ),
 }
-"""Key without a counterpart -> reason; ``section.*``: all keys of a section."""
+"""Key without a counterpart -> reason. ``section.*`` means all keys of a section."""
 
 _TEMPLATE = """\
 # Made of {source} by `dstrial convert accelerate`. Lines marked CHOOSE wait for your decision.
@@ -390,7 +393,7 @@ resources:
 
 
 def experiment_yaml(conversion: Conversion, source: str) -> str:
-    """Return an experiment config; its comment calls the Accelerate config ``source``."""
+    """Return the experiment config as YAML; its first comment names ``source``."""
     choices = conversion.choices
     entrypoint = _scalar(f"python3 -m dstrial.launch {choices.entrypoint or 'train.py'}")
     if choices.entrypoint is None:

@@ -16,7 +16,7 @@ _MICRO = BATCH_KEYS[1]
 
 
 def length_of(loader: Any) -> int:
-    """Return the micro batches of one epoch on this rank, at least 1."""
+    """Return the number of micro batches per epoch on this rank; DataError below 1."""
     try:
         length = len(loader)
     except TypeError:
@@ -32,7 +32,7 @@ def length_of(loader: Any) -> int:
 
 
 def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
-    """Return an epoch's batches, at least 1; equal on any number of ranks.
+    """Return the number of batches per epoch, at least 1, for any number of ranks.
 
     An incomplete last batch counts, unless the loader drops its last records.
     """
@@ -48,7 +48,7 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def require_equal_lengths(lengths: Sequence[int]) -> None:
-    """Refuse loaders of unequal lengths; index = rank."""
+    """Raise DataError unless all ranks' loader lengths are equal."""
     if len(set(lengths)) > 1:
         raise DataError(
             f"reporter.batches(loader): the loaders of ranks 0 to {len(lengths) - 1} have {', '.join(map(str, lengths))} micro "
@@ -57,7 +57,7 @@ def require_equal_lengths(lengths: Sequence[int]) -> None:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the DeepSpeed config's micro batch, or the script's own if it has none."""
+    """Return the DeepSpeed config's micro batch size, or ``own`` if it is "auto"."""
     size = accelerator.deepspeed_plugin.deepspeed_config.get(_MICRO)
     if isinstance(size, int):
         return size
@@ -68,9 +68,9 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Refuse loaders with the checkpoint's micro batch if the engine has another.
+    """Raise DataError if no loader has the engine's micro batch size ``now``.
 
-    ``loaders`` are all prepared loaders of the accelerator, the training loader among them.
+    Only checked if the checkpoint's size ``before`` differs from ``now``. ``loaders`` are all prepared loaders.
     """
     sizes = {size for loader in loaders if (size := _batch_size(loader)) is not None}
     if before is not None and before != now and sizes and now not in sizes:
@@ -94,7 +94,7 @@ def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
 
 
 def _drops_last(loader: Any) -> bool:
-    """Return whether the loader drops records that fill no micro batch on every rank."""
+    """Return whether the loader drops the last records if they do not fill all ranks."""
     places = (loader, getattr(loader, "batch_sampler", None))
     return any(bool(getattr(place, name, False)) for place in places for name in ("drop_last", "_drop_last"))
 

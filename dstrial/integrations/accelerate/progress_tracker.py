@@ -1,4 +1,4 @@
-"""Track the progress of an Accelerate loop: its length, and what is due."""
+"""Count an Accelerate loop's batches; compute its length and the due actions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TEST_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunSchedule:
-    """When a run reports, validates, saves and ends."""
+    """When a run reports, validates, saves and ends; read from the experiment config."""
 
-    length: pytorch.TrainUnit | None  # None if the config does not say
-    periods: Mapping[Boundary, Period | None]  # besides at the end; None for only then
+    length: pytorch.TrainUnit | None  # length of training; None if the config has none
+    periods: Mapping[Boundary, Period | None]  # a period of None: only at the end of training
     checkpoint_policy: Literal["best", "all", "none"]
-    metric: str | None  # the searcher's; None without a searcher
+    metric: str | None  # the searcher's metric; None without a searcher
     smaller_is_better: bool
-    saves_in_background: bool  # checksums, upload and registration of checkpoints
+    saves_in_background: bool  # whether checksums, upload and registration run in the background
 
     @classmethod
     def from_config(
@@ -48,7 +48,7 @@ class RunSchedule:
     ) -> RunSchedule:
         """Read an experiment config; the script's ``length`` takes precedence.
 
-        By default a run reports every 100 batches. ``global_batch_size`` converts lengths in records.
+        The default reporting period is 100 batches. ``global_batch_size`` converts lengths in records.
         """
         searcher = config.get("searcher") or {}
 
@@ -95,7 +95,7 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts a run's batches, and computes what is due; equal on all ranks."""
+    """Counts a run's batches and computes the due actions; equal on all ranks."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
@@ -106,7 +106,7 @@ class ProgressTracker:
         self._due: set[Boundary] = set()
 
     def begin(self, plan: RunSchedule, epoch_length: int | None) -> None:
-        """Set the schedule, and the checkpoint's ``epoch_length``."""
+        """Set the schedule and the checkpoint's ``epoch_length``; None if unknown."""
         self._plan = plan
         self._epoch_length = epoch_length
         self._count_total()
@@ -133,7 +133,7 @@ class ProgressTracker:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the next batch, from 0; 0 while an epoch's length is not known."""
+        """Epoch of the next batch, from 0; 0 while the epoch length is unknown."""
         return self.batches_trained // self._epoch_length if self._epoch_length else 0
 
     @property
@@ -142,7 +142,7 @@ class ProgressTracker:
 
     @property
     def is_over(self) -> bool:
-        """Whether training has reached its length or a stop."""
+        """Whether training has reached its length or was stopped."""
         return self.stopped is not None or self.is_at_end
 
     @property
@@ -166,7 +166,7 @@ class ProgressTracker:
 
     @property
     def pauses_training(self) -> bool:
-        """Whether anything but a report follows this batch."""
+        """Whether a validation, a checkpoint or the end follows this batch."""
         return bool(self._due - {Boundary.REPORT})
 
     def advance(self) -> int:

@@ -1,4 +1,4 @@
-"""``Reporter``: makes a training loop written with Accelerate a trial."""
+"""``Reporter``: run a training loop written with Accelerate as a trial."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dstrial.trial.context import runtime_of
 
 
 class Reporter:
-    """Makes a training loop written with Accelerate a trial. Needs accelerate 1.15.
+    """Runs a training loop written with Accelerate as a trial. Needs accelerate 1.15.
 
     Example::
 
@@ -47,15 +47,15 @@ class Reporter:
                 if reporter.should_validate:
                     reporter.report_validation(evaluate(model))
 
-    A batch is one optimizer step. Reports and checkpoints go to the master or cluster, or off a cluster to a run directory, as
-    for ``dstrial.init``. Training always ends with a checkpoint.
+    A batch is one optimizer step. As with ``dstrial.init``, reports and checkpoints go to the master or, without a cluster, to
+    a run directory. Training always ends with a checkpoint.
 
     Args:
-        accelerator: the script's accelerator, which uses DeepSpeed; need not be prepared yet.
+        accelerator: the script's accelerator, which must use DeepSpeed; ``prepare`` may be called later.
         length: how long to train, ``Batch(int)`` or ``Epoch(int)``; by default the searcher's length.
-        exp_conf: experiment config off a cluster; by default that of ``dstrial.launch --config``.
-        hparams: hyperparameters off a cluster; by default those of ``dstrial.launch --config``.
-        run_dir: run directory off a cluster; by default a new directory below ``./runs``.
+        exp_conf: experiment config without a cluster; by default that of ``dstrial.launch --config``.
+        hparams: hyperparameters without a cluster; by default those of ``dstrial.launch --config``.
+        run_dir: run directory without a cluster; by default a new directory below ``./runs``.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Reporter:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Save the last state, and report how training ended. Ranks: all, collectively."""
+        """Save the last state; report completion or stop. Ranks: all, collectively."""
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
             try:
@@ -130,7 +130,7 @@ class Reporter:
 
     @property
     def core_context(self) -> Any:
-        """Determined's Core API: the cluster's, or on a run directory."""
+        """Determined's core context, of the cluster or of a run directory."""
         return runtime_of(self._context).core
 
     @property
@@ -139,9 +139,9 @@ class Reporter:
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
-        """Return the DeepSpeed config's micro batch; if that is ``"auto"``, ``own``.
+        """Return the DeepSpeed config's micro batch size; ``own`` if that is ``"auto"``.
 
-        A loader of this size keeps a resumed run's batch on any number of ranks.
+        With a loader of this ``batch_size``, a resumed run keeps its batch size on any number of ranks.
         """
         return micro_batch_of(self._accelerator, own)
 
@@ -152,7 +152,7 @@ class Reporter:
 
     @property
     def batches_total(self) -> int | None:
-        """The run's batches; None before ``batches()`` if the length is in epochs."""
+        """Length of the run in batches; None before ``batches()`` if given in epochs."""
         return self._tracker.batches_total
 
     @property
@@ -172,7 +172,7 @@ class Reporter:
 
     @property
     def stopped(self) -> StopReason | None:
-        """Why training stopped before its length; None if it did not."""
+        """Why training stopped early; None while training or if it is complete."""
         return self._tracker.stopped
 
     # ---- the loop ------------------------------------------------------------------------------------
@@ -180,15 +180,15 @@ class Reporter:
     def resume(self) -> int:
         """Resume from the run's checkpoint; call it after ``accelerator.prepare``.
 
-        Restores weights, optimizer, schedulers, registered objects, counters and random states, and reshards them for another
-        number of ranks or another ZeRO stage. From a checkpoint of another trial only the weights are loaded.
+        Restores weights, optimizer, schedulers, registered objects, counters and random states. The state is resharded for
+        another number of ranks or ZeRO stage. From another trial's checkpoint only the weights are loaded.
 
         Returns:
             Batches trained so far; 0 for a new run.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.
-            ConfigError: the DeepSpeed config does not fit these ranks, or has another batch than the run's.
+            ConfigError: the DeepSpeed config does not fit these ranks, or gives another batch size than the checkpoint's.
 
         Ranks: all, collectively.
         """
@@ -201,11 +201,11 @@ class Reporter:
         return self._tracker.batches_trained
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield micro batches, epoch after epoch, until the run's end.
+        """Yield micro batches, epoch after epoch, until training ends.
 
-        Records that were trained before a resume are skipped. If the loader drops its last records, an epoch has the same whole
-        batches on any number of ranks; otherwise its last batch may be smaller. Due checkpoints are saved between two items.
-        ``loader`` is prepared, and its length is equal on every rank and at every resume.
+        Records that were trained before a resume are skipped. With ``drop_last``, an epoch has the same whole batches on any
+        number of ranks; otherwise its last batch may be smaller. Due checkpoints are saved between two micro batches.
+        ``loader`` must be prepared, and have the same length on every rank and at every resume.
 
         Ranks: all, collectively.
         """
@@ -214,9 +214,9 @@ class Reporter:
     def step(self, metrics: Mapping[str, Any] | None = None) -> bool:
         """Record one micro batch; call it after every ``accelerator.accumulate`` block.
 
-        Returns whether the accelerator has made an optimizer step, which counts as a batch. Training metrics (name -> number,
+        Returns whether this micro batch completed an optimizer step, which is one batch. Training metrics (name -> number,
         array or tensor; the same names every time) are averaged over the micro batches of all ranks and reported every
-        ``scheduling_unit`` batches. Between reports and sync points there is no communication and no device synchronisation.
+        ``scheduling_unit`` batches. Between reports and sync points the call neither communicates nor synchronises a device.
 
         Ranks: all, equally often.
         """
@@ -238,9 +238,9 @@ class Reporter:
         self._resumed("report_validation()").report_validation(metrics)
 
     def save(self) -> str:
-        """Save between two optimizer steps and return the uuid.
+        """Save a checkpoint between two optimizer steps; return its uuid.
 
-        Checksums and upload run in the background; they are complete when the next save begins or the run ends.
+        Checksums and upload run in the background and end at the latest when the next save begins or the run ends.
 
         Ranks: all, collectively.
         """

@@ -1,4 +1,4 @@
-"""Run a ``Reporter`` after ``accelerator.prepare``: resume, report, save, stop."""
+"""The work of ``Reporter`` after ``prepare``: resume, report, save and stop a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
 class TrialRun:
-    """Loads a checkpoint, reports, saves and stops; all methods are collective."""
+    """The trial behind a ``Reporter``: loads and saves checkpoints, reports, stops.
+
+    All methods are collective.
+    """
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class TrialRun:
     # ---- start and end -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the checkpoint, if any, and open the sinks. Ranks: all, collectively."""
+        """Load the checkpoint to resume from; open sinks. Ranks: all, collectively."""
         checkpoint = asked_checkpoint(self._info, None, is_mirrored=self._runtime.is_mirrored)
         if checkpoint == "latest" and self._info is None:
             checkpoint = self._runtime.newest_checkpoint()
@@ -140,7 +143,7 @@ class TrialRun:
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
-        """Restore a checkpoint; return its epoch length in batches, if known."""
+        """Restore a checkpoint; return its epoch length in batches, or None."""
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0
@@ -159,7 +162,7 @@ class TrialRun:
         return epoch_length
 
     def end(self) -> None:
-        """Save the last state, and report how training ended. Ranks: all, collectively."""
+        """Save the last state; report completion or stop. Ranks: all, collectively."""
         tracker = self._tracker
         if tracker.batches_trained and not tracker.progress.checkpoint_is_current:
             self.save()
@@ -171,7 +174,7 @@ class TrialRun:
         if tracker.stopped is not None:
             self._set_status(f"stopped: {tracker.stopped.value}")
             if self._info is not None:
-                # To the master, exit code 0 without this means that the trial is complete.
+                # Without this, exit code 0 tells the master that the trial is complete.
                 self._core.preempt.acknowledge_preemption_signal()
             return
         if tracker.batches_trained:
@@ -207,7 +210,7 @@ class TrialRun:
             self._heartbeat.begin(Phase.BATCH, tracker.batches_trained)
             for idx, item in enumerate(self._watch.watched(this_epoch)):
                 if idx >= num_left:
-                    continue  # micro batches of an incomplete batch are read, so that the loader ends normally
+                    continue  # read and drop micro batches of an incomplete batch, so that the loader ends normally
                 if self._has_pending_random_states:
                     # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
                     self._loader.restore_random_states()
@@ -216,7 +219,7 @@ class TrialRun:
                 yield item
                 if self._between_batches():
                     break
-        self._heartbeat.end()  # the script may work with the trained model for any time
+        self._heartbeat.end()  # after training the script may run for any time, so no stall must be reported
 
     def step(self, metrics: Mapping[str, Any] | None) -> bool:
         if metrics:
@@ -234,13 +237,13 @@ class TrialRun:
         is_single_rank = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
         if self._tracker.is_anything_due or batches >= self._sync_points.next_batch or is_single_rank:
             self._exchange()
-        # Until it requests the next micro batch, the script may do anything; if a validation is due, it validates.
+        # Until the script requests the next micro batch, it may run any code; if a validation is due, it validates.
         next_phase = Phase.VALIDATION if self._tracker.needs_validation else Phase.SCRIPT
         self._heartbeat.begin(next_phase, batches)
         return True
 
     def _exchange(self) -> None:
-        """Agree on stopping, report metrics, settle the save. Ranks: all, collectively."""
+        """Agree on stopping, report metrics, check the save. Ranks: all, collectively."""
         tracker = self._tracker
         reports = tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
         self._reports.begin(reports=reports)
@@ -256,7 +259,7 @@ class TrialRun:
                 )
 
     def _between_batches(self) -> bool:
-        """Save what is due after a batch; return whether training is over. Ranks: all."""
+        """Save a due checkpoint; return whether training is over. Ranks: all."""
         if not self._has_batch_to_finish:
             return False
         self._has_batch_to_finish = False
@@ -322,9 +325,9 @@ class TrialRun:
 
 
 class LoopWatch:
-    """Notifies a rank's instruments, if any, of batches and pauses.
+    """Passes batches and pauses of the script's loop to this rank's instruments.
 
-    Waiting for data and FLOPs are measured only in loops over ``Reporter.batches``.
+    The wait for data and the FLOPs are measured only in loops over ``Reporter.batches``. Without instruments nothing happens.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -338,7 +341,7 @@ class LoopWatch:
         self._switch(True)
 
     def watched(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield a loader's items, and measure how long the rank waits for them."""
+        """Yield a loader's micro batches; measure how long the rank waits for each."""
         found, ended = iter(micro_batches), object()
         self._has_loader = True
         while True:
@@ -360,7 +363,7 @@ class LoopWatch:
             self._counting.enter_context(self._instruments.counting())
 
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
-        """Record the end of a batch; ``seconds`` is the duration of the first one.
+        """Record the end of a batch; after the first batch also ``seconds``, its duration.
 
         ``pauses``: whether the script validates next.
         """
@@ -376,7 +379,7 @@ class LoopWatch:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Resume measuring, for scripts that draw records themselves."""
+        """Resume measuring after a validation, in scripts that draw records themselves."""
         if not self._has_loader:
             self._switch(True)
 
@@ -385,12 +388,12 @@ class LoopWatch:
             self._instruments.switch(is_training)
 
     def close(self) -> None:
-        """End the counting of a first batch that never ended; idempotent."""
+        """Stop counting FLOPs if the first batch never ended; idempotent."""
         self._counting.close()
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's settings as given, before Accelerate fills them in."""
+    """Return an engine's settings before Accelerate replaced its "auto" values."""
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
     own: dict[str, Any] = runtime.given_settings[engine_idx]
@@ -408,6 +411,6 @@ def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
 
 
 def micro_batch_before(runtime: TrialRuntime) -> int | None:
-    """Return the micro batch of the run's checkpoint; None for a new run."""
+    """Return the micro batch size of the run's checkpoint; None for a new run."""
     resumed = runtime.resumed
     return None if resumed is None or not resumed.saved.engines else resumed.saved.engines[0].micro_batch_size

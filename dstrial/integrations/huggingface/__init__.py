@@ -1,4 +1,4 @@
-"""Integrate the ``Trainer``: ``DetCallback`` reports and stops, ``train`` resumes.
+"""Run a transformers ``Trainer`` as a trial: report, checkpoint, stop and resume.
 
 ::
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require("transformers", "accelerate", extra="huggingface", who=__name__)
-    # DeepSpeed settles its accelerator when it is first imported, so it has to be chosen before.
+    # DeepSpeed chooses its accelerator at its first import, so the choice must be prepared before.
     importlib.import_module("dstrial.ranks.process_group").prepare_accelerator()
     return _resolve(name)
 

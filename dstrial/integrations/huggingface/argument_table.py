@@ -1,6 +1,6 @@
 """Make a Trainer's arguments and its DeepSpeed config agree. Pure.
 
-The first value that is given wins:
+For each argument, the first given value in this order wins:
 
 =====================  ====================================================================================================
 argument               order
@@ -11,12 +11,12 @@ numbers, precision     an overwrite, the DeepSpeed config, the argument, the Tra
 ``--deepspeed``        the hyperparameter
 =====================  ====================================================================================================
 
-Overwrites are ``hyperparameters.overwrite_deepspeed_args``. ``"auto"`` lets the argument win, and a missing key is added as
-``"auto"`` where DeepSpeed would otherwise take its own default in place of a given argument. ``tools/trainer_arguments_table.py``
-shows every case, and that the real Trainer accepts it.
+An overwrite is a value in ``hyperparameters.overwrite_deepspeed_args``. A key with the value ``"auto"`` lets the argument win.
+A missing key is added as ``"auto"`` if DeepSpeed would otherwise use its default instead of a given argument.
+``tools/trainer_arguments_table.py`` shows every case, and that the real Trainer accepts it.
 
-Source of what has to agree: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``,
-``trainer_config_finalize``), which refuses to train otherwise; accelerate 1.11 and 1.15 ``DeepSpeedPlugin``.
+Source of the pairs that must agree: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``,
+``trainer_config_finalize``), which rejects a mismatch; accelerate 1.11 and 1.15 ``DeepSpeedPlugin``.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ _ARGUMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """A change that makes an argument and a key agree."""
+    """A change that makes a Trainer argument and a DeepSpeed key agree."""
 
-    argument: str  # `--learning_rate`; empty if none is involved
-    key: str  # dotted; empty if none is involved
-    text: str  # a sentence; of a contradiction with both values, the winner, and how to change it
-    is_contradiction: bool  # whether two things that the user wrote could not both hold
+    argument: str  # for example `--learning_rate`; "" if no argument is involved
+    key: str  # dotted DeepSpeed key; "" if no key is involved
+    text: str  # explanation; for a contradiction: both values, the winner, and how to make the other win
+    is_contradiction: bool  # whether two values that the user wrote exclude each other
 
 
 class ArgumentDraft:
-    """A command line and a DeepSpeed config while they are made to agree."""
+    """A command line and a DeepSpeed config that ``reconcile`` changes step by step."""
 
     def __init__(self, arguments: CommandLine, source: DeepSpeedSource) -> None:
         self.source = source
@@ -98,7 +98,10 @@ class ArgumentDraft:
         return [*self.arguments.with_value(CONFIG_FLAG, path).words]
 
     def key_number(self, key: str, minimum: float | None = None, *, is_whole: bool = False) -> float | None:
-        """Return a key's number; None if absent, ``"auto"``, or wrong, which is recorded."""
+        """Return a DeepSpeed key's number; None if missing or ``"auto"``.
+
+        An invalid value is recorded as a problem and also gives None.
+        """
         value = value_at(self.config, key)
         if value is None or value == AUTO:
             return None
@@ -112,7 +115,7 @@ class ArgumentDraft:
         return None
 
     def flag_number(self, name: str, minimum: float | None = None, *, is_whole: bool = False) -> float | None:
-        """Return a flag's number; None if not given, or wrong, which is recorded."""
+        """Return a flag's number; None if missing, or invalid and recorded as a problem."""
         flag = self.given.find(name)
         if flag is None:
             return None
@@ -125,7 +128,7 @@ class ArgumentDraft:
         return int(number) if is_whole else number
 
     def problem(self, flag: str, got: str, expected: str, fix: str) -> None:
-        """Record an error of the command line, once."""
+        """Record an error of the command line, unless it is already recorded."""
         found = ConfigProblem(f"{_COMMAND_LINE}: {flag}", got, expected, fix)
         if found not in self.findings.problems:
             self.findings.problems.append(found)
@@ -143,7 +146,10 @@ class ArgumentDraft:
     def set_argument(
         self, name: str, value: str, winner: str, *, why: str = "", is_expected: bool = False
     ) -> None:
-        """Set an argument as the key ``winner`` says; a contradiction unless expected."""
+        """Set an argument to the value of DeepSpeed key ``winner``; record a decision.
+
+        The decision is a contradiction if the user gave the argument and ``is_expected`` is false.
+        """
         flag = self.given.find(name)
         self.arguments = self.arguments.with_value(name, value)
         place = self.findings.place(winner)
@@ -165,8 +171,8 @@ def reconcile(
 ) -> ArgumentDraft:
     """Make the arguments of a Trainer script agree with a DeepSpeed config.
 
-    ``arguments`` are the words behind the script's name; ``resumed`` is this very run's checkpoint, whose batch is kept.
-    ConfigError has every problem: batch sizes without a solution, values that are no numbers, abbreviated flags.
+    ``arguments`` are the words after the script's name. ``resumed`` describes this run's checkpoint, whose batch size is kept.
+    ConfigError lists every problem: batch sizes without a solution, values that are no numbers, abbreviated flags.
     """
     draft = ArgumentDraft(CommandLine.of(arguments), source)
     _require_flags(draft)
@@ -196,12 +202,12 @@ def solve_sizes(
     resumed: SavedRun | None = None,
     where: Mapping[str, str] | None = None,
 ) -> tuple[BatchSolution, bool]:
-    """Return batch sizes, and whether they are the checkpoint's and not those given.
+    """Return batch sizes, and whether the checkpoint's sizes replaced the given ones.
 
-    The checkpoint's batch is kept if the given sizes are those of the run's start, or give its batch on its ranks. Other sizes
-    were changed on purpose, and ``DetCallback`` refuses them. A solved micro batch is never larger than the run's, which fits
-    into memory.
-    ConfigError if there is no solution. ``where`` has the place of each size by its name.
+    The checkpoint's batch size is kept in two cases: the given sizes are those of the run's start, or they give the same batch
+    on the checkpoint's ranks. ``DetCallback`` rejects other sizes, which the user must have changed. A computed micro batch is
+    never larger than the checkpoint's, because that size fits into memory.
+    ConfigError if there is no solution. ``where``: name of a size -> its place, for messages.
     """
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
     replicas = world_size if engine is None else engine.batch_replicas(world_size)
@@ -255,7 +261,7 @@ def _settle_path(draft: ArgumentDraft) -> None:
 
 
 def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | None) -> None:
-    """Make the three keys numbers and the two flags the same numbers."""
+    """Set the three batch-size keys, and the two batch-size flags to the same numbers."""
     sizes = {key: draft.key_number(key, 1, is_whole=True) for key in BATCH_KEYS}
     flags = {key: draft.flag_number(flag, 1, is_whole=True) for key, flag in SIZE_FLAGS.items()}
     if draft.findings.problems:
@@ -263,7 +269,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
     if engine is None and not any((*sizes.values(), *flags.values())):
         for key in BATCH_KEYS:
-            draft.set_key(key, AUTO)  # for the Trainer's defaults
+            draft.set_key(key, AUTO)  # the Trainer fills in its defaults
         return
     where = {
         key: draft.findings.place(key)
@@ -275,7 +281,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     if is_kept and engine is not None and resumed is not None:
         text = f"the batch of checkpoint {resumed.checkpoint} is kept: {describe_batch(engine, solution)}"
         draft.decide("", _TOTAL, text)
-    # With sizes from `hyperparameters()`, which keep the batch, the run's first arguments contradict nothing.
+    # Sizes from `hyperparameters()` keep the batch size; the arguments of the run's start are then no contradiction.
     first = flags[_MICRO] or DEFAULT_MICRO_BATCH, flags[_STEPS] or 1
     is_expected = is_kept or (
         engine is not None
@@ -336,7 +342,7 @@ def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> 
 
 
 def _let_argument_win(draft: ArgumentDraft, keys: Sequence[str], names: Sequence[str]) -> None:
-    """Add missing keys as ``"auto"`` where one of the arguments ``names`` is given."""
+    """If an argument of ``names`` is given, add missing keys of ``keys`` as "auto"."""
     given = next((name for name in names if draft.given.find(name) is not None), None)
     for key in keys:
         if given is not None and value_at(draft.config, key) is None and _is_read(draft, key):
@@ -346,8 +352,8 @@ def _let_argument_win(draft: ArgumentDraft, keys: Sequence[str], names: Sequence
 
 
 def _settle_length(draft: ArgumentDraft) -> None:
-    """Let the length of training, which the experiment gives, win over the schedule's."""
-    (key,) = LENGTH.keys  # of what the Trainer knows before it trains
+    """Set the scheduler's step count to "auto" if it differs from ``--max_steps``."""
+    (key,) = LENGTH.keys  # the one key whose value the Trainer knows before it trains
     number = draft.key_number(key, 1, is_whole=True)
     asked = draft.flag_number(LENGTH.argument, is_whole=True)
     if number is None or asked == number:
@@ -388,7 +394,7 @@ def _settle_precision(draft: ArgumentDraft) -> None:
 
 
 def _settle_both_precisions(draft: ArgumentDraft, said: dict[str, Any]) -> None:
-    """Let an overwrite decide between two precisions; without one the user has to."""
+    """If fp16 and bf16 are both on, keep the overwritten one, or record a problem."""
     if not all(said.values()):
         return
     overwritten = [precision for precision in _PRECISIONS if draft.is_overwritten(f"{precision}.enabled")]
@@ -410,7 +416,7 @@ def _settle_both_precisions(draft: ArgumentDraft, said: dict[str, Any]) -> None:
 
 
 def _is_read(draft: ArgumentDraft, key: str) -> bool:
-    """Whether DeepSpeed reads a missing key: it has the section, whose type takes it."""
+    """Return whether DeepSpeed would read the key, given the type of its section."""
     section, _, parameter = key.rpartition(".params.")
     if not section:
         return True
@@ -447,7 +453,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _as_yaml(number: float) -> str:
-    """Return a number as YAML 1.1 reads it, to which ``1e-3`` is a text."""
+    """Return a number as YAML 1.1 needs it: ``1.0e-3``, because ``1e-3`` is text."""
     text = repr(int(number) if number == int(number) else number)
     mantissa, separator, exponent = text.partition("e")
     return f"{mantissa}{'' if '.' in mantissa else '.0'}e{exponent}" if separator else text

@@ -1,4 +1,4 @@
-"""``DetCallback`` connects a Trainer to its trial: metrics, checkpoints, stops."""
+"""``DetCallback`` connects a Trainer to its trial: reports, checkpoints, stops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 
 
 class LeaveTrainingError(Exception):
-    """Ends ``Trainer.train`` from a callback; this package's ``train`` catches it."""
+    """Ends ``Trainer.train`` from a callback; ``huggingface.train`` catches the error."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -39,9 +39,9 @@ class LeaveTrainingError(Exception):
 
 
 class _PreemptionHandler:
-    """Polls for stop requests at steps at which all ranks can agree.
+    """Polls for stop requests; all ranks stop after the same step.
 
-    A single rank polls after every step. Several ranks agree at each line of the log, before each evaluation or save, and about
+    A single rank polls after every step. Several ranks agree at each log entry, before each evaluation or save, and about
     every five seconds (:class:`SyncPoints`).
     """
 
@@ -52,25 +52,25 @@ class _PreemptionHandler:
         self._mode = core.PreemptMode(self._preempt._preempt_mode)
         self._sync_points = SyncPoints(core_context.distributed, self._stop_request)
         self.reason: StopReason | None = None
-        """Why training stops before its end, once all ranks agree; None until then."""
+        """The reason for stopping early; None until all ranks agree to stop."""
 
     def start(self, step: int) -> None:
-        """Start counting steps, at the start and after a pause in training."""
+        """Schedule the next agreement, at the start or after a pause in training."""
         self._sync_points.start(step)
 
     def after_step(self, step: int, *, is_due: bool) -> bool:
-        """Agree if due; return whether ranks stop after this step. Ranks: all."""
+        """Return whether all ranks stop after this step; agree if due. Ranks: all."""
         is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
         return self.agree(step) if is_due or is_time else self.reason is not None
 
     def agree(self, step: int) -> bool:
-        """Return whether all ranks stop now. Ranks: all, collectively."""
+        """Exchange stop requests; return whether to stop. Ranks: all, collectively."""
         if self.reason is None:
             self.reason = self._sync_points.agree(step).stop
         return self.reason is not None
 
     def acknowledge(self) -> None:
-        """Report to the master that the trial wants to resume later."""
+        """Acknowledge the preemption to the master, which may then resume the trial later."""
         if self._is_chief:
             self._preempt.acknowledge_preemption_signal()
 
@@ -84,25 +84,25 @@ class _PreemptionHandler:
 
 
 class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Reports metrics, stores checkpoints, stops on request and resumes.
+    """Trainer callback that reports metrics, stores checkpoints, stops and resumes.
 
-    Works on a cluster, under the embedded master and without a master, with the core context of
-    :func:`dstrial.integrations.huggingface.init` or of ``det.core.init``; the signature is Determined's. Complete training ends
+    Works on a cluster, under the embedded master and without a master. The core context comes from
+    :func:`dstrial.integrations.huggingface.init` or ``det.core.init``; the signature is Determined's. Complete training ends
     with an evaluation (if there is an evaluation set) and a checkpoint.
 
-    After a stop request (a pause, the searcher's stop, SIGTERM) training stops at the end of a step, the same one on all ranks:
-    the next step that logs, evaluates or saves, or the next one after about five seconds. A running evaluation is completed
-    first. A request after the last step has no effect.
+    After a stop request (a pause, the searcher's stop, SIGTERM) all ranks stop after the same step: the next step that logs,
+    evaluates or saves, or the first one after about five seconds. A running evaluation is completed first. A request after
+    the last step has no effect.
 
     Args:
-        core_context: of the trial.
-        args: those of the Trainer; not changed.
-        filter_metrics: parts of names; a metric is reported if its name contains one of them. The searcher's metrics are always
-            reported. None reports all.
+        core_context: the trial's core context.
+        args: the Trainer's arguments; not changed.
+        filter_metrics: substrings of metric names; a metric is reported if its name contains one of them. The searcher's
+            metrics are always reported. None reports all metrics.
         user_data: stored in every checkpoint as ``my_data.json``, if given.
 
     Raises:
-        ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; all contradictions at once.
+        ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; lists all contradictions.
         CheckpointError: the checkpoint to resume from cannot be read.
 
     Ranks: all, collectively.
@@ -124,7 +124,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         weakref.finalize(self, self.startup.close)
         is_chief, facts = core_context.distributed.rank == 0, self.startup.facts
         length = float(arguments.length_of(args).value)
-        # For scripts written for Determined before 0.38.
+        # Scripts written for Determined before 0.38 read this attribute.
         self.current_op = core.DummySearcherOperation(
             int(length) if length.is_integer() else length, is_chief
         )
@@ -139,12 +139,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     @property
     def checkpoint_path(self) -> str | None:
-        """For ``Trainer.train(resume_from_checkpoint=...)``; None for a new trial."""
+        """Value for ``Trainer.train(resume_from_checkpoint=...)``; None for a new trial."""
         return self.startup.checkpoint_path
 
     @property
     def is_stopped(self) -> bool:
-        """Whether training stops before its length; equal on all ranks."""
+        """Whether training stops early on request; equal on all ranks."""
         return self._preemption.reason is not None
 
     def on_train_begin(
@@ -181,7 +181,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             )
 
     def _rewrite(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Save the loaded state, and end training before the first batch."""
+        """Save the loaded checkpoint again and end training before the first batch."""
         if self.trainer is None:
             raise CheckpointError(
                 "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first "
@@ -206,7 +206,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._telemetry.end_step(state.global_step, float(state.num_input_tokens_seen))
         self._reporter.progress(state.global_step, state.max_steps)
         if self.is_stopped:
-            # Requested in the evaluation before the first step; the Trainer still trains one step.
+            # The stop was requested in the evaluation before the first step; the Trainer still trains one step.
             self._stop(state, control)
             self._skip_evaluation(args, state, control)
         elif control.should_training_stop or state.global_step >= state.max_steps:
@@ -225,12 +225,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._heartbeat.begin(phase, step)
 
     def _disable_eval_and_save(self, control: TrainerControl) -> None:
-        """Prevent evaluations and saves in a trial of dsat, whose steps are timed."""
+        """Prevent evaluations and saves in dsat's trials, which only time training steps."""
         if self.startup.facts.is_measuring:
             control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Request the last evaluation; the Trainer saves after it."""
+        """Request the last evaluation, after which the Trainer saves a checkpoint."""
         self._has_finished = True
         if arguments.evaluates_at_epochs(args):
             control.should_save = False
@@ -253,7 +253,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_save = state.global_step > self._checkpoints.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Skip a stopped run's evaluation if it is not due now: the resumed run does it."""
+        """Skip the last evaluation of a stopped run unless it is due at this step."""
         if not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
@@ -301,10 +301,10 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Report a complete evaluation, then act on a stop request that came during it."""
+        """Report the evaluation; stop if a stop was requested during the evaluation."""
         has_one_set = self.trainer is not None and not isinstance(self.trainer.eval_dataset, dict)
         if not self._in_training or has_one_set:
-            self._reporter.flush(state)  # several sets are reported at the next event
+            self._reporter.flush(state)  # several evaluation sets are reported together at the next event
         if not self._in_training:
             return
         if control.should_training_stop and not self.is_stopped:
@@ -313,7 +313,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._stop(state, control)
         self._preemption.start(state.global_step)
         if arguments.saves_best(args) and control.should_save and self.trainer is not None:
-            # Training is about to end, and the Trainer itself would save only a better model.
+            # Training is about to end, and the Trainer would save the model only if its metric improved.
             self._checkpoints.save_now(self.trainer, args, state, control, shares=False)
         elif control.should_save or arguments.saves_best(args):
             self._checkpoints.prepare(args, state.global_step)
@@ -328,7 +328,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control: TrainerControl,  # noqa: ARG002
         **_kwargs: Any,
     ) -> None:
-        """Store the Trainer's files as a checkpoint, unless no loss is finite any more."""
+        """Store the Trainer's files as a checkpoint, unless the newest losses are unsafe."""
         self._reporter.flush(state)
         if not self._losses.is_save_unsafe(state.global_step):
             self._checkpoints.store(self.trainer, args, state, self._train_batch_size(args, state))
@@ -344,7 +344,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Request the last evaluation and the last checkpoint where training ends."""
+        """Request the last evaluation and the last checkpoint if training ends here."""
         self._reporter.flush(state)
         step = state.global_step
         if control.should_training_stop or step >= state.max_steps:
@@ -357,7 +357,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             control.should_training_stop = True
             self._skip_evaluation(args, state, control)
         if step == self._checkpoints.last_step:
-            control.should_save = False  # stored already
+            control.should_save = False  # this step is stored already
         self._disable_eval_and_save(control)
         self._expect(args, state, control, otherwise=Phase.SCRIPT)
 
@@ -373,9 +373,9 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.end(state.global_step, state.max_steps)
 
     def end(self, step: int, max_steps: int) -> None:
-        """Report how training ended, and close everything. Ranks: all; no communication."""
+        """Report completion or stop, then close. Ranks: all, without communication."""
         if self._in_training and self.is_stopped:
-            # To the master, exit code 0 without this means that the trial is complete.
+            # Without this, exit code 0 tells the master that the trial is complete.
             self._preemption.acknowledge()
         elif self._in_training and self._has_finished:
             self._reporter.finish(step, max_steps)
@@ -384,7 +384,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.close()
 
     def close(self) -> None:
-        """Release the engine and the opened checkpoint; idempotent."""
+        """Close telemetry, heartbeat and the opened checkpoint; idempotent."""
         self._heartbeat.end()
         self._telemetry.close(is_complete=False)
         self.startup.close()

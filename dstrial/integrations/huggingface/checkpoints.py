@@ -1,7 +1,7 @@
-"""Store the directories that a Trainer saves as checkpoints of the trial.
+"""Store a Trainer's ``checkpoint-<step>`` directories as the trial's checkpoints.
 
-Files are hard-linked into the storage if it is on the same file system, else copied. The Trainer overwrites existing files in
-place, so the links of an earlier attempt's directory are broken before it is written again.
+Files are hard-linked into the checkpoint storage, or copied to another file system. The Trainer overwrites files in place.
+Therefore hard links are broken before the Trainer writes a directory of an earlier attempt again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 USER_DATA_NAME = "my_data.json"
-"""File of ``DetCallback(user_data=...)`` in a checkpoint, Determined's."""
+"""Determined's name for the checkpoint file with ``DetCallback(user_data=...)``."""
 
 _CONFIGURATION_NAME = "load_data.json"
 _LATEST_NAME = "latest"
@@ -48,18 +48,18 @@ _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDescription:
-    """The description of a run that a checkpoint has beside the Trainer's files."""
+    """Data of the run that go into a checkpoint in addition to the Trainer's files."""
 
     trial_id: int
     exp_conf: Mapping[str, Any]
     hparams: Mapping[str, Any]
-    user_data: Mapping[str, Any] | None  # of `DetCallback`, for every checkpoint
-    given: Mapping[str, Any]  # for `EngineRecord.given`
-    micro_batch_limit: int  # the micro batch with which the run began
+    user_data: Mapping[str, Any] | None  # argument of `DetCallback`, for every checkpoint
+    given: Mapping[str, Any]  # value of `EngineRecord.given`
+    micro_batch_limit: int  # micro batch size at the start of the run
 
 
 class TrainerCheckpoints:
-    """Stores what a Trainer saves, once for each step; all methods are collective."""
+    """Stores the directories that a Trainer saves; all methods are collective."""
 
     def __init__(self, context: core.Context, description: RunDescription) -> None:
         self._checkpoint = context.checkpoint
@@ -71,7 +71,7 @@ class TrainerCheckpoints:
         self.last_step = -1
 
     def begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Record the model, and find directories of later steps from earlier attempts."""
+        """Record the model; find earlier attempts' directories of steps after this one."""
         self._model = model
         output_dir = pathlib.Path(str(args.output_dir))
         found = {
@@ -83,16 +83,16 @@ class TrainerCheckpoints:
         self._stale_steps = frozenset().union(*gathered)
 
     def is_stale(self, step: int) -> bool:
-        """Return whether a step's directory may share files with a checkpoint."""
+        """Return whether a step's directory may have hard links to a stored checkpoint."""
         return step in self._stale_steps
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Break a directory's links to checkpoints before the Trainer writes it."""
+        """Delete hard-linked files of a step's directory before the Trainer writes it."""
         self._stale_steps -= {step}
         directory = _directory(args, step)
         if self._distributed.local_rank == 0 and directory.is_dir():
             for path in sorted(directory.rglob("*")):
-                # Another machine, or another trial with the same directory, may unlink it at the same time.
+                # Another machine, or another trial with the same directory, may delete the file at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file() and path.stat().st_nlink > 1:
                         path.unlink()
@@ -107,10 +107,10 @@ class TrainerCheckpoints:
         *,
         shares: bool = True,
     ) -> None:
-        """Make the Trainer save now.
+        """Make the Trainer save the current step now.
 
-        ``shares``: whether ``prepare`` will be called before the Trainer writes this step's directory again; if not, the files
-        are copied.
+        ``shares``: whether to hard-link the files, not copy them. Then ``prepare`` must be called before the Trainer writes
+        this step again.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
@@ -125,15 +125,15 @@ class TrainerCheckpoints:
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
     ) -> None:
-        """Store the Trainer's files, unless the step is stored; ``trainer`` may be None.
+        """Store the Trainer's files of the current step, unless they are stored already.
 
-        If a rank cannot read or write its part, CheckpointError is raised and earlier checkpoints stay.
+        ``trainer`` may be None. If a rank cannot read or write its files, all ranks raise CheckpointError.
         """
         step = state.global_step
         if step == self.last_step:
             return
         directory, engine = _directory(args, step), self._engine(trainer, args)
-        self._distributed.allgather(None)  # every rank has written its part
+        self._distributed.allgather(None)  # wait until every rank has written its files
         layout = None if engine is None else self._layout(engine, directory)
         metadata = self._metadata(step, layout, arguments.plain_record(args, train_batch_size))
         listings = self._distributed.allgather(self._listing(directory))
@@ -169,13 +169,13 @@ class TrainerCheckpoints:
         self.last_step = step
 
     def _engine(self, trainer: Any, args: TrainingArguments) -> DeepSpeedEngine | None:
-        """Return the engine that trains; None for a Trainer without DeepSpeed."""
+        """Return the Trainer's engine; None without DeepSpeed."""
         if not arguments.is_deepspeed(args):
             return None
         wrapped = getattr(trainer, "model_wrapped", None)
         if isinstance(wrapped, DeepSpeedEngine):
             return wrapped
-        # A callback gets only the model, and the engine that wraps it is registered nowhere.
+        # A callback gets only the model, and no registry has the engine that wraps it.
         engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
         engine: DeepSpeedEngine | None = next((one for one in engines if one.module is self._model), None)
         if engine is None:
@@ -187,10 +187,10 @@ class TrainerCheckpoints:
         return engine
 
     def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
-        """Return the layout of an engine's state; None where only the model was saved."""
+        """Return the layout of the engine's saved state; None if only the model was saved."""
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
-        # DeepSpeed writes it on rank 0 only, possibly on a local disk.
+        # DeepSpeed writes the file `latest` on rank 0 only, possibly on a local disk.
         has_it = self._distributed.rank == 0 and latest.is_file()
         tag: str | None = latest.read_text(encoding="utf-8").strip() if has_it else None
         tag = self._distributed.broadcast(tag)
@@ -213,7 +213,7 @@ class TrainerCheckpoints:
         }
 
     def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
-        """Return a directory's files and sizes, on the first rank of each machine."""
+        """Return a directory's files and sizes; [] except on a machine's first rank."""
         if self._distributed.local_rank != 0 or not directory.is_dir():
             return []
         return sorted(
@@ -223,7 +223,7 @@ class TrainerCheckpoints:
         )
 
     def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
-        """Return this rank's share of the files that no earlier machine has."""
+        """Return this rank's share of the files that no earlier machine also has."""
         here = self._distributed.rank - self._distributed.local_rank
         owners: dict[str, int] = {}
         for rank, listing in enumerate(listings):
@@ -254,7 +254,7 @@ def _directory(args: TrainingArguments, step: int) -> pathlib.Path:
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
-    """Hard-link a file, or copy it where that is impossible."""
+    """Hard-link a file; copy it if the file systems do not allow links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         link(source, target)

@@ -1,6 +1,6 @@
 """``get_hf_args_with_overwrites``: Trainer arguments that fit a DeepSpeed config.
 
-Reads files, writes one, logs decisions; ``argument_table`` decides.
+This module reads the config files, writes the effective config and logs decisions. ``argument_table`` makes the decisions.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _LENGTH_FLAG = "max_steps"
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
-    """Return a script's arguments with the DeepSpeed config of its trial worked in.
+    """Return a script's arguments, adapted to the trial's DeepSpeed config.
 
     ``hyperparameters.deepspeed_config`` and ``overwrite_deepspeed_args`` determine batch sizes, accumulation, clipping,
-    precision, learning rate, the optimizer's parameters, warm-up and ``--deepspeed``; the arguments determine what the config
-    leaves out or sets to ``"auto"``. Missing batch sizes are solved for the current ranks; a resumed run keeps the batch of its
-    checkpoint on any number of ranks. The DeepSpeed JSON is not changed: ``--deepspeed`` names an effective copy in a directory
-    of the run. Rank 0 logs all contradictions at once, each with the value that wins. In a measuring trial ``--max_steps`` is
-    the trial's, which ends once enough steps are timed.
+    precision, learning rate, the optimizer's parameters, warm-up and ``--deepspeed``. The arguments determine values that the
+    config leaves out or sets to ``"auto"``. Missing batch sizes are computed for the current ranks; a resumed run keeps the
+    checkpoint's batch size on any number of ranks. The DeepSpeed JSON is not changed: ``--deepspeed`` names an effective copy.
+    Rank 0 logs all contradictions together, each with the value that wins. In a measuring trial of dsat, ``--max_steps`` is
+    ``num_batches`` of the measurement's settings; the trial ends as soon as enough steps are timed.
 
     Args:
         args: the script's arguments, ``sys.argv[1:]``; not changed.
@@ -58,14 +58,14 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 
     Returns:
         New arguments, for ``HfArgumentParser.parse_args_into_dataclasses``; a copy of ``args`` if the hyperparameters have no
-        DeepSpeed config and no overwrites. Without any DeepSpeed config, overwrites of batch sizes only set the two flags of
-        the batch, so that a Trainer without DeepSpeed keeps it.
+        DeepSpeed config and no overwrites. If there is no DeepSpeed config and only batch sizes are overwritten, only the two
+        batch-size flags are set, so that a Trainer without DeepSpeed keeps its batch size.
 
     Raises:
         ConfigError: an unreadable DeepSpeed config, batch sizes without a solution, values that are no numbers, abbreviated
-            flags; names all of them.
+            flags; lists all of them.
 
-    Ranks: all, alike; no communication.
+    Ranks: all, with equal results; no communication.
     Source: determined.pytorch.dsat.get_hf_args_with_overwrites (0.38.1).
     """
     words = CommandLine.of(args)
@@ -96,9 +96,9 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 def keep_batch_sizes(
     args: Sequence[str], hparams: dict[str, Any], world_size: int, resumed: SavedRun
 ) -> None:
-    """Overwrite batch sizes of ``hparams`` where a resumed run would lose its batch.
+    """Overwrite batch sizes in ``hparams`` if a resumed run would change its batch.
 
-    ConfigError if the ranks cannot share the batch evenly.
+    ConfigError if the batch cannot be divided evenly among the ranks.
     """
     words = CommandLine.of(args)
     overwrite = hparams.get(OVERWRITE_KEY) or {}
@@ -106,19 +106,19 @@ def keep_batch_sizes(
         source = _source(words, hparams)
         config = overwrite if source is None else source.merged
     except ConfigError:
-        config = overwrite  # `get_hf_args_with_overwrites` says what is wrong with it
+        config = overwrite  # `get_hf_args_with_overwrites` will report the problems of the config
     solution, is_kept = solve_sizes(words, config, world_size, resumed)
     if is_kept:
         hparams[OVERWRITE_KEY] = {**overwrite, **{key: getattr(solution, key) for key in BATCH_KEYS}}
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return where effective configs go: run directory, launcher's files or cache."""
+    """Return the directory for effective configs: of the run, the launcher or a cache."""
     if environ.get(RUN_DIR_VARIABLE):
         directory = Path(environ[RUN_DIR_VARIABLE]) / "deepspeed_config"
     elif environ.get(EXPERIMENT_VARIABLE):
         directory = Path(environ[EXPERIMENT_VARIABLE]).parent
-    else:  # another launcher, whose end is unknown, so the file is kept
+    else:  # nothing tells when another launcher ends, so the file is kept in a cache
         import platformdirs
 
         directory = Path(platformdirs.user_cache_dir("dstrial")) / "deepspeed_config"
@@ -127,7 +127,7 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
 
 
 def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
-    """Write a config atomically under a name derived from its content."""
+    """Write a config as JSON atomically; the file's name has the content's hash."""
     text = json.dumps(config, indent=2) + "\n"
     path = directory / f"deepspeed_{hashlib.sha256(text.encode()).hexdigest()[:_NUM_NAME_CHARS]}.json"
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", encoding="utf-8", delete=False) as file:
@@ -136,7 +136,7 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
 
 
 def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: Any) -> bool:
-    """Return whether only batch sizes are overwritten, and no config is named."""
+    """Return whether there is no DeepSpeed config, and only batch-size overwrites."""
     if hparams.get(MAIN_KEY) is not None or words.find(CONFIG_FLAG) is not None:
         return False
     if not isinstance(overwrite, Mapping) or not set(overwrite) <= set(BATCH_KEYS):
@@ -145,7 +145,10 @@ def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: A
 
 
 def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource | None:
-    """Return the trial's config, or ``--deepspeed``'s where the trial only overwrites."""
+    """Return the trial's or ``--deepspeed``'s DeepSpeed config, with overwrites.
+
+    None if the trial has neither a config nor overwrites.
+    """
     overwrite = hparams.get(OVERWRITE_KEY)
     named = hparams.get(MAIN_KEY)
     if named is None and not overwrite:
@@ -163,7 +166,7 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return this run's checkpoint to resume from, if it is on this machine."""
+    """Return this run's checkpoint to resume from, if this machine has it; else None."""
     saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None
 

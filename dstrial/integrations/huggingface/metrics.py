@@ -1,4 +1,4 @@
-"""Report a Trainer's logs: metrics, evaluations, speed, progress."""
+"""Report a Trainer's log entries as metrics; measure speed; check losses."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _POSITIONS = frozenset({"epoch", "step"})
 
 
 class LogKind(enum.Enum):
-    """The subject of a Trainer's log line."""
+    """What a Trainer's log entry describes."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
     SUMMARY = "summary"
-    """The last line of a training, with means over all of it."""
+    """The last log entry of a training, with means over the whole training."""
     OTHER = "other"
 
 
 def kind_of(logs: Mapping[str, Any]) -> LogKind:
-    """Classify a log line by its names.
+    """Classify a Trainer's log entry by its metric names.
 
     Source: ``transformers`` 4.56 and 5.23, ``Trainer.log``, ``evaluate`` and ``_finalize_training``.
     """
@@ -57,9 +57,10 @@ def kind_of(logs: Mapping[str, Any]) -> LogKind:
 def reported(
     logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the metrics of a log line that are to be reported.
+    """Return a log entry's metrics without positions, durations and filtered names.
 
-    ``filter_metrics`` are parts of names, of which a metric must have one; None or empty reports all. Names in ``always`` pass.
+    ``filter_metrics`` are substrings; a metric is kept if its name has one of them. None or empty keeps all metrics. Metrics
+    named in ``always`` are kept.
     """
 
     def is_reported(name: str) -> bool:
@@ -71,7 +72,7 @@ def reported(
 
 
 def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
-    """Refuse an evaluation without the ``wanted`` (config key, metric name) pairs."""
+    """Raise unless ``metrics`` has the ``wanted``: (config key, metric name) pairs."""
     missing = [(key, name) for key, name in wanted if name not in metrics]
     if not missing:
         return
@@ -84,7 +85,7 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 
 class Throughput:
-    """Measures records and tokens per second, without evaluations and checkpoints."""
+    """Measures records and tokens per second of training; pauses are not counted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -108,7 +109,10 @@ class Throughput:
             self._resumed_s = self._clock()
 
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
-        """Return the speed since the last report; ``train_batch_size`` is over all ranks."""
+        """Return samples and tokens per second since the last report; {} without a step or start.
+
+        ``train_batch_size`` is over all ranks.
+        """
         if not self._has_started or step <= self._step:
             return {}
         is_paused = self._resumed_s is None
@@ -124,7 +128,7 @@ class Throughput:
 
 
 class MetricReporter:
-    """Reports one training: every rank counts, the chief reports."""
+    """Reports the metrics of one training run; all ranks call it, the chief reports."""
 
     def __init__(
         self, context: core.Context, searcher: Mapping[str, Any], filter_metrics: Sequence[str] | None
@@ -154,9 +158,10 @@ class MetricReporter:
     def log(
         self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
     ) -> None:
-        """Report a line of training metrics; collect the metrics of an evaluation.
+        """Report an entry of training metrics; collect evaluation metrics for ``flush``.
 
-        ``train_batch_size`` is over all ranks. With ``is_stopped`` the summary, a mean over a part of training, is not reported.
+        ``train_batch_size`` is over all ranks. With ``is_stopped`` the summary is not reported, because its means cover only a
+        part of training.
         """
         kind, step = kind_of(logs), state.global_step
         if kind is LogKind.EVALUATION:
@@ -175,7 +180,7 @@ class MetricReporter:
                 self._train.report_training_metrics(step, {**metrics, **_position(state)})
 
     def flush(self, state: TrainerState) -> None:
-        """Report all evaluation sets of a step together, once. Ranks: all."""
+        """Report the collected metrics of all evaluation sets of a step. Ranks: all."""
         step, logs = self._evaluated_step, self._evaluated
         if not logs:
             return
@@ -190,7 +195,7 @@ class MetricReporter:
             self._train.report_validation_metrics(step, metrics)
 
     def progress(self, step: int, max_steps: int) -> None:
-        """Report the progress: at most a hundred times, and at most once a second."""
+        """Report progress at most a hundred times, and at most once a second."""
         if not self._is_chief or max_steps <= 0:
             return
         if isinstance(self._train, LocalTrainContext):
@@ -202,7 +207,7 @@ class MetricReporter:
             self._train.report_progress(min(step / max_steps, 1.0))
 
     def finish(self, step: int, max_steps: int) -> None:
-        """Report that training is complete; warn if the searcher has no metric."""
+        """Report complete progress; warn if the searcher's metric was never reported."""
         self.progress(max(step, max_steps), max_steps)
         metric = dict(self._wanted).get("searcher.metric")
         if self._is_chief and metric is not None and self._last_validation < 0:
@@ -218,12 +223,12 @@ def _position(state: TrainerState) -> dict[str, Any]:
 
 
 class LossWatch:
-    """Counts consecutive logs without a finite loss, for ``data.dstrial.non_finite``.
+    """Counts consecutive log entries without a finite loss; applies ``non_finite``.
 
     Args:
-        exp_conf: of the trial.
-        is_chief: whether this rank warns.
-        is_off: whether nothing is checked.
+        exp_conf: the trial's experiment config.
+        is_chief: whether this rank logs warnings.
+        is_off: disables all checks.
 
     Raises:
         ConfigError: a setting has an invalid value.
@@ -250,7 +255,7 @@ class LossWatch:
         )
 
     def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
-        """Check a log line, equal on all ranks; raise NonFiniteError after the patience."""
+        """Check a log entry's loss; raise NonFiniteError after too many bad ones."""
         loss = logs.get("loss")
         if self._guard is None or not isinstance(loss, (int, float)):
             return
@@ -263,7 +268,7 @@ class LossWatch:
         self._guard.judge([{"loss": tail}], shown, [], window, is_last=step >= max_steps > 0)
 
     def is_save_unsafe(self, step: int) -> bool:
-        """Whether a save of the Trainer must not become a checkpoint. Ranks: all, alike."""
+        """Return whether the newest loss forbids a checkpoint; equal on all ranks."""
         if not self._is_bad or self._mode != "fail":
             self._has_warned = False
             return False
@@ -277,10 +282,10 @@ class LossWatch:
 
 
 def _is_finite(loss: float, grad_norm: Any) -> bool:
-    """Return whether a logged loss is finite before transformers filters it.
+    """Return whether a logged loss was finite before transformers filtered it.
 
-    With ``logging_nan_inf_filter``, its default, transformers logs the mean of finite losses, and 0 if there is none; the
-    norm of the gradients distinguishes that 0 from a real one (``Trainer._inner_training_loop`` of 5.23).
+    By default (``logging_nan_inf_filter``) transformers logs the mean of the finite losses, and 0 if no loss is finite. The
+    gradient norm distinguishes this 0 from a real one (``Trainer._inner_training_loop`` of 5.23).
     """
     if loss == 0.0 and isinstance(grad_norm, (int, float)):
         return math.isfinite(grad_norm)

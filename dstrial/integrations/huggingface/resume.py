@@ -1,4 +1,4 @@
-"""Open a Trainer's checkpoint, and load it into an engine of any layout."""
+"""Open and verify a Trainer's checkpoint; load it into an engine of any layout."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A verified checkpoint of a Trainer."""
+    """A Trainer's checkpoint whose files match its manifest; see ``opened``."""
 
     uuid: str
     root: pathlib.Path
     trainer_directory: pathlib.Path  # `checkpoint-<step>` in `root`, or `root` itself
-    step: int  # batches trained
-    layouts: tuple[Layout, ...]  # empty without DeepSpeed, and without a manifest
+    step: int  # number of trained batches
+    layouts: tuple[Layout, ...]  # layout of each engine; empty without DeepSpeed or without a manifest
     continues: bool  # whether the same trial wrote it; from another trial only the weights are loaded
     trusts_code: bool = False  # whether unlisted classes may be loaded, because the user vouches for them
 
@@ -56,12 +56,12 @@ class OpenedCheckpoint:
 def opened(
     context: core.Context, uuid: str, trial_id: int, exp_conf: Mapping[str, Any]
 ) -> Iterator[OpenedCheckpoint]:
-    """Open a checkpoint, by uuid or directory, and verify it by its manifest.
+    """Open a checkpoint by uuid or absolute path, and verify it with its manifest.
 
     Raises:
         CheckpointNotFoundError: the checkpoint does not exist, or no Trainer wrote it.
         CheckpointDamagedError: a file differs from the manifest.
-        UntrustedCheckpointError: a file would run code, and nobody vouches for it.
+        UntrustedCheckpointError: a file would run code, and neither signature, master nor user vouches for it.
 
     Ranks: all, collectively.
     """
@@ -92,7 +92,7 @@ def opened(
 
 
 def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
-    """Return the newest ``checkpoint-<step>`` in a checkpoint, or itself if it is one."""
+    """Return ``root`` if a Trainer saved it, or else its newest ``checkpoint-<step>``."""
     if (root / STATE_NAME).is_file():
         return root
     found = [
@@ -110,10 +110,10 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
-    """Yield the directory from which a Trainer with a given micro batch resumes.
+    """Yield a directory from which a Trainer with this micro batch size can resume.
 
-    The Trainer replaces the micro batch of its arguments by the checkpoint's, on any number of ranks. So a Trainer with another
-    micro batch gets a directory of links to the checkpoint's files, with its own micro batch in the state.
+    The Trainer would replace the micro batch size of its arguments by the checkpoint's. Therefore a Trainer with another size
+    gets a directory of links to the checkpoint's files, whose ``trainer_state.json`` has the new size.
 
     Args:
         found: the checkpoint.
@@ -138,7 +138,10 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 
 
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    """Load weights, optimizer and scheduler in any layout. Ranks: all, collectively."""
+    """Load weights, optimizer and scheduler; reshard them if layouts differ.
+
+    Ranks: all, collectively.
+    """
     bind_checkpoint_engine(engine)
     trusts = opened_checkpoint.trusts_code
     with vouched_for([engine], trusts_code=trusts), contextlib.ExitStack() as stack:
@@ -160,7 +163,7 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
             )
         saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved, trusts_code=trusts)
         load_reshaped(engine, saved_engine, now)
-        # Persistent buffers are those of replica 0; the model creates the others.
+        # Persistent buffers come from replica 0 of the checkpoint; the model creates the others.
         buffers = saved_engine.buffers()
         with torch.no_grad():
             for name, buffer in named_buffers(engine.module).items():

@@ -1,4 +1,4 @@
-"""Telemetry of a Trainer's chief, reported with each of the Trainer's logs."""
+"""Telemetry of a Trainer's rank 0, reported with each training log entry."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dstrial.telemetry.samples import GROUP
 
 
 class TrainerTelemetry:
-    """Measures a DeepSpeed Trainer's chief; neither communicates nor synchronises.
+    """Measures rank 0 of a Trainer with DeepSpeed, without communication.
 
-    FLOPs are those of the chief's device, because ranks exchange nothing at a Trainer's log. The time between two steps, in
-    which the Trainer also logs, counts as waiting for data. Nothing is measured if ``data.dstrial.telemetry`` is false or if
-    dsat measures (``is_off``).
+    FLOPs are those of rank 0's device, because ranks exchange nothing when a Trainer logs. The time between two steps, in which
+    the Trainer also logs, counts as waiting for data. Nothing is measured if ``data.dstrial.telemetry`` is false or if
+    dsat measures the trial (``is_off``).
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class TrainerTelemetry:
         self._reports.write([sample], step, sample.num_batches * train_batch_size, skipped)
 
     def close(self, *, is_complete: bool) -> None:
-        """Save the totals, and restore the engine; idempotent.
+        """Store the totals and remove the engine's hooks; idempotent.
 
-        After a complete run the device's peak is measured, if it is unknown on this machine.
+        After a complete run the device's peak is measured, if it is unknown or exceeded on this machine.
         """
         self._counting.close()
         instruments, self._instruments = self._instruments, None

@@ -1,4 +1,4 @@
-"""Train a ``Trainer`` from a checkpoint of any layout, of this or another trial."""
+"""``train`` runs a Trainer from a checkpoint, also of another layout or trial."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput:
-    """Train, from the trial's checkpoint if it has one.
+    """Call ``Trainer.train``, resuming from the trial's checkpoint if it has one.
 
-    On another number of ranks, ZeRO stage or offload the checkpoint is resharded. From a checkpoint of another trial only the
-    weights are loaded, and counting starts at 0.
+    For another number of ranks, ZeRO stage or offload, the checkpoint is resharded. From another trial's checkpoint only the
+    weights are loaded, and steps count from 0.
 
     Args:
-        trainer: ``callback`` is added to its callbacks if it is missing.
-        callback: created with the Trainer's arguments.
+        trainer: the Trainer; ``callback`` is added to its callbacks if missing.
+        callback: the callback, created with the Trainer's arguments.
         kwargs: further arguments of ``Trainer.train``.
 
     Returns:
         The result of ``Trainer.train``; its loss is 0 if nothing was left to train.
 
     Raises:
-        ValueError: ``resume_from_checkpoint`` is given as well.
-        CheckpointLayoutError: the checkpoint cannot be loaded in this layout.
+        ValueError: ``resume_from_checkpoint`` is given.
+        CheckpointLayoutError: the checkpoint cannot be converted to this rank layout.
 
     Ranks: all, collectively.
     """
@@ -72,7 +72,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
 
 @contextlib.contextmanager
 def _without_model_init(trainer: Trainer) -> Iterator[None]:
-    """Prevent the Trainer from creating a new model without the loaded weights."""
+    """Disable ``model_init`` in the block: a new model would lack the loaded weights."""
     model_init = trainer.model_init
     trainer.model_init = None
     try:
@@ -83,7 +83,7 @@ def _without_model_init(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """Make the Trainer's new engine load its checkpoint through the callback.
+    """In the block, let the Trainer's new engine load the callback's checkpoint.
 
     Source: transformers 4.56 and 5.23 create the engine with ``accelerator.prepare`` and load it with
         ``integrations.deepspeed.deepspeed_load_checkpoint``, which calls the engine's ``load_checkpoint``.
@@ -106,7 +106,7 @@ def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 
 def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
-    """Replace the engine's ``load_checkpoint`` for one call."""
+    """Replace the engine's ``load_checkpoint`` for one call by the callback's loader."""
 
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         del args, kwargs, engine.load_checkpoint
@@ -140,7 +140,7 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
 
 
 class _SavedWeights:
-    """Weights by name, read one at a time from a DeepSpeed engine's files."""
+    """Parameters and buffers by name, read one at a time from DeepSpeed's files."""
 
     def __init__(self, saved: SavedEngine) -> None:
         self._saved = saved
@@ -183,7 +183,7 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Gather a partitioned parameter in the block; rank 0's values go to all ranks."""
+    """Gather a partitioned parameter in the block; then distribute rank 0's values."""
     if not _is_cut(parameter):
         yield
         return

@@ -1,4 +1,4 @@
-"""Set up a Trainer script: its core context, trial and checkpoint."""
+"""Set up a Trainer script: core context, configuration and checkpoint."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ _NOT_OVERRIDDEN = (
 def init(
     *, exp_conf: dict[str, Any] | None = None, run_dir: str | os.PathLike[str] | None = None
 ) -> Iterator[core.Context]:
-    """Give a Trainer script its core context, on a cluster, a master or neither.
+    """Yield the core context for a Trainer script, with or without a master.
 
-    Like :func:`dstrial.core_context`; it also makes accelerate, on which the Trainer is based, see all ranks on CPUs.
+    Like :func:`dstrial.core_context`. On CPUs, it also makes accelerate, on which the Trainer is based, see all ranks.
     ``DetCallback`` also accepts the core context of ``det.core.init(distributed=...)``.
 
     Args:
-        exp_conf: experiment config off a cluster, of which ``searcher`` and ``hyperparameters`` are used; by default that of
-            ``python -m dstrial.launch --config``.
-        run_dir: run directory off a cluster; by default a new directory under ``./runs``.
+        exp_conf: experiment config without a cluster; only ``searcher`` and ``hyperparameters`` are used. The default is the
+            config of ``python -m dstrial.launch --config``.
+        run_dir: run directory without a cluster; by default a new directory under ``./runs``.
 
     Raises:
-        RankIdentityError: the environment contradicts itself about who this process is.
+        RankIdentityError: environment variables contradict each other about this process's rank.
 
     Ranks: all, collectively.
     """
@@ -76,16 +76,16 @@ def init(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialFacts:
-    """The trial of a core context.
+    """Configuration and checkpoint of a core context's trial.
 
     Attributes:
-        searcher: empty if there is none, and for a trial that only measures.
-        exp_conf: empty if there is none.
-        latest_checkpoint: to resume from; None for a new trial.
-        signals: None if stop signals are not collected.
+        searcher: the searcher's config; empty without one, and for a trial that only measures.
+        exp_conf: the experiment config; empty without one.
+        latest_checkpoint: the checkpoint to resume from; None for a new trial.
+        signals: collects stop signals; None if nothing collects them.
         is_rewrite: whether to load and save once (``dstrial checkpoint reshape``).
         is_measuring: whether dsat measures the steps, so that nothing is saved.
-        resumed: the run that this trial resumes; None for a new run, and if only weights are loaded.
+        resumed: the saved run that this trial resumes; None for a new run, or if only weights are loaded.
     """
 
     trial_id: int
@@ -103,8 +103,8 @@ class TrialFacts:
         """Read the trial of any core context. Ranks: all, collectively.
 
         Raises:
-            CheckpointNotFoundError: the newest checkpoint of a run is to be resumed, and the run has none.
-            ConfigError: the core context does not know the checkpoint of ``dstrial run --resume``.
+            CheckpointNotFoundError: ``latest`` is to be resumed, and the run has no checkpoint.
+            ConfigError: the core context is not dstrial's and would ignore ``dstrial run --resume``.
         """
         found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info
@@ -149,7 +149,7 @@ def _newest_checkpoint(context: core.Context) -> str:
 
 
 def _require_no_named_checkpoint() -> None:
-    """Refuse ``dstrial run --resume`` with a core context that ignores the checkpoint."""
+    """Raise ConfigError if ``--resume`` names a checkpoint that would be ignored."""
     named = os.environ.get(RESUME_VARIABLE)
     if not named or not os.environ.get(RUN_DIR_VARIABLE):
         return
@@ -170,22 +170,22 @@ def hyperparameters(
     arguments: Sequence[str] | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return hyperparameters with which a resumed run keeps its batch on any slots.
+    """Return hyperparameters with which a resumed run keeps its batch size.
 
-    Pass them to ``dstrial.dsat.get_hf_args_with_overwrites`` before the arguments are parsed: a Trainer's batch is fixed once
-    its ``TrainingArguments`` are created. If a run resumes and its arguments give another batch on the current slots,
-    ``overwrite_deepspeed_args`` gets the three batch sizes that keep it. Arguments that the user has changed since are not
-    replaced, and ``DetCallback`` refuses them.
+    Pass them to ``dstrial.dsat.get_hf_args_with_overwrites`` before parsing the arguments, because ``TrainingArguments`` fix
+    the batch size. If the run resumes and its arguments give another batch size on the current slots,
+    ``overwrite_deepspeed_args`` gets the three batch sizes that keep it. Arguments that the user has changed are not replaced;
+    ``DetCallback`` rejects them.
 
     Args:
-        core_context: of the trial.
+        core_context: the trial's core context.
         arguments: the script's command line, by default ``sys.argv[1:]``.
         hparams: hyperparameters, by default the trial's; not changed.
 
     Raises:
-        ConfigError: the ranks cannot share the batch evenly, or the core context does not know the checkpoint of
-            ``dstrial run --resume``.
-        CheckpointNotFoundError: the newest checkpoint of a run is to be resumed, and the run has none.
+        ConfigError: the batch cannot be divided evenly among the ranks, or the core context is not dstrial's and would
+            ignore ``dstrial run --resume``.
+        CheckpointNotFoundError: ``latest`` is to be resumed, and the run has no checkpoint.
 
     Ranks: all, collectively (one broadcast, if there is a checkpoint to resume from).
     """
@@ -198,9 +198,9 @@ def hyperparameters(
 
 
 class Startup:
-    """Checks a Trainer's arguments and opens the checkpoint, if there is one.
+    """Checks a Trainer's arguments and opens the checkpoint to resume from.
 
-    The ConfigError names all contradictions at once. Ranks: all, collectively.
+    The ConfigError lists all contradictions. Ranks: all, collectively.
     """
 
     def __init__(self, context: core.Context, args: TrainingArguments) -> None:
@@ -242,7 +242,7 @@ class Startup:
         )
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
-        """Load the checkpoint into a new engine. Ranks: all, collectively."""
+        """Load the opened checkpoint into a new engine. Ranks: all, collectively."""
         assert self.opened is not None, "there is a checkpoint to load"
         self._overrides = False
         before = optimizer_settings(engine)
@@ -251,7 +251,7 @@ class Startup:
         settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
-        """Refuse training that does not start from the checkpoint."""
+        """Raise CheckpointError if training does not start at the checkpoint's step."""
         found = self.opened
         if found is None or (is_attached and not found.continues):
             return
@@ -271,14 +271,16 @@ class Startup:
             logger.warning(_NOT_OVERRIDDEN)
 
     def settle_best_model(self, state: TrainerState) -> None:
-        """Clear a best model whose directory, of an earlier attempt, is missing on a rank.
+        """Clear ``state.best_model_checkpoint`` if a rank does not have that directory.
 
-        The Trainer would load it at the end. Ranks: all, collectively (one exchange, only if the run resumes).
+        The Trainer would load this best model, of an earlier attempt, at the end of training.
+
+        Ranks: all, collectively (one exchange, only if the run resumes).
         """
         best = state.best_model_checkpoint
         if self.checkpoint_path is None:
             return
-        # transformers 5 has already cleared it on ranks on which the directory is missing.
+        # transformers 5 has already cleared the attribute on ranks on which the directory is missing.
         found = self._distributed.allgather(None if best is None else pathlib.Path(best).is_dir())
         if all(found) or all(one is None for one in found):
             return

@@ -1,1 +1,1 @@
-"""What a trial trains and validates on: order, position, records."""
+"""Data loading of a trial: order of records, position, counting of records."""

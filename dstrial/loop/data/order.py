@@ -1,7 +1,7 @@
-"""The records of each global batch.
+"""Which records each global batch has, and their division into micro batches.
 
-A pure function of seed, epoch, batch and global batch size: replicas and micro batches are slices of a global batch. A run
-may change their number and still see every record of an epoch once, in the same batches.
+The records of a global batch depend only on seed, epoch, batch number and global batch size. Replicas and micro batches are
+slices of a global batch. A run may change their number and still trains every record of an epoch once, in the same batches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils import data
 from dstrial.engine.random_state import RngState
 from dstrial.errors import DataError
 
-# Records whose indices are turned from a tensor into Python numbers at once.
+# Number of record indices that are converted from a tensor to Python numbers at once.
 _BLOCK_RECORDS = 4096
 
 EpochOrder = Callable[[int], "Sequence[Any]"]
 
 
 def _mixed_seed(*parts: int) -> int:
-    """Return one 63-bit seed from several numbers; close inputs give unrelated seeds."""
+    """Combine numbers into one 63-bit seed; similar inputs give unrelated seeds."""
     return int(
         np.random.SeedSequence([part & 0xFFFFFFFFFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0]
         >> 1
@@ -35,7 +35,7 @@ def _mixed_seed(*parts: int) -> int:
 
 
 class ShuffledOrder:
-    """Every record once per epoch, shuffled by (seed, epoch)."""
+    """A shuffled order of all record indices per epoch, determined by (seed, epoch)."""
 
     def __init__(self, num_records: int, seed: int) -> None:
         self._num_records = num_records
@@ -47,7 +47,7 @@ class ShuffledOrder:
 
 
 class _TensorSequence(Sequence[int]):
-    """Indices held as one tensor (8 bytes each), sliced into lists."""
+    """A sequence of indices stored as one tensor (8 bytes each); slices are lists."""
 
     def __init__(self, indices: torch.Tensor) -> None:
         self._indices = indices
@@ -60,9 +60,9 @@ class _TensorSequence(Sequence[int]):
 
 
 class SamplerOrder:
-    """The order of a user's sampler, replayed from epoch 0 as it may keep state.
+    """The record order of a user's sampler, per epoch.
 
-    Each epoch starts from random states of (seed, epoch).
+    The sampler may have state, so it is replayed from epoch 0. Each epoch starts from random states seeded by (seed, epoch).
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -72,7 +72,7 @@ class SamplerOrder:
         self._newest: list[Any] = []
 
     def __call__(self, epoch_idx: int) -> Sequence[Any]:
-        """Return what the sampler yields in one epoch; epochs must be asked for in order."""
+        """Return the sampler's indices of one epoch; calls must be in order of epochs."""
         if epoch_idx == self._next_epoch - 1:
             return self._newest
         if epoch_idx < self._next_epoch:
@@ -91,7 +91,7 @@ class SamplerOrder:
 
 @contextlib.contextmanager
 def forked_random_state(seed: int) -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's CPU generators for the block alone."""
+    """Seed Python's, NumPy's and torch's CPU generators during the block only."""
     before = RngState.read()
     seed_all(seed)
     try:
@@ -115,7 +115,7 @@ def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
 
 
 def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
-    """Return the order of records per epoch that a ``DataLoader``'s sampler gives."""
+    """Return the function epoch -> record order for a ``DataLoader``'s sampler."""
     if type(sampler) is data.SequentialSampler:
         return lambda _epoch_idx: range(num_records)
     if type(sampler) is data.RandomSampler and not sampler.replacement and sampler.num_samples == num_records:
@@ -133,7 +133,7 @@ class BatchGeometry:
 
     @property
     def num_slices(self) -> int:
-        """Micro batches of all replicas in one batch."""
+        """Number of micro batches of all replicas in one batch."""
         return self.micro_batches_per_batch * self.num_replicas
 
     @property
@@ -142,10 +142,10 @@ class BatchGeometry:
 
 
 class GlobalBatches:
-    """The batches of a run, from the order of each epoch.
+    """The records of each global batch of a run.
 
-    With ``keep_tail`` the last batch of an epoch holds the records that are left, dealt out as evenly as possible; a micro batch
-    that would be empty repeats a record of the same batch. Without it these records are not trained in that epoch.
+    With ``keep_tail`` the last batch of an epoch has the remaining records, divided as evenly as possible. A micro batch that
+    would be empty repeats a record of the same batch. Without ``keep_tail`` these records are not trained in that epoch.
     """
 
     def __init__(self, order: EpochOrder, num_records: int, geometry: BatchGeometry, keep_tail: bool) -> None:
@@ -183,7 +183,7 @@ class GlobalBatches:
         return self._block[start - block_start : start - block_start + size]
 
     def num_records(self, first_batch: int, end_batch: int) -> int:
-        """Return the number of records in ``first_batch`` to ``end_batch - 1``."""
+        """Return the number of records in batches ``first_batch`` to ``end_batch - 1``."""
         size = self.geometry.train_batch_size
         num_tails = (
             end_batch // self.epoch_length - first_batch // self.epoch_length if self.keeps_tail else 0
@@ -191,7 +191,7 @@ class GlobalBatches:
         return (end_batch - first_batch) * size - num_tails * (size - self.num_tail_records)
 
     def micro_batch(self, records: Sequence[Any], micro_batch_idx: int, replica: int) -> list[Any]:
-        """Return the records of a replica's micro batch; never empty."""
+        """Select a replica's micro batch from a global batch's ``records``; never empty."""
         num_slices = self.geometry.num_slices
         slice_idx = micro_batch_idx * self.geometry.num_replicas + replica
         start, stop = (slice_idx * len(records) // num_slices, (slice_idx + 1) * len(records) // num_slices)
@@ -202,11 +202,11 @@ class GlobalBatches:
 
 
 class ReplicaSampler(data.Sampler[list[Any]]):
-    """Endless micro batches of one replica, from any position.
+    """Batch sampler that yields one replica's micro batches endlessly.
 
     Args:
         replica: data-parallel rank.
-        start_micro_batch: micro batches of this replica to skip.
+        start_micro_batch: number of this replica's micro batches to skip.
         with_epoch: yield ``(epoch_idx, record_idx)`` keys instead of record indices.
     """
 

@@ -1,7 +1,7 @@
-"""Read records as a user's loader would, with reproducible random states.
+"""Build torch loaders that read a user's data set with reproducible random states.
 
-The data set, sampler and worker settings of a ``determined.pytorch.DataLoader`` are used, but not its sharding, which depends on
-the number of ranks. Any other loader must be allowed by ``context.disable_dataset_reproducibility_checks()``.
+They use the data set, sampler and worker settings of a ``determined.pytorch.DataLoader``, but not its sharding, which depends
+on the number of ranks. Any other loader must be allowed by ``context.disable_dataset_reproducibility_checks()``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dstrial.trial.determined_errors import ForeignLoaderError
 
 
 class SeededRecords(data.Dataset[Any]):
-    """A data set read under random states of (seed, epoch, record).
+    """A data set whose reads start from random states seeded by (seed, epoch, record).
 
-    Used in loader workers only, which share no random state with training.
+    Used only in loader workers, whose random states are separate from training.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -54,7 +54,7 @@ def _record_number(record: Any) -> int:
 
 
 class _WorkerStart:
-    """Starts a loader worker whose user code sees the user's own data set."""
+    """Worker init function that shows user code the user's data set, not the wrapper."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._worker_init_fn = worker_init_fn
@@ -62,7 +62,7 @@ class _WorkerStart:
     def __call__(self, worker_idx: int) -> None:
         info: Any = data.get_worker_info()
         if isinstance(info.dataset, SeededRecords):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # its own attributes are read-only
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # `info` rejects normal assignment
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_idx)
 
@@ -70,10 +70,10 @@ class _WorkerStart:
 def torch_loader(
     loader: pytorch.DataLoader, dataset: Any, batch_sampler: Any, seed: int
 ) -> data.DataLoader[Any]:
-    """Build the loader that reads ``batch_sampler``'s records as ``loader`` would.
+    """Build a torch loader for ``batch_sampler`` with the settings of ``loader``.
 
-    It has its own generator, because a loader without one draws from the training's random state at every start. Without the
-    user's ``timeout`` it waits for silent workers as long as ranks wait for each other.
+    The loader has a generator, because without one it would draw from training's random state at every start. If the user gave
+    no ``timeout``, the timeout for workers is the one for communication between ranks.
     """
     return data.DataLoader(
         dataset,
@@ -100,7 +100,7 @@ def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -
 
 
 def loader_length(loader: Any) -> int | None:
-    """Return the micro batches in one pass over any loader; None if it does not say."""
+    """Return the number of micro batches in one pass; None without ``__len__``."""
     inner = loader.loader if type(loader).__name__ == "RepeatingLoader" else loader
     try:
         return len(inner)

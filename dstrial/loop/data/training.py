@@ -1,4 +1,4 @@
-"""The endless stream of a rank's training records, from any position."""
+"""The endless stream of a rank's training micro batches, from any position."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class CountingIterator:
-    """An endless iterator over micro batches that counts the drawn ones.
+    """An endless iterator over micro batches that counts them.
 
     Attributes:
+        drawn: number of micro batches that this replica has drawn in the run.
         watch: called with each micro batch and the seconds that the loader took for it; None for no call.
     """
 
@@ -65,7 +66,7 @@ class CountingIterator:
 
 
 class TrainingStream:
-    """The training records of this rank; ``loader`` is None on ranks that read none."""
+    """Reads this rank's training records; ``loader`` is None on ranks that read none."""
 
     def __init__(
         self, loader: Any, adapter: EngineAdapter, rank: int, seed: int, checks_disabled: bool
@@ -141,19 +142,22 @@ class TrainingStream:
 
     @property
     def records_per_batch(self) -> int | None:
-        """Records of a full batch, over all replicas; None with a user's own loader."""
+        """Records of a full batch over all replicas; None if the loader does not tell."""
         if self._batches is None or self._loader.batch_size is None:
             return None
         return self._batches.geometry.train_batch_size
 
     def count_records(self, first_batch: int, end_batch: int) -> int:
-        """Return the records of global batches; all full with a user's own loader."""
+        """Return the number of records in batches ``first_batch`` to ``end_batch - 1``.
+
+        With another loader than ``dstrial.DataLoader``, every batch counts as full.
+        """
         if self._batches is not None and self._loader.batch_size is not None:
             return self._batches.num_records(first_batch, end_batch)
         return (end_batch - first_batch) * self._full_batch_records
 
     def open(self, drawn: int) -> CountingIterator | None:
-        """Start after ``drawn`` micro batches of this replica; None if it reads none."""
+        """Return an iterator after ``drawn`` micro batches; None on a rank without loader."""
         if self._loader is None:
             return None
         if self._batches is None:
@@ -196,7 +200,7 @@ class TrainingStream:
 
 
 class _Flattened(data.Sampler[Any]):
-    """Micro batches of a user's batch sampler, unchanged."""
+    """Yields the batches of a user's batch sampler unchanged, as micro batches."""
 
     def __init__(self, sampler: data.Sampler[Any], with_epoch: bool) -> None:
         self._sampler = sampler
@@ -212,14 +216,14 @@ class _Flattened(data.Sampler[Any]):
 
 
 def agreed_epoch_length(gathered: Sequence[tuple[bool, bool, int | None, str | None]]) -> int | None:
-    """Return the batches per epoch that all ranks with a loader have.
+    """Return the ranks' common number of batches per epoch; None if unknown.
 
     Args:
-        gathered: by rank: whether it must read records, whether it has a loader, that loader's batches per epoch (None if it
-            does not say), and its problem (None if there is none).
+        gathered: for each rank: whether the rank must read records, whether it has a loader, the loader's batches per epoch or
+            None, and an error text or None.
 
     Raises:
-        DataError: a loader is missing, too short, or lengths differ; the same on every rank.
+        DataError: a loader is missing or too short, or lengths differ. Every rank raises the same error.
     """
     errors = [(rank, error) for rank, (_, _, _, error) in enumerate(gathered) if error]
     if errors:

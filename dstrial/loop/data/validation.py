@@ -1,4 +1,4 @@
-"""The validation records of a rank, in rounds: one per ``evaluate_batch`` call."""
+"""A rank's validation records in rounds; a round is one ``evaluate_batch`` call."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from dstrial.loop.data.records import loader_length, require_determined_loader, 
 
 
 def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
-    """Return the round of micro batches whose sizes, in records, are known only now."""
+    """Build a round from the sizes, in records, of its micro batches."""
     stops = list(itertools.accumulate(sizes))
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     return ValidationRound(record_ranges=ranges, records=stops[-1], is_ragged=is_ragged)
 
 
 def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
-    """Plan rounds over a loader of unknown sizes: (micro batches, may be ragged).
+    """Divide micro batches of unknown size into rounds.
 
-    The last micro batch gets a round of its own, because it may be ragged: hold fewer records.
+    Returns (number of micro batches, may be ragged) per round. The last micro batch, which may have fewer records than the
+    others (ragged), is a separate round.
     """
     full_rounds, rest = divmod(num_micro_batches - 1, per_round)
     sizes = [per_round] * full_rounds + ([rest] if rest else [])
@@ -47,10 +48,10 @@ class Extent:
 
 
 class ValidationStream:
-    """The validation records of this rank.
+    """Reads the validation records of this rank, round by round.
 
     Args:
-        loader: None on ranks that read no records.
+        loader: the validation loader; None on ranks that read no records.
         all_replicas: whether a forward pass of any engine needs every replica.
         count_records: returns the number of records in one item of the loader.
     """
@@ -97,7 +98,8 @@ class ValidationStream:
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
         """Yield each round of this replica with an iterator over its micro batches.
 
-        ``agreed`` is the ranks' extent; a rank with a loader of unplanned length uses its own.
+        The iterator is None on a rank without loader. ``agreed`` is the extent that ranks agreed on; a loader whose records are
+        not planned uses the loader's number of micro batches.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
@@ -126,7 +128,7 @@ class ValidationStream:
             yield validation_round, items
 
     def _unplanned(self, num_micro_batches: int) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
-        """Yield rounds whose sizes are known only when they are read."""
+        """Yield rounds whose micro-batch sizes are known only after reading."""
         items = None
         if isinstance(self._loader, pytorch.DataLoader):
             items = self._read(self._dealt_batches())
@@ -142,7 +144,7 @@ class ValidationStream:
         return list(batches)[self._adapter.data_parallel_rank :: self._adapter.data_parallel_world_size]
 
     def _read(self, micro_batches: list[Any]) -> Iterator[Any]:
-        """Read micro batches, by the same workers every time if they are persistent."""
+        """Iterate over micro batches; persistent workers are reused in later validations."""
         if self._kept is not None:
             return iter(self._kept)
         loader = torch_loader(self._loader, self._loader.dataset, micro_batches, self._seed)
