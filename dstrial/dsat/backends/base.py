@@ -1,4 +1,4 @@
-"""The interface of the driver to the place where measuring trials run."""
+"""The interface between the search driver and the backend that runs its trials."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Ended:
 
     trial_id: int
     outcome: Outcome
-    seconds: float | None = None  # since its start on slots; None if unknown
-    candidate: Mapping[str, Any] | None = None  # measured configuration, where another process chose it
+    seconds: float | None = None  # since the trial got its slots; None if unknown
+    candidate: Mapping[str, Any] | None = None  # measured configuration, if another process chose it
 
 
 class Backend(Protocol):
@@ -35,7 +35,7 @@ class Backend(Protocol):
     def is_sequential(self) -> bool: ...
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a trial, or find the trial of this label that was started before.
+        """Start a trial, or find the trial that was started earlier with its label.
 
         Returns:
             A handle, JSON values, for :meth:`adopt`.
@@ -62,14 +62,14 @@ class Backend(Protocol):
         """Replace the published report of the search, without blocking.
 
         Args:
-            report: makes the report, JSON values; not called if reports cannot be published here.
+            report: returns the report as JSON values; not called if this backend cannot publish reports.
 
         Returns:
             False if the caller should retry later.
         """
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the search; this or :meth:`close` ends trials that still run.
+        """End the search; trials that still run end here or in :meth:`close`.
 
         Args:
             results: files of the search, name -> text, to store beside the trials where that is possible.
