@@ -152,7 +152,7 @@ class PredictSearch:
     # ---- learning --------------------------------------------------------------------------------
 
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
-        """Exclude a structure, and later its group, if its failure is no out-of-memory error."""
+        """Exclude a structure, and later its group, unless it only ran out of memory."""
         if kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
             self._host_limit_bytes = min(needed, self._host_limit_bytes or needed)

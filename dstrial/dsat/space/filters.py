@@ -213,7 +213,7 @@ def trials_for_effects(space: Space) -> list[Candidate]:
 def knob_effects(
     space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
 ) -> Iterator[KnobEffect]:
-    """Yield the effect of a knob between any two measured candidates that differ in it.
+    """Yield the effect of a knob between any two measured candidates differing in it.
 
     Only unproven knobs count, and the two candidates must differ in nothing else.
 

@@ -125,5 +125,5 @@ def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[s
 
 
 def width_of(effective: Mapping[str, Any]) -> int:
-    """Return bytes per value of a config with all defaults: 2 for fp16 or bf16, else 4."""
+    """Return bytes per value: 2 for fp16 or bf16, else 4; the config has all defaults."""
     return 2 if effective["fp16"]["enabled"] or effective["bf16"]["enabled"] else 4

@@ -337,7 +337,7 @@ def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes
 
 
 def _with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
-    """Return sizes with other stages; raise ValueError if these do not divide the ranks."""
+    """Return sizes with other stages; raise ValueError if these cannot divide ranks."""
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
     return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
