@@ -23,7 +23,7 @@ _BYTES = re.compile(r"(\d*\.?\d+)\s*([KMGT]?)(I?)B?")
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of ``30m``, ``90s`` or ``1h30m``."""
+    """Convert a duration such as ``30m``, ``90s`` or ``1h30m`` to seconds."""
     found = _DURATION.fullmatch(text.strip().lower())
     parts = found.groups() if found else ()
     seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False) if part)
@@ -35,7 +35,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of ``80GiB``, ``24G`` or ``85899345920``."""
+    """Convert a size such as ``80GiB``, ``24G`` or ``85899345920`` to bytes."""
     found = _BYTES.fullmatch(text.strip().upper())
     number = 0.0
     if found and (found[2] or not found[3]):

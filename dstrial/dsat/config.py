@@ -233,7 +233,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems of paths without a legal value; warnings of illegal values."""
+    """Check ``--space``: return problems of paths and warnings of illegal values."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():

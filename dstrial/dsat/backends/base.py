@@ -12,7 +12,7 @@ from dstrial.dsat.core.outcome import Outcome
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """A measuring trial that has ended."""
+    """The outcome of a measuring trial that has ended."""
 
     trial_id: int
     outcome: Outcome
@@ -56,7 +56,7 @@ class Backend(Protocol):
         """Return for how many seconds a trial has had its slots; 0 while it waits."""
 
     def kill(self, trial_id: int) -> None:
-        """Kill a trial and forget it."""
+        """Kill a trial; :meth:`poll` does not return it any more."""
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         """Replace the published report of the search, without blocking.
@@ -72,11 +72,11 @@ class Backend(Protocol):
         """End the search; trials that still run end here or in :meth:`close`.
 
         Args:
-            results: files of the search, name -> text, to store beside the trials where that is possible.
+            results: files of the search, name -> text, to store beside the trials if the backend can do so.
         """
 
     def close(self) -> None:
         """End all remaining trials."""
 
     def describe(self) -> str:
-        """Return where trials run, for a person."""
+        """Return a text for the user that says where trials run."""

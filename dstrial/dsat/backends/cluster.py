@@ -56,8 +56,6 @@ _CANCELED_STATES = (
 
 @dataclasses.dataclass(slots=True)
 class _Submitted:
-    """A trial that was submitted to the master."""
-
     experiment: Experiment
     label: str
     running_since_s: float | None = None
@@ -203,7 +201,7 @@ class ClusterBackend:
         return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Submit an experiment without slots whose checkpoint stores the files."""
+        """Submit an experiment without slots whose checkpoint stores ``results``."""
         if self._search_id is None or "best_ds_config.json" not in results:
             return
         spec = results_config(self._settings, self._search_id)
@@ -221,7 +219,7 @@ class ClusterBackend:
             )
 
     def show_in(self, experiment: Experiment) -> None:
-        """Publish the report of the search in this experiment's notes."""
+        """Make :meth:`publish` write the search's report into this experiment's notes."""
         self._report_experiment = experiment
 
     def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:

@@ -202,7 +202,7 @@ class PersistentRanks:
             self._launcher = None
 
     def _take(self, task: _Task, outcome: Outcome) -> None:
-        """End the task's trial, or begin a task that repeats it or the incumbent."""
+        """End the task's trial, or measure the trial or the incumbent again."""
         self._task = None
         metric = self._settings.flags.metric
         task.spent_s += time.time() - task.began_s
@@ -289,7 +289,7 @@ class Incumbent:
 
 
 def drift_between(before: Measured, again: Measured) -> float:
-    """Return the latency of ``again`` over that of ``before``; 1.0 within intervals."""
+    """Return the latency ratio ``again / before``; 1.0 if within their intervals."""
     first, second = before.value("latency"), again.value("latency")
     if not first or not second:
         return 1.0

@@ -213,11 +213,14 @@ class SearchOnMaster:
         return {SEARCH_FILE: json.dumps(search)}
 
     def _events(self, kind: str) -> dict[int, dict[str, Any]]:
-        """Return measuring trial id -> event of this kind that the search reported."""
+        """Return trial id -> event of this kind that the search has reported."""
         return {row["trial_id"]: row for _, row in sorted(self._rows.items()) if row["event"] == kind}
 
     def _read_events(self) -> None:
-        """Read the state before the events, so that none is missed; twice a second."""
+        """Read the experiment's state and events, at most twice a second.
+
+        The state is read first, so that no event of an ended trial is missed.
+        """
         experiment = self._experiment
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:
             return

@@ -51,7 +51,7 @@ _TRAINING_KEYS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSpec:
-    """A measuring trial that is to be started."""
+    """The experiment config, hyperparameters and label of a trial to start."""
 
     trial_id: int
     config: dict[str, Any]

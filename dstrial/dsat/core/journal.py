@@ -165,7 +165,7 @@ def _is_of_others(path: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchStatus:
-    """How running a search ended."""
+    """How a run of a search ended: finished, failed, or stopped by a signal."""
 
     reason: str
     is_finished: bool  # if false, the same command resumes the search

@@ -53,7 +53,7 @@ _MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
 
 
 class FailureKind(str, enum.Enum):
-    """Why a measurement has no values."""
+    """The kind of failure of a trial that measured nothing."""
 
     DEVICE_OOM = "device out of memory"
     """The accelerator's allocator failed; the configuration would fail again."""
@@ -238,7 +238,7 @@ TIE = 0.01  # relative gain up to which the user's own configuration counts as t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial of a search."""
+    """One trial of a search; its outcome is None until the trial has ended."""
 
     trial_id: int
     candidate: Candidate

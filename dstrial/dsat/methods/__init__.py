@@ -18,7 +18,7 @@ METHOD_NAMES = tuple(METHODS)
 def search_method(
     name: str, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
 ) -> ConfigSearch:
-    """Create a search method; ``asha`` replaces ``predict`` without any dry run."""
+    """Create a search method; without dry runs, ``asha`` instead of ``predict``."""
     if name not in METHODS:
         raise SearchError(
             f"the search method is {name!r}; expected one of {', '.join(METHOD_NAMES)}, the methods of this release. "

@@ -132,7 +132,7 @@ class PredictSearch:
         )
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
-        """Yield the missing bytes of larger micro batches; after an OOM, also its own."""
+        """Yield bytes that larger micro batches lack, and a failed one after an OOM."""
         outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
             return
@@ -169,7 +169,7 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return identity -> (candidate, cost) of all candidates equal to DeepSpeed."""
+        """Return identity -> (candidate, cost) of each measurement of that identity."""
         found: dict[tuple[Any, ...], _Costs] = {}
         for one in self.observations.values():
             cost = self.predictor.cost(one.candidate, one.outcome)
@@ -183,9 +183,9 @@ class PredictSearch:
         return min(means, key=lambda pair: pair[1], default=None)
 
     def _num_since_progress(self) -> int:
-        """Return how many last measurements brought no progress.
+        """Return how many measurements since the last progress brought none.
 
-        The first of a group is none of them.
+        The first measurement of a group does not count.
         """
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()

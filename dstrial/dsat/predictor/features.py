@@ -466,7 +466,7 @@ def _split(
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
-    """Return bytes of gathered parameters: kept by stage 3, or in a step of 1 and 2."""
+    """Return bytes of gathered parameters: in stage 3, or in the step of 1 and 2."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
         ahead = min(

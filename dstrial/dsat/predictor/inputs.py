@@ -116,7 +116,7 @@ class PredictInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Model and device, according to the first measurement."""
+    """Size of the model and memory of the device, from the first measurement."""
 
     num_params: float
     num_trainable_params: float

@@ -102,7 +102,7 @@ class TimePrediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """A measured step."""
+    """The measured time of a step, and of phases that were timed."""
 
     point: TimePoint
     seconds: float
@@ -111,7 +111,7 @@ class Timing:
 
 
 class StepModel:
-    """Predicts step times from measured ones, in any order.
+    """Predicts step times from measured step times, whatever their order.
 
     If ``is_scaled``, the machine's rates are known only up to a common factor.
     """

@@ -38,7 +38,7 @@ class PlanRow:
     parts: dict[str, float]  # seconds of each part of a step
 
     def cells(self) -> tuple[str, ...]:
-        """Return cells: configuration, verdict, memory, host memory, rate, micro batch."""
+        """Return table cells: configuration, verdict, memory, host, rate, micro batch."""
         margin = self.margin_bytes / _GIB
         rate = f"{self.throughput:.4g} ({self.throughput_low:.3g} to {self.throughput_high:.3g})"
         return (
@@ -126,7 +126,7 @@ def _row(predictor: Predictor, structure: Structure) -> PlanRow | None:
 
 
 def headline(plan: HardwarePlan, num_slots: int, device: str, device_bytes: float) -> str:
-    """Return whether the model fits, in one sentence."""
+    """Return one sentence that says whether the model fits the planned hardware."""
     where = f"{num_slots} x {device} ({device_bytes / _GIB:.4g} GiB)"
     is_large = plan.num_params >= 1e8
     number = f"{plan.num_params / 1e9:.3g} B" if is_large else f"{plan.num_params:,.0f}"

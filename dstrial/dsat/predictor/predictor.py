@@ -215,7 +215,7 @@ class Predictor:
         }
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
-        """Return part -> predicted seconds of the step or searched phase, or nothing."""
+        """Return part -> predicted seconds of the step or phase; empty if unknown."""
         point = self.time_point(candidate)
         return {} if point is None else self.time.parts(point, self._phase)
 

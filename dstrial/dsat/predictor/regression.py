@@ -42,7 +42,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured quantity."""
+    """A measured value of a quantity, or a lower bound of it."""
 
     row: Row
     value: float

@@ -256,13 +256,13 @@ def process_usage() -> ProcessUsage:
 
 
 def reset_host_peak() -> None:
-    """Reset the kernel's peak memory count (VmHWM), if the process may."""
+    """Reset the kernel's record of peak memory (VmHWM), if that is permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def process_groups() -> list[Any]:
-    """Return this process's groups in the order in which they were made."""
+    """Return the torch process groups of this process, in order of creation."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     return list(torch.distributed.distributed_c10d._world.pg_map)

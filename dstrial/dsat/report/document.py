@@ -313,8 +313,8 @@ def _needs(
 ) -> Iterator[dict[str, Any]]:
     """Yield the memory that larger micro batches of the best and own structure lack.
 
-    The method's predictions (``margins``) are used, if any. Otherwise it follows from the measured peak and the bytes that one
-    record keeps for backward.
+    The method's predictions (``margins``) are used, if any. Otherwise the memory follows from the measured peak and the bytes
+    that one record keeps for backward.
     """
     by_id = {trial.trial_id: trial for trial in trials}
     predicted = [one for one in margins if one["trial_id"] in by_id]

@@ -120,7 +120,7 @@ class LiveTable:
 def summary(
     record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
 ) -> str:
-    """Return the final text: trials, best configuration, its gain over the own, files."""
+    """Return the final text: trials, best configuration, its gain, paths of files."""
     best = best_of(trials, metric)
     state = "finished" if is_finished else "not finished"
     lines = [*_trial_table(trials, metric), "", f"search:        {state} ({reason})"]

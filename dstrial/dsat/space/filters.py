@@ -1,8 +1,8 @@
 """Reject duplicate, illegal and hopeless candidates; measure the effects of knobs.
 
-Rules say which of its own keys DeepSpeed reads. No rule says what a trial does with a hyperparameter of ``--space``. So two
-measurements that differ only in one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a micro batch
-computes and keeps, and the time of a step.
+Rules say which keys DeepSpeed reads. No rule says what a trial does with a hyperparameter of ``--space``, an *unproven knob*.
+So measurements that differ only in one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a micro
+batch computes and keeps, and the time of a step. A knob is *dead* if nothing differs.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def unproven_knobs(space: Space) -> tuple[str, ...]:
 
 
 def trials_for_effects(space: Space) -> list[Candidate]:
-    """Return the legal variants of the user's configuration by one unproven knob each."""
+    """Return legal variants of the user's configuration, with one unproven knob each."""
     own = space.own()
     found = []
     for path in unproven_knobs(space):

@@ -91,7 +91,7 @@ def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return sorted settings, with neutral values for user values a stage refuses."""
+    """Return sorted settings; neutral values replace user values that a stage refuses."""
     values = dict(settings)
     zero = base.get(ZERO)
     given = zero if isinstance(zero, Mapping) else {}

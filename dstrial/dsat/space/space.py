@@ -282,9 +282,9 @@ class Space:
         return self._reasons[key]
 
     def identity(self, candidate: Candidate) -> str:
-        """Return a text that is equal for candidates between which nothing differs.
+        """Return a text that is equal for candidates with equal effective settings.
 
-        Compared are the complete DeepSpeed config, without dead keys, and the hyperparameters of knobs.
+        The settings are the complete DeepSpeed config, without dead keys, and the hyperparameters of knobs.
         """
         effective = self.checked(candidate).effective
         read = {

@@ -27,8 +27,7 @@ from dstrial.engine.memory import MemorySplit
 class Workload(Protocol):
     """Builds engines and trains with them in a ``FakeWorld``.
 
-    ``workload(world, **shared_options)`` imports the user's code. Requests that differ only in the options of ``prepare`` and
-    in
+    ``workload(world, **shared_options)`` imports the user's code. Requests that differ only in options of ``prepare`` and in
     the engine share this import: they run in forks of one process.
     """
 

@@ -28,12 +28,12 @@ _SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
 class DryRunError(DstrialError):
-    """A configuration cannot be dry-run.
+    """Reports that a dry run failed, was too late, or is not supported.
 
     Args:
         kind: ``unsupported`` (fake tensors do not support the code), ``error`` (the code raises), ``deadline`` (it took too
             long), ``died`` (the process ended without an answer).
-        message: for a person.
+        message: text for the user.
         place: ``file:line`` of user code that could not be run; None if unknown.
     """
 
