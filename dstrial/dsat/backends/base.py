@@ -56,7 +56,7 @@ class Backend(Protocol):
         """Return for how many seconds a trial has had its slots; 0 while it waits."""
 
     def kill(self, trial_id: int) -> None:
-        """Kill a trial; :meth:`poll` does not return it any more."""
+        """Kill a trial; :meth:`poll` returns it only if it already has a result."""
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         """Replace the published report of the search, without blocking.

@@ -96,7 +96,7 @@ class PersistentRanks:
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Reuse an earlier result; fail a trial during which the search was killed twice."""
+        """Reuse an earlier result, or fail a trial in which the search was killed twice."""
         row = self._earlier_results.get(spec.trial_id)
         attempts = int(handle.get("attempt") or 0)
         if row is not None:

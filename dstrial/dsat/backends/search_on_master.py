@@ -197,7 +197,7 @@ class SearchOnMaster:
 
     def _files(self, events: list[dict[str, Any]]) -> dict[str, str]:
         flags, written = self._settings.flags, self._settings.written
-        # The master stores contexts in plain text, so the trial gets secrets only through its own config.
+        # The master stores contexts unchanged, so the trial gets secrets only through its own config.
         private = {str(secret.path[0]) for secret in secrets_in(written, SecretNames())}
         # The trial does not have the files of this command line.
         changed: dict[str, Any] = {"include": [], "sample_batch": None, "local": True}

@@ -274,7 +274,7 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
             values.setdefault(trial.candidate, []).append(value)
     if not first:
         return None
-    # A configuration that was measured several times counts with the mean.
+    # A configuration that was measured several times counts with the mean of its scores.
     scored = [(statistics.mean(values[candidate]), trial) for candidate, trial in first.items()]
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
     own = next(((value, trial) for value, trial in scored if trial.candidate.is_own), None)

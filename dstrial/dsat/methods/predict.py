@@ -56,7 +56,7 @@ _LONGEST_STEPS, _MIN_S, _BUILD_S = (
     70,
     6.0,
     30.0,
-)  # steps of a measurement; seconds of all, of building an engine
+)  # most steps of a measurement; least seconds of all steps; seconds of building an engine
 _NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
 _NUM_LEFT = 10  # unmeasured candidates that are reported
 _USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown

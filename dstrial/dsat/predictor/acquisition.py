@@ -20,7 +20,7 @@ from dstrial.dsat.space.space import Structure
 _MAX_CHANGES = 30
 _MIN_CHANGE = 1e-4  # of the log cost; a change that gains less ends a descent
 _FITS = 0.85  # lowest probability to fit that a descent accepts
-_BOUNDS = (1.5, 0.0)  # standard deviations below the median by which candidates of a group compete
+_BOUNDS = (1.5, 0.0)  # standard deviations below the median at which candidates of a group are compared
 _HOPELESS_STDS, _HOPELESS = 3.0, 1.03
 """A group is not searched if its cost, this many standard deviations below the median, exceeds the best cost by this factor."""
 _OOM_COST = 0.2  # cost of running out of memory, as a share of the best cost

@@ -149,7 +149,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
     if not axis.is_free:
         return range(axis.last + 1)
     end = 1 + (axis.last if largest is None else axis.position(largest))
-    # All small sizes, then steps of a sixteenth to an eighth, which matter where communication dominates.
+    # All small sizes, then 16 steps per doubling. Small steps matter if communication dominates.
     sizes = {end, *range(1, min(_ALL_UP_TO, end) + 1)}
     size = _ALL_UP_TO
     while size <= end:

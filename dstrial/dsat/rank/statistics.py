@@ -72,7 +72,7 @@ class SamplingLimits:
     window_s: float = 0.1  # a window has as many steps as fill this time
     max_s: float = 60.0  # no window begins after this time, if there are three windows after warm-up
     min_steps: int = 6  # in all, warm-up included
-    first_step: int = 0  # steps before it, counted from 1, are warm-up; step 1 is never timed
+    first_step: int = 0  # steps before it, counted from 1, are warm-up; step 1 counts FLOPs, untimed
 
 
 class Sampling:

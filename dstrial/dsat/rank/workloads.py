@@ -233,7 +233,7 @@ def _resized(
 
 def _largest_batch(loader: Any, num_batches: int) -> Any:
     """Return the batch with most elements among a loader's first ``num_batches``."""
-    if isinstance(loader, pytorch.DataLoader):  # Determined's recipe for a loader of torch
+    if isinstance(loader, pytorch.DataLoader):  # Determined's description of a torch loader
         loader = copy.copy(loader)
         loader.pin_memory = False  # would make a CUDA context in a process that forks
         loader = loader.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)

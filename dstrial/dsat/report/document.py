@@ -67,7 +67,7 @@ class SearchFacts:
     name: str
     method: str
     metric: str
-    reason: str  # why it ended, or the signal that interrupted it
+    reason: str  # why the search ended, or the signal that interrupted it
     is_finished: bool
     num_slots: int
     predicted: ReportFacts = dataclasses.field(default_factory=ReportFacts)

@@ -83,7 +83,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch's wrapper against the compiler slows each operation down."""
+        """Return False: torch's wrapper that disables dynamo would slow each operation."""
         return False
 
     @property
