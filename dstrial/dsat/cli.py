@@ -1,6 +1,6 @@
 """dsat's flags: each one's option, default, lower bound and help in one place.
 
-Whether values suit an experiment is decided in ``config``.
+``config`` checks whether the values suit an experiment.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dstrial.dsat.methods import METHOD_NAMES, METHODS
 from dstrial.dsat.predictor.hardware import DEVICES
 
 PLAN = "plan"
-"""The subcommand that measures nothing."""
+"""The subcommand that predicts for other hardware, and measures nothing."""
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 _BYTES = re.compile(r"(\d*\.?\d+)\s*([KMGT]?)(I?)B?")
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of ``30m``, ``90s`` or ``1h30m``."""
+    """Convert a duration such as ``30m``, ``90s`` or ``1h30m`` to seconds."""
     found = _DURATION.fullmatch(text.strip().lower())
     parts = found.groups() if found else ()
     seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False) if part)
@@ -35,7 +35,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of ``80GiB``, ``24G`` or ``85899345920``."""
+    """Convert a size such as ``80GiB``, ``24G`` or ``85899345920`` to bytes."""
     found = _BYTES.fullmatch(text.strip().upper())
     number = 0.0
     if found and (found[2] or not found[3]):
@@ -58,10 +58,10 @@ def _flag(
     resumes: bool = False,
     **options: Any,
 ) -> Any:
-    """Return a dataclass field that is also an option.
+    """Return a dataclass field that is also a command line option.
 
-    ``least`` is the smallest valid value. With ``resumes``, a command that is repeated with another value of the
-    option resumes the search instead of beginning another one. ``options`` are those of argparse.
+    ``least`` is the smallest valid value. If ``resumes`` is true, the same command with another value of this option resumes
+    the search; if false, it begins a new one. ``options`` are keyword arguments of ``add_argument``.
     """
     metadata = {"help": text, "short": short, "least": least, "resumes": resumes, "options": options}
     return dataclasses.field(default=default, metadata=metadata)
@@ -69,7 +69,7 @@ def _flag(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFlags:
-    """The command line of a search or plan, defaults included."""
+    """The command line options of a search or plan, with defaults filled in."""
 
     search_method: str
     config_path: str
@@ -171,11 +171,13 @@ class SearchFlags:
     )
     per_machine: int = _flag(8, "devices of one machine (8)", least=1, resumes=True)
     is_plan: bool = False
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # flags of the method only
+    own: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # flags that only this method has: name -> value
     given: frozenset[str] = frozenset()  # names of the flags on the command line
 
     def fingerprinted(self) -> dict[str, Any]:
-        """Return the values that decide which configurations are measured, by name."""
+        """Return name -> value of the flags that decide which configurations are measured."""
         is_described = METHODS[self.search_method].predicts
         names = [name for name, field in FIELDS.items() if not field.metadata["resumes"]]
         kept = [name for name in names if is_described or name not in _DESCRIBING]
@@ -184,7 +186,7 @@ class SearchFlags:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(SearchFlags) if field.metadata}
-"""Name of a flag -> its field."""
+"""Name of a flag -> its field of ``SearchFlags``."""
 _DESCRIBING = ("sample_batch", "trust_code")
 _OF_PLAN = ("slots", "device", "device_memory", "per_machine")
 _PLAN_ORDER = (*_OF_PLAN, "zero_stages", "train_batch_size", "free_batch", "space", "output", *_DESCRIBING)
@@ -196,7 +198,7 @@ _PLAN_HELP = {
 
 
 class _Given(argparse.Action):
-    """Store a value, and that it was given."""
+    """Store the value, and add the option's name to ``given``."""
 
     def __call__(
         self,
@@ -240,7 +242,7 @@ def add_methods(subparsers: Any) -> None:
 
 
 def flags_of(args: argparse.Namespace) -> SearchFlags:
-    # A plan has the flags of a search by prediction.
+    # A plan has the flags of the method ``predict``.
     is_plan = args.search_method == PLAN
     method = METHOD_NAMES[0] if is_plan else args.search_method
     known = {field.name for field in dataclasses.fields(SearchFlags)}

@@ -32,7 +32,7 @@ from dstrial.local.json_files import write_json_atomically
 from dstrial.ranks.stop_signals import noted_signals
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DESCRIBING_S = 900.0  # most time of the dry runs
+_DESCRIBING_S = 900.0  # time limit of all dry runs together
 
 EPILOG = (
     "Exit status: 0 if the search finished and measured something; 1 if it could not, or the configuration is wrong; "
@@ -41,7 +41,7 @@ EPILOG = (
 
 
 def run_command(flags: SearchFlags) -> int:
-    """Search, or plan, as a command line says; return the exit status."""
+    """Run the search or the plan of a command line; return the exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # urllib3 logs every retry of Determined's client; dsat reports an outage once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
@@ -128,7 +128,7 @@ def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
 
 
 def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> int:
-    """Return how many trials run at once: for a resumed search the recorded number."""
+    """Return how many trials run at once; a resumed search keeps its recorded number."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -144,7 +144,7 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
 
 
 def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> PredictInputs:
-    """Return the inputs of ``predict``: recorded ones, else those of dry runs."""
+    """Return the inputs of ``predict`` from the journal, else from new dry runs."""
     for event in record.events():
         if event["event"] == "inputs":
             return PredictInputs.from_json(event)
@@ -177,7 +177,7 @@ _COLUMNS = ("configuration", "verdict", "GiB, phase", "host GiB", "records/s (80
 
 
 def run_plan(flags: SearchFlags) -> int:
-    """Plan as a command line says; return 0 if anything fits, else 1."""
+    """Print and write a hardware plan; return 0 if any configuration fits, else 1."""
     name = flags.device
     device = DEVICES[name or "a100"]
     device_bytes = flags.device_memory or int(device.memory_bytes)

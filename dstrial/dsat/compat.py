@@ -1,6 +1,6 @@
 """The constants of ``determined.pytorch.dsat``, and a function for scripts.
 
-Constants that need a search's modules are computed at first use: scripts import this module, and measure nothing then.
+Constants that need modules of the search are computed at first use, because training scripts import this module.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = [
 ]
 
 CONFIG_KEY = "deepspeed_config"  # the hyperparameter that names the DeepSpeed config
-OVERWRITE_KEY = "overwrite_deepspeed_args"  # the hyperparameter that is merged over it
+OVERWRITE_KEY = "overwrite_deepspeed_args"  # the hyperparameter whose values overwrite the DeepSpeed config
 USE_DSAT_MODE_KEY = MEASURING_KEY  # the hyperparameter that is true in a measuring trial
-GAS_DEFAULT = 1  # accumulation where a config gives none
+GAS_DEFAULT = 1  # gradient accumulation steps if a config gives none
 
 SMALLER_IS_BETTER = True  # how a searcher compares its metric by default
 SMALLER_IS_BETTER_METRICS = METRICS_TO_MINIMIZE  # times, in microseconds
 LARGER_IS_BETTER_METRICS = METRICS_TO_MAXIMIZE  # rates
 
-# Files of the old tool, which this one neither writes nor reads.
+# Files of ``determined.pytorch.dsat``, which dstrial neither writes nor reads.
 ARGS_PKL_PATH = "args.pkl"
 MODEL_INFO_PROFILING_PATH = "model_info.json"
 AUTOTUNING_RESULTS_PATH = "autotuning_metric.json"
@@ -61,7 +61,7 @@ def _method_names() -> tuple[str, ...]:
 
 
 def _argument_defaults() -> Mapping[str, Any]:
-    """Return flag without dashes -> default; that of ``predict`` where methods differ."""
+    """Return flag without ``--`` -> default; if methods differ, that of ``predict``."""
     from dstrial.dsat.cli import build_parser
 
     found: dict[str, Any] = {}
@@ -110,9 +110,9 @@ def get_ds_config_from_hparams(
     """Return the DeepSpeed config that hyperparameters name and overwrite.
 
     Args:
-        hparams: hyperparameters of the trial: ``deepspeed_config``, the path of a JSON file or its content, and, if
-            something is to be changed, ``overwrite_deepspeed_args``; neither is changed.
-        base_dir: directory that the path is relative to.
+        hparams: hyperparameters of the trial, not modified. ``deepspeed_config`` is the path of a JSON file or its content;
+            ``overwrite_deepspeed_args`` is optional.
+        base_dir: directory to which the path is relative.
 
     Returns:
         A new dictionary, for ``deepspeed.initialize``.

@@ -1,4 +1,4 @@
-"""Read and check what a search was asked for, all problems at once."""
+"""Read and check the config of a search; report all problems at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TOTAL, _MICRO, _ = BATCH_KEYS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """A checked search."""
+    """The checked flags, experiment, search space and method options of a search."""
 
     method: str
     flags: SearchFlags
@@ -53,8 +53,8 @@ class SearchConfig:
     written: dict[str, Any]  # the experiment config as written, YAML values
     space: Space
     options: MethodOptions
-    output: Path  # absolute, before ``--fresh`` is considered
-    fingerprint: str  # hash of all that decides what is measured; equal for a command that may resume
+    output: Path  # absolute directory of the search; ``--fresh`` may take another one beside it
+    fingerprint: str  # hash of everything that decides what is measured; a resuming command has the same
     warnings: tuple[str, ...]
 
     @property
@@ -68,7 +68,7 @@ class SearchConfig:
 
     @property
     def num_slots(self) -> int:
-        """Ranks of every trial, at least 1."""
+        """Number of ranks of every trial, at least 1."""
         return max(self.experiment.slots_per_trial, 1)
 
     @property
@@ -77,7 +77,7 @@ class SearchConfig:
 
 
 def read_config(flags: SearchFlags) -> SearchConfig:
-    """Read the files that the flags name; raise all problems at once."""
+    """Read the files that the flags name; raise one ConfigError with all problems."""
     problems = list(_flag_problems(flags))
     path = Path(flags.config_path)
     extra: dict[str, tuple[Any, ...]] = {}
@@ -193,7 +193,7 @@ def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
 
 
 def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> Iterator[ConfigProblem]:
-    """Yield why an experiment cannot be searched, or not with these flags."""
+    """Yield the problems of an experiment, and of flags that do not fit it."""
     if experiment.deepspeed is None:
         yield ConfigProblem(
             f"{experiment.path}: hyperparameters.{MAIN_KEY}",
@@ -233,7 +233,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems of paths without a legal value, warnings of illegal values."""
+    """Check ``--space``: return problems of paths and warnings of illegal values."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():
@@ -281,7 +281,7 @@ def _words(experiment: ExperimentConfig) -> list[str]:
 
 
 def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Read ``--space FILE``: YAML or JSON, dotted paths to lists of values.
+    """Read ``--space FILE`` (YAML or JSON); return dotted path -> values to try.
 
     A path that begins with ``hyperparameters.`` must name one of ``hyperparameters``.
     """
@@ -330,9 +330,9 @@ def _as_size(value: Any) -> Any:
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a DeepSpeed config with numeric batch sizes, and warnings of defaults.
 
-    A Trainer's sizes are those of its entrypoint's flags, else of hyperparameters of the same name (also below
-    ``training_arguments``), else the Trainer's defaults, with a warning. A number in the config wins, as in
-    ``get_hf_args_with_overwrites``.
+    A number in the config has priority, as in ``get_hf_args_with_overwrites``. For a Hugging Face Trainer, flags of the
+    entrypoint come next, then hyperparameters of the same name (also below ``training_arguments``). Last come the Trainer's
+    defaults, with a warning.
 
     Raises:
         ConfigError: only the script knows the sizes; the message says what to write, and where.
@@ -363,7 +363,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return arguments completed from hyperparameters, and warnings of defaults."""
+    """Complete Trainer arguments from hyperparameters; also return warnings."""
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):

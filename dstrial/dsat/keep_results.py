@@ -1,6 +1,6 @@
 """Store the results of launched trials in a checkpoint.
 
-``python3 -m dstrial.dsat.keep_results`` is the entrypoint of an experiment without slots that has the files in its context.
+``python3 -m dstrial.dsat.keep_results`` is the entrypoint of an experiment without slots, whose context holds the result files.
 """
 
 from __future__ import annotations

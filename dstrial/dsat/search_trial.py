@@ -1,8 +1,8 @@
-"""Run a search inside its trial on a master.
+"""Run a whole search inside one trial on a master.
 
-``python3 -m dstrial.dsat.search_trial`` is the entrypoint. The submitting command puts the experiment, its flags and the journal
-so far into the context. Every further event is reported to the master before the search acts on it, so that a restarted trial
-resumes where the journal ends. The search starts and ends its ranks within the trial.
+``python3 -m dstrial.dsat.search_trial`` is the entrypoint. The submitting command puts the experiment, the flags and the
+journal so far into the context. Every further event is reported to the master before the search acts on it, so that a restarted
+trial resumes where the journal ends. The search starts and ends its ranks within the trial.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) 
 
 
 class _Journal:
-    """The events of a search, as rows of its trial's metrics."""
+    """Reads and reports the events of a search as metric rows of the search's trial."""
 
     def __init__(self, master: ClusterBackend, trial: det.TrialInfo) -> None:
         self._master = master
@@ -105,7 +105,7 @@ class _Journal:
     def report(self, event: Mapping[str, Any]) -> None:
         """Store an event on the master before returning.
 
-        The core context would return before the master has stored the row, and lose it during an outage.
+        The core context would return before the master has stored the event, and lose the event during an outage.
         """
         number = self.num_events + 1
         values = {**event.get("metrics", {}), "event": json.dumps(event)}
@@ -132,7 +132,7 @@ class _Journal:
 
 
 class _Ranks(PersistentRanks):
-    """Persistent ranks of a trial that also publishes the report."""
+    """Persistent ranks of a search in a trial; publishes report and results there."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Ranks(PersistentRanks):
         self._master, self._journal, self._context = master, journal, context
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the ranks, and store the files in a checkpoint of the trial."""
+        """End the ranks, and store the result files in a checkpoint of the trial."""
         super().finish(results)
         self._master.show_results(self._journal.experiment, results)
 
@@ -189,9 +189,9 @@ def _driver(settings: SearchConfig, record: SearchRecord, ranks: PersistentRanks
 
 
 def _watch_preemption(context: core.Context, signals: list[signal.Signals]) -> threading.Event:
-    """Stop the search, as at SIGTERM, when the master preempts its trial.
+    """Append SIGTERM to ``signals`` when the master preempts the trial.
 
-    Returns an event that is set then.
+    Returns an event that is set at the preemption.
     """
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Where trials run: here or on a master, in persistent or newly launched ranks."""
+"""Backends that run measuring trials, on this machine or on Determined's master."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BackendFactory:
-    """Makes each backend once, when it is first needed."""
+    """Creates the search's backend and its client of the master, each at first use."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class BackendFactory:
         return self._master
 
     def _select(self) -> Backend:
-        """Select persistent ranks for ``predict`` on a trial class, else launches."""
+        """Use persistent ranks for ``predict`` on a trial class, else launch each trial."""
         settings = self._settings
         is_launched_anew = (
             settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts

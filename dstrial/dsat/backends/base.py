@@ -1,4 +1,4 @@
-"""The interface of the driver to the place where measuring trials run."""
+"""The interface between the search driver and the backend that runs its trials."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dstrial.dsat.core.outcome import Outcome
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """A measuring trial that has ended."""
+    """The outcome of a measuring trial that has ended."""
 
     trial_id: int
     outcome: Outcome
-    seconds: float | None = None  # since its start on slots; None if unknown
-    candidate: Mapping[str, Any] | None = None  # measured configuration, where another process chose it
+    seconds: float | None = None  # since the trial got its slots; None if unknown
+    candidate: Mapping[str, Any] | None = None  # measured configuration, if another process chose it
 
 
 class SearchEndedError(Exception):
@@ -43,7 +43,7 @@ class Backend(Protocol):
     def is_sequential(self) -> bool: ...
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a trial, or find the trial of this label that was started before.
+        """Start a trial, or find the trial that was started earlier with its label.
 
         Returns:
             A handle, JSON values, for :meth:`adopt`.
@@ -68,27 +68,27 @@ class Backend(Protocol):
         """Return for how many seconds a trial has had its slots; 0 while it waits."""
 
     def kill(self, trial_id: int) -> None:
-        """Kill a trial and forget it."""
+        """Kill a trial; :meth:`poll` returns it only if it already has a result."""
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         """Replace the published report of the search, without blocking.
 
         Args:
-            report: makes the report, JSON values; not called if reports cannot be published here.
+            report: returns the report as JSON values; not called if this backend cannot publish reports.
 
         Returns:
             False if the caller should retry later.
         """
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the search; this or :meth:`close` ends trials that still run.
+        """End the search; trials that still run end here or in :meth:`close`.
 
         Args:
-            results: files of the search, name -> text, to store beside the trials where that is possible.
+            results: files of the search, name -> text, to store beside the trials if the backend can do so.
         """
 
     def close(self) -> None:
         """End all remaining trials."""
 
     def describe(self) -> str:
-        """Return where trials run, for a person."""
+        """Return a text for the user that says where trials run."""

@@ -56,8 +56,6 @@ _CANCELED_STATES = (
 
 @dataclasses.dataclass(slots=True)
 class _Submitted:
-    """A trial that was submitted to the master."""
-
     experiment: Experiment
     label: str
     running_since_s: float | None = None
@@ -67,8 +65,8 @@ class _Submitted:
 class ClusterBackend:
     """Submits one experiment per trial, and polls its state about once a second.
 
-    While the master is unreachable, it waits; experiments go on meanwhile. The master and the login are those of the ``det``
-    command (``DET_MASTER``, ``det user login``).
+    While the master is unreachable, the backend waits, and experiments continue. The backend uses the master and the login of
+    the ``det`` command (``DET_MASTER``, ``det user login``).
     """
 
     is_sequential = False
@@ -77,7 +75,7 @@ class ClusterBackend:
         self,
         settings: SearchConfig,
         should_stop: Callable[[], bool] = lambda: False,  # whether to stop waiting for the master
-        search_id: str | None = None,  # of the search whose results are stored in a checkpoint
+        search_id: str | None = None,  # search whose results ``finish`` stores; None stores no results
     ) -> None:
         self._settings = settings
         self._search_id = search_id
@@ -113,13 +111,16 @@ class ClusterBackend:
 
     @property
     def num_parallel(self) -> int:
-        """One trial per agent that has room for it, so that no two trials share a machine."""
+        """Number of agents with enough slots for a trial, so that no two share a machine.
+
+        If no single agent is large enough, the slots of all agents divided by those of a trial; at least 1.
+        """
         slots = self._settings.num_slots
         with_room = sum(1 for agent in self._agents if len(agent.slots or {}) >= slots)
         return max(with_room or sum(len(agent.slots or {}) for agent in self._agents) // slots, 1)
 
     def has_machine_for(self, num_slots: int) -> bool:
-        """Return whether one agent has so many slots."""
+        """Return whether any single agent has at least ``num_slots`` slots."""
         return any(len(agent.slots or {}) >= num_slots for agent in self._agents)
 
     @property
@@ -180,7 +181,7 @@ class ClusterBackend:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write the report into a trial's notes, unless a person has written there."""
+        """Write the report into an experiment's notes, unless a person has edited them."""
         experiment = self._report_experiment
         if experiment is None:
             return True
@@ -200,7 +201,7 @@ class ClusterBackend:
         return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Submit an experiment without slots whose checkpoint stores the files."""
+        """Submit an experiment without slots whose checkpoint stores ``results``."""
         if self._search_id is None or "best_ds_config.json" not in results:
             return
         spec = results_config(self._settings, self._search_id)
@@ -218,11 +219,11 @@ class ClusterBackend:
             )
 
     def show_in(self, experiment: Experiment) -> None:
-        """Publish the report of the search in this experiment's notes."""
+        """Make :meth:`publish` write the search's report into this experiment's notes."""
         self._report_experiment = experiment
 
     def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:
-        """Write the final report of a search, for the page."""
+        """Write the final report into the experiment's notes, for the search's web page."""
         kept = {name: text for name, text in results.items() if name == "report.json"}
         self.retry_until_available(lambda: experiment.set_notes(notes_of({"results": kept})))
 
@@ -242,9 +243,9 @@ class ClusterBackend:
     def create(
         self, config: dict[str, Any], label: str, texts: Mapping[str, str] = MappingProxyType({})
     ) -> Experiment:
-        """Submit an experiment, but not twice if the master died before it answered.
+        """Submit an experiment exactly once, even if the master dies before it answers.
 
-        ``texts`` are further files of its context, name -> text; a name with a slash at its end is a directory.
+        ``texts`` adds files to the experiment's context: name -> text. A name that ends with a slash is a directory.
         """
         before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
@@ -281,7 +282,7 @@ class ClusterBackend:
         return [*files, *included]
 
     def find(self, label: str) -> Experiment | None:
-        """Return the newest experiment of a label; None if it was canceled."""
+        """Return the newest experiment with a label; None if it was canceled or missing."""
         newest = max(self._labelled(label), key=lambda one: int(one.id), default=None)
         return None if newest is None or newest.state in _CANCELED_STATES else newest
 
@@ -320,13 +321,13 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def tolerate_outage(self) -> Iterator[None]:
-        """Suppress and log errors of an unreachable master; log in again once."""
+        """Suppress and log errors of an unreachable master; renew an expired login once."""
         try:
             yield
         except errors.UnauthenticatedException:
             if self._is_login_new:
                 raise
-            # Experiments share this session.
+            # Experiments share this session, so they use the new token, too.
             login = authentication.login_with_cache(self.client._master, cert=self.session.cert)
             self.session.token, self._is_login_new = login.token, True
         except _OUTAGE_ERRORS as error:
@@ -358,9 +359,9 @@ def _is_outage(error: Exception) -> bool:
 
 
 def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
-    """Return how an experiment's trial has ended; None if it has not.
+    """Return the outcome of an experiment's trial; None if the trial has not ended.
 
-    ``submitted`` notes whether the trial has its slots; a change is logged.
+    Also records in ``submitted`` whether the trial has its slots, and logs changes.
     """
     experiment = submitted.experiment
     experiment.reload()
@@ -378,7 +379,7 @@ def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
             logger.warning("%s", wait)
             submitted.logged_wait = wait
     if state in (ExperimentState.COMPLETED, ExperimentState.ERROR):
-        # A reported measurement counts, even if its process failed later.
+        # A reported measurement counts, even if the trial failed later.
         rows = [row.metrics for row in trials[0].iter_metrics("validation")] if trials else []
         measured = [row for row in rows if "latency" in row]
         if measured:
@@ -402,12 +403,12 @@ def is_running(trials: Sequence[Trial]) -> bool:
 
 
 def last_lines(trials: Sequence[Trial]) -> list[str]:
-    """Return the end of the log of an experiment's only trial."""
+    """Return the last 400 log lines of an experiment's only trial."""
     return list(trials[0].iter_logs(tail=400)) if trials else []
 
 
 def why_waiting(experiment: Experiment, num_slots: int) -> str:
-    """Say for a person why an experiment that has not ended does not run."""
+    """Return a message for the user why an unfinished experiment does not run."""
     if experiment.state is ExperimentState.PAUSED:
         return (
             f"experiment {experiment.id} is paused; `det experiment activate {experiment.id}` lets it go on"
@@ -419,25 +420,22 @@ def _file(name: str, text: str) -> bindings.v1File:
     is_directory = name.endswith("/")
     mode = stat.S_IFDIR | 0o700 if is_directory else stat.S_IFREG | 0o600
     content = base64.b64encode(text.encode()).decode()
-    kind = ord("5") if is_directory else ord("0")  # of tar
+    kind = ord("5") if is_directory else ord("0")  # tar's type flags
     return bindings.v1File(
         content=content, gid=0, mode=mode, mtime=str(int(time.time())), path=name, type=kind, uid=0
     )
 
 
 def notes_of(fields: Mapping[str, Any]) -> str:
-    """Return a report, or the files of results, as notes of an experiment."""
+    """Return experiment notes that hold a report or result files as JSON."""
     return _NOTES_BEGIN + json.dumps(fields)
 
 
 def is_report(notes: str) -> bool:
-    """Return whether notes are those of :func:`notes_of`, not of a person."""
+    """Return whether notes come from :func:`notes_of`, not from a person."""
     return notes.startswith(_NOTES_BEGIN)
 
 
 def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:
-    """Return the agents of an experiment's pool; all of them if it names none.
-
-    An agent that has not named its pool counts for every pool.
-    """
+    """Return the agents of a resource pool; all agents if none of them names the pool."""
     return [agent for agent in agents if pool in (agent.resourcePools or ())] or list(agents)

@@ -1,4 +1,4 @@
-"""Measure trials as ``dstrial.launch`` processes here, without a master."""
+"""Measure trials in ``dstrial.launch`` processes on this machine, not on a master."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _RESULT_NAME = "result.json"
 
 
 class LocalBackend:
-    """Starts a launcher per trial in the context directory; its output is in a file.
+    """Starts one launcher per trial, and writes the launcher's output to a file.
 
-    A launcher leads a session of its own and survives a killed search. The next search finds it by the process id in the trial's
-    directory.
+    A launcher leads its own session, so it survives a killed search. The next search finds the launcher by the process id in
+    the trial's directory.
     """
 
     num_parallel = 1
@@ -133,7 +133,7 @@ def _outcome(directory: Path, exit_code: int) -> Outcome:
 
 
 def _has_outcome(directory: Path) -> bool:
-    """Return whether a trial left a result, or its ranks a reproducible error."""
+    """Return whether a trial left a result or a reproducible error of its ranks."""
     lines = [line for line in log_lines(directory) if FAILURE_MARK in line]
     has_failed = bool(lines) and failure_from_log(lines).kind in _REPRODUCIBLE
     return has_failed or _result(directory) is not None

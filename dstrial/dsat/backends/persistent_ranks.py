@@ -1,8 +1,8 @@
-"""Measure one configuration after the other in persistent ranks.
+"""Measure one configuration after the other in the same, persistent ranks.
 
 The ranks of one launcher measure until a rank fails, hangs or leaks memory; the next task then starts new ranks. The search
 appends tasks to a file that rank 0 reads, and reads the results that rank 0 appends to another file. Ranks end with the search.
-This works on a user's machine and in the trial of a master alike.
+This module works on a user's machine and in a trial on a master.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dstrial.process_state import start_ticks
 logger = logging.getLogger("dstrial.dsat")
 
 _MAX_ATTEMPTS = 2
-_NEAR = 0.10  # a result at most this much worse than the best has the best measured again
+_NEAR = 0.10  # a result worse than the incumbent by at most this fraction has the incumbent measured again
 _RATES = ("throughput", "bare_throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
 _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step")
 
@@ -48,18 +48,19 @@ _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step
 class _Task:
     spec: TrialSpec
     hparams: dict[str, Any]
-    number: int = 0  # of the ranks' tasks; the first task runs in fresh ranks
+    number: int = 0  # position among the tasks of the same ranks; task 1 runs in fresh ranks
     began_s: float = 0.0
     is_retry: bool = False
     num_log_lines_before: int = 0
     spent_s: float = 0.0  # in earlier tasks of the same trial
-    challenger: Measured | None = None  # result of the trial, while this task measures the best one again
+    challenger: Measured | None = None  # the trial's result, if this task measures the incumbent again
 
 
 class PersistentRanks:
-    """The ranks of one search.
+    """Backend that runs all trials of one search in the same ranks.
 
-    ``words`` launch them; ``publish`` is that of :class:`~dstrial.dsat.backends.base.Backend`.
+    ``words`` is the command that launches the ranks. ``publish`` implements ``publish`` of
+    :class:`~dstrial.dsat.backends.base.Backend`.
     """
 
     num_parallel = 1
@@ -81,7 +82,7 @@ class PersistentRanks:
         self._ended: list[Ended] = []
         self._attempts: dict[int, int] = {}
         self._launcher: LauncherProcess | None = None
-        self._num_tasks = 0  # of these ranks
+        self._num_tasks = 0  # started in the current ranks
         self._number = max((int(path.name) for path in self._directory.glob("[0-9]*")), default=0)
         self._earlier_results = self._end_earlier_ranks()
         self._incumbent = Incumbent()
@@ -90,12 +91,12 @@ class PersistentRanks:
         return f"this machine, {self._settings.num_slots} persistent rank(s)"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; it begins in :meth:`poll`, after it is on record."""
+        """Queue a trial; :meth:`poll` begins the trial, after the journal has it."""
         self._waiting.append(_Task(spec, spec.hparams))
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take an earlier result; fail a trial during which the search was killed twice."""
+        """Reuse an earlier result, or fail a trial in which the search was killed twice."""
         row = self._earlier_results.get(spec.trial_id)
         attempts = int(handle.get("attempt") or 0)
         if row is not None:
@@ -131,7 +132,7 @@ class PersistentRanks:
         return time.time() - task.began_s if task is not None and task.spec.trial_id == trial_id else 0.0
 
     def kill(self, trial_id: int) -> None:
-        """Kill a trial; if the best one hangs while it is measured again, keep the result."""
+        """Kill a trial; keep its result if only the new run of the incumbent hangs."""
         task = self._task
         if task is not None and task.spec.trial_id == trial_id:
             self._task = None
@@ -203,7 +204,7 @@ class PersistentRanks:
             self._launcher = None
 
     def _take(self, task: _Task, outcome: Outcome) -> None:
-        """End a trial, unless the trial or the best one has to be measured again."""
+        """End the task's trial, or measure the trial or the incumbent again."""
         self._task = None
         metric = self._settings.flags.metric
         task.spent_s += time.time() - task.began_s
@@ -225,25 +226,25 @@ class PersistentRanks:
         self._ended.append(Ended(task.spec.trial_id, outcome, task.spent_s))
 
     def _failure_of_launcher(self, task: _Task, exit_code: int) -> Failure:
-        """Return why the launcher has ended before the task had a result."""
+        """Return the failure of a launcher that ended before the task had a result."""
         lines = log_lines(self._rank_directory)[task.num_log_lines_before :]
         if exit_code == 130:
             return Failure(FailureKind.CANCELED, "its ranks were interrupted from outside")
         failure = failure_from_log(lines, exit_code=exit_code)
         if failure.kind is FailureKind.USER_ERROR and not any(FAILURE_MARK in line for line in lines):
-            # A rank reports an error of the training code itself.
+            # Ranks mark errors of the training code in the log. Without a mark, another cause is likely.
             return dataclasses.replace(failure, kind=FailureKind.COMMUNICATION)
         return failure
 
     def _end_earlier_ranks(self) -> dict[int, dict[str, Any]]:
-        """End ranks of an earlier process of this search; return its results by trial."""
+        """End the ranks of an earlier process of this search; return trial id -> result."""
         if (launcher := found(self._rank_directory)) is not None:
             launcher.end()
         results = {row["number"]: row for row in read_json_lines(self._rank_directory / RESULTS_NAME)}
         rows: dict[int, dict[str, Any]] = {}
         for task in read_json_lines(self._rank_directory / TASKS_NAME):
             row = results.get(task["number"])
-            # Of several tasks of a trial the first measured the trial itself.
+            # If a trial has several tasks, the first one measured the trial itself.
             if row is not None and task["trial_id"] not in rows:
                 parts = ("build_s", "measure_s", "tear_down_s")
                 seconds = sum(row["details"][name] for name in parts)
@@ -256,7 +257,7 @@ def _is_out_of_memory(outcome: Outcome) -> bool:
 
 
 def _without_benchmark(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters that measure the configuration, not the machine."""
+    """Return the hyperparameters without the request to benchmark the machine."""
     asked = dict(hparams.get(SETTINGS_KEY) or {})
     asked.pop(BENCHMARK_KEY, None)
     return {**hparams, SETTINGS_KEY: asked}
@@ -266,22 +267,23 @@ def _without_benchmark(hparams: Mapping[str, Any]) -> dict[str, Any]:
 class Incumbent:
     """The best configuration so far.
 
-    A machine gets slower or faster during a search: heat, clocks, neighbours. A result near the best one, or better, has the best
-    one measured again. If its two measurements differ by more than their intervals, the times of the new result are corrected.
-    Only ``end_to_end_throughput`` is not: it says what a training will do, not which configuration is better.
+    A machine gets slower or faster during a search: heat, clocks, neighbours. After a result that is near the incumbent's, or
+    better, the incumbent is measured again. If its two measurements differ by more than their intervals, the times and rates of
+    the new result are corrected. ``end_to_end_throughput`` is not corrected: it predicts a training, and ranks no
+    configurations.
     """
 
     hparams: dict[str, Any] | None = None
-    measured: Measured | None = None  # its first measurement
+    measured: Measured | None = None  # the incumbent's first measurement
 
     def is_worth_measuring_again(self, outcome: Outcome, metric: str) -> bool:
-        """Return whether a result is so near that the machine's drift could decide."""
+        """Return whether a result is better than the incumbent, or at most 10 % worse."""
         best = None if self.measured is None else score(self.measured, metric)
         new = score(outcome, metric)
         return best is not None and new is not None and new >= best - _NEAR * abs(best)
 
     def consider(self, hparams: dict[str, Any], outcome: Outcome, metric: str) -> None:
-        """Make a result the best one if it is better."""
+        """Replace the incumbent if the outcome is a better measurement."""
         best = None if self.measured is None else score(self.measured, metric)
         new = score(outcome, metric)
         if isinstance(outcome, Measured) and new is not None and (best is None or new > best):
@@ -289,7 +291,7 @@ class Incumbent:
 
 
 def drift_between(before: Measured, again: Measured) -> float:
-    """Return the ratio of two latencies; 1.0 if it lies within their intervals."""
+    """Return the latency ratio ``again / before``; 1.0 if within their intervals."""
     first, second = before.value("latency"), again.value("latency")
     if not first or not second:
         return 1.0
@@ -299,7 +301,7 @@ def drift_between(before: Measured, again: Measured) -> float:
 
 
 def without_drift(measured: Measured, drift: float) -> Measured:
-    """Return a measurement corrected by ``drift``, which becomes one of its metrics."""
+    """Return a measurement with rates multiplied, and times divided, by ``drift``."""
     corrected = {
         name: value * drift if name in _RATES else value / drift if name in _TIMES else value
         for name, value in measured.metrics.items()

@@ -1,4 +1,4 @@
-"""A launcher that outlives its parent, and is found by its process id on disk."""
+"""Start launchers that outlive the search, and find them by a process id on disk."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _IMPORT_TIMEOUT_S = 60.0
 _SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
 _PROBE_BYTES = 2**16  # more than a launcher writes before its ranks start
 _STAT_NAME = "launcher.stat"
-# (signal, seconds to end after it). The launcher kills its ranks at the second SIGINT; a SIGKILL would orphan them.
+# (signal, seconds that the launcher has to end). The launcher kills its ranks at the second SIGINT; a SIGKILL would orphan
+# them.
 _END_SIGNALS = ((signal.SIGINT, 1.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
 
-# The shell writes its own line of /proc, with process id and start time, before it becomes the launcher: the next search finds
-# the launcher even if this search is killed in between.
+# The shell writes its own line of /proc, with process id and start time, before it becomes the launcher. So the next search
+# finds the launcher, even if this search is killed in between.
 _WRITE_STAT = 'cat "/proc/$$/stat" > "$0" && exec "$@"'
 
 
@@ -36,14 +37,14 @@ class LauncherProcess:
     """A launcher that runs or has ended; it leads a session of its own."""
 
     pid: int
-    start_ticks: int  # since boot; tells it from a later process with the same id
+    start_ticks: int  # since boot; distinguishes the launcher from a later process with the same id
     started_s: float
     # None if another process of this search started it
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def exit_code(self) -> int | None:
-        """The exit status; -1 for an ended launcher not our child, None while it runs."""
+        """Exit status; None while the launcher runs, -1 if it ended and is no child."""
         if self.process is not None:
             return self.process.poll()
         state = read_state(self.pid)
@@ -68,7 +69,7 @@ def launch(
     """Start a launcher; write its output and process id into an existing directory."""
     probe = directory / ".room"
     try:
-        # A launcher that cannot write its process id would never be found again.
+        # Check for disk space: a launcher that cannot write its process id would never be found again.
         probe.write_bytes(b"\0" * _PROBE_BYTES)
     finally:
         probe.unlink(missing_ok=True)
@@ -109,7 +110,7 @@ def _forked(
 
 
 def found(directory: Path) -> LauncherProcess | None:
-    """Return the launcher last started in a directory, alive or not; None without."""
+    """Return the last launcher started in a directory, alive or not; None if none was."""
     path = directory / _STAT_NAME
     try:
         text, started_s = path.read_text(errors="replace"), path.stat().st_mtime

@@ -1,8 +1,8 @@
-"""Run a search inside its trial on a master; read results from its journal.
+"""Run a whole search inside one trial on a master; read results from its journal.
 
-The trial is given the command line, the experiment and the journal so far as files of its context. It reports each further
-event as a row of metrics (group ``dsat``). A method is pure: the search in the trial asks for the same measurements as the
-command, so that the command reads the results of its own trials from the journal of the other process.
+The trial gets the command line, the experiment and the journal so far as files of its context. It reports each further event
+as a row of metrics (group ``dsat``). Methods are pure, so the search in the trial asks for the same measurements as this
+command. The command reads the results of its own trials from the journal of the search in the trial.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dstrial.errors import DstrialError, SearchError
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 0.5
-_FINISH_TIMEOUT_S = 20.0  # for the last event: the trial spends its budget seconds after the command
+_FINISH_TIMEOUT_S = 20.0  # for the trial's last event: its time budget ends seconds after the command's
 _STORE_TIMEOUT_S = 60.0  # for the trial to store its files in a checkpoint
 _LOG_WAIT_AFTER_S = 15.0
 _ENDED_STATES = (
@@ -42,7 +42,7 @@ _ENDED_STATES = (
 
 
 class SearchOnMaster:
-    """A search that runs in the trial of one experiment."""
+    """Backend of a search that runs in the only trial of one experiment."""
 
     num_parallel = 1
     is_sequential = True
@@ -53,7 +53,7 @@ class SearchOnMaster:
         self._record = record
         self._spec = search_config(settings, record.search_id)
         self._experiment: Experiment | None = None
-        self._rows: dict[int, dict[str, Any]] = {}  # events that the trial has reported, by their position
+        self._rows: dict[int, dict[str, Any]] = {}  # journal position -> event that the trial reported
         self._awaited: set[int] = set()
         self._is_ended = self._is_running = False
         self._next_poll_s = 0.0
@@ -113,7 +113,7 @@ class SearchOnMaster:
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait until the trial has stored its files; if it does not end, store these."""
+        """Wait for the trial to store its results; if it does not, store ``results``."""
         if self._experiment is None:
             self._find()
         if not self._wait(_FINISH_TIMEOUT_S, lambda: bool(self._finished_events())):
@@ -159,7 +159,7 @@ class SearchOnMaster:
     def _restart(self) -> None:
         """Submit the search again if its trial ran out of memory or budget, else raise.
 
-        The search in the trial counts how often a configuration ended it; ``max_restarts`` need not cover that.
+        The search in the trial counts how often each configuration killed it, so ``max_restarts`` need not cover that.
         """
         assert self._experiment is not None
         if self._finished_events():  # with a smaller budget than that of this command
@@ -169,7 +169,7 @@ class SearchOnMaster:
         with self._master.tolerate_outage():
             lines = last_lines(self._experiment.list_trials())
         state = self._experiment.state
-        # Lines with the mark are of ranks, whose failures do not end the search.
+        # Lines with the mark come from ranks; the failure of a rank does not end the search.
         failure = failure_from_log([line for line in lines if FAILURE_MARK not in line])
         is_killed = state is ExperimentState.ERROR and failure.kind is FailureKind.HOST_OOM
         if is_killed and self._events("submitted"):
@@ -184,9 +184,9 @@ class SearchOnMaster:
         )
 
     def _journal(self) -> list[dict[str, Any]]:
-        """Return the events on record, with the attempts that the last experiment counted.
+        """Return the recorded events, with the attempts that the last experiment counted.
 
-        An experiment that was canceled has not been killed by a configuration: :meth:`_find` ignores it.
+        A canceled experiment was not killed by a configuration, so :meth:`_find` ignores it.
         """
         attempts: dict[int, dict[str, Any]] = {}
         for _, row in sorted(self._rows.items()):
@@ -203,7 +203,7 @@ class SearchOnMaster:
 
     def _files(self, events: list[dict[str, Any]]) -> dict[str, str]:
         flags, written = self._settings.flags, self._settings.written
-        # Contexts are stored as they are, so the trial gets secrets by its own config only.
+        # The master stores contexts unchanged, so the trial gets secrets only through its own config.
         private = {str(secret.path[0]) for secret in secrets_in(written, SecretNames())}
         # The trial does not have the files of this command line.
         changed: dict[str, Any] = {"include": [], "sample_batch": None, "local": True}
@@ -219,7 +219,7 @@ class SearchOnMaster:
         return {SEARCH_FILE: json.dumps(search)}
 
     def _events(self, kind: str) -> dict[int, dict[str, Any]]:
-        """Return the trial's events of a kind that belong to a measurement, by its id."""
+        """Return trial id -> event of this kind that the search has reported."""
         return {row["trial_id"]: row for _, row in sorted(self._rows.items()) if row["event"] == kind}
 
     def _finished_events(self) -> list[dict[str, Any]]:
@@ -231,7 +231,10 @@ class SearchOnMaster:
         return next((row for row in self._finished_events() if is_final(row, budget_s)), None)
 
     def _read_events(self) -> None:
-        """Read the state, then the events, at most twice a second, so that none is missed."""
+        """Read the experiment's state and events, at most twice a second.
+
+        The state is read first, so that no event of an ended trial is missed.
+        """
         experiment = self._experiment
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:
             return
@@ -247,7 +250,7 @@ class SearchOnMaster:
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
 
     def _log_slots(self) -> None:
-        """Log why the search does not go on while it has no slots."""
+        """Log why the search waits, as long as its experiment has no slots."""
         if self._experiment is None or self._is_running or self._is_ended:
             if self._logged_wait:
                 logger.warning("the search has its slots")

@@ -25,7 +25,7 @@ _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
-RESULTS_DIRECTORY = "dsat_results"  # in the context of the experiment that stores them
+RESULTS_DIRECTORY = "dsat_results"  # in the context of the experiment that stores the results
 RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
     {
         "searcher": {"name": "single", "max_length": {"batches": 1}},
@@ -34,7 +34,7 @@ RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
         "entrypoint": "python3 -m dstrial.dsat.keep_results",
     }
 )
-"""The experiment whose checkpoint stores the results of launched trials."""
+"""Config fields of the experiment whose checkpoint stores the results of launched trials."""
 _RESULTS_KEYS = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
 _MAX_STEPS = 1000
 _BENCHMARKED_TRIALS = 2  # the second trial measures the machine, too, because the first may fail
@@ -51,7 +51,7 @@ _TRAINING_KEYS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSpec:
-    """A measuring trial that is to be started."""
+    """The experiment config, hyperparameters and label of a trial to start."""
 
     trial_id: int
     config: dict[str, Any]
@@ -93,9 +93,9 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 
 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment whose trial is a search.
+    """Return the ``single`` experiment whose trial runs the whole search.
 
-    It has the user's ``max_restarts``; ranks that are restarted within the trial do not count.
+    The experiment has the user's ``max_restarts``; restarts of ranks within the trial do not count.
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
@@ -120,7 +120,7 @@ def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
 
 
 def measured_config(settings: SearchConfig) -> dict[str, Any]:
-    """Return the experiment without the keys that only a training run has."""
+    """Return the experiment config without the keys that only a training run needs."""
     return {key: value for key, value in copy.deepcopy(settings.written).items() if key not in _TRAINING_KEYS}
 
 
@@ -132,7 +132,7 @@ def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write a config that can be run, secrets included; such a file is private."""
+    """Write a runnable config with its secrets; a file with secrets is private."""
     replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
 
 
@@ -153,7 +153,7 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
 
 
 def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Set a candidate's number of pipeline stages where the experiment sets its own."""
+    """Set the candidate's pipeline stages, if the space has a path for their number."""
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
@@ -161,7 +161,10 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 
 
 def measuring_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
-    """Return the command of measuring ranks; without a config, in a trial on a master."""
+    """Return the command that launches measuring ranks.
+
+    ``config_path`` is None for ranks inside a trial on a master.
+    """
     if settings.trial is None:
         assert config_path is not None
         return training_command(settings, config_path, python)
@@ -183,7 +186,7 @@ def training_command(settings: SearchConfig, config_path: str, python: str) -> l
 
 
 def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Return a script or ``-m MODULE`` with its arguments, without launcher."""
+    """Strip ``python`` and a launcher from an entrypoint; return script and arguments."""
     words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
     for idx in range(len(words) - 1):
         if words[idx] == "-m" and words[idx + 1] in _LAUNCH_MODULES:
@@ -207,7 +210,7 @@ def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, 
 
 
 def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters as a trial reads them: ``{type: const}`` as its value."""
+    """Return hyperparameters as a trial reads them: ``{type: const}`` as its ``val``."""
     given = {
         key: value
         for key, value in hparams.items()

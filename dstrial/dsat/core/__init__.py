@@ -1,1 +1,1 @@
-"""What a search is about: candidates, results of trials, and the record of both."""
+"""Data of a search: candidates, outcomes of trials, and the journal on disk."""

@@ -1,4 +1,4 @@
-"""One configuration to measure, and the micro batches to choose from. Pure."""
+"""A configuration to measure, and the micro batch sizes to choose from."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-HYPERPARAMETERS = "hyperparameters."  # prefix of a path that is no key of DeepSpeed's JSON
+HYPERPARAMETERS = "hyperparameters."  # prefix of paths that are no keys of DeepSpeed's JSON
 
 _LARGEST_FREE_MICRO_BATCH = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """How a batch is divided."""
+    """The division of a global batch into micro batches."""
 
     micro_batch_size: int  # records of one forward pass of one replica
     accumulation: int  # forward passes of one replica in one optimizer step
@@ -22,7 +22,7 @@ class BatchSplit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration, described by its difference from the user's own."""
+    """A configuration, as a difference from the user's own configuration."""
 
     stage: int
     settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted; empty for the user's own
@@ -30,7 +30,7 @@ class Candidate:
     is_own: bool = False
 
     def overwrite(self) -> dict[str, Any]:
-        """Return what to merge over DeepSpeed's JSON; for the user's own, only the batch."""
+        """Return the DeepSpeed fields to overwrite, nested; only the batch if ``is_own``."""
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size,
@@ -44,7 +44,7 @@ class Candidate:
         return result
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters of the trial that it changes, nested."""
+        """Return the trial hyperparameters that this candidate changes, nested."""
         result: dict[str, Any] = {}
         for path, value in self.settings:
             if path.startswith(HYPERPARAMETERS):
@@ -70,7 +70,7 @@ class Candidate:
 
 
 def set_path(target: dict[str, Any], path: str, value: Any) -> None:
-    """Set a dotted key in place, making mappings on the way."""
+    """Set a dotted key in ``target``, creating missing mappings on the way."""
     *above, last = path.split(".")
     for part in above:
         inner = target.get(part)
@@ -81,7 +81,7 @@ def set_path(target: dict[str, Any], path: str, value: Any) -> None:
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two overwrites at every depth; unlike a config's, ``None`` stays."""
+    """Merge ``above`` over ``below`` at every depth; a ``None`` in ``above`` is kept."""
     result = dict(below)
     for key, value in above.items():
         known = result.get(key)
@@ -93,7 +93,7 @@ def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested mappings; None where nothing is."""
+    """Return the value at a dotted path of nested mappings; None if it is missing."""
     for part in path.split("."):
         config = config.get(part) if isinstance(config, Mapping) else None
     return config
@@ -102,7 +102,7 @@ def value_at(config: Any, path: str) -> Any:
 def changes_in_words(
     candidate: Candidate, effective: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> list[str]:
-    """Return a candidate's changes to the user's own configuration, for a person.
+    """Return a candidate's changes to the user's own configuration as short texts.
 
     ``effective`` is the user's own DeepSpeed config with all defaults in it.
     """
@@ -117,7 +117,7 @@ def changes_in_words(
 
 
 def setting_text(value: Any) -> str:
-    """Return the value of a knob, for a person."""
+    """Return a knob's value as a short text, such as ``on``, ``off`` or ``1e9``."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (int, float)) and abs(value) >= 10_000:
@@ -126,9 +126,9 @@ def setting_text(value: Any) -> str:
 
 
 class BatchSizeGrid:
-    """The micro batches that may be tried, in ascending order, by position from 0.
+    """The micro batch sizes that may be tried, in ascending order, by position from 0.
 
-    Without a ``train_batch_size`` the batch follows from the micro batch and the accumulation.
+    Without a ``train_batch_size``, the global batch follows from the micro batch and the accumulation.
     """
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
@@ -153,7 +153,7 @@ class BatchSizeGrid:
         return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the position of the largest micro batch up to a size; 0 without one."""
+        """Return the position of the largest micro batch up to a size; 0 if none is."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

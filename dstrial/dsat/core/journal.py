@@ -6,11 +6,11 @@
     search.lock          held by the process that runs the search
     events.jsonl         one line per event, append-only; replaying them restores the search
     best_ds_config.json  the best DeepSpeed config so far, whole
-    best_ds_metrics.json what it measured
-    best_experiment.yaml the experiment config with it, hyperparameters that were found included
+    best_ds_metrics.json metrics of the best configuration
+    best_experiment.yaml the experiment config with the best DeepSpeed config and hyperparameters
     trials.json          every trial of the search
-    report.json          what was found; report.md is a rendering of it
-    trials/<n>/          config, output and result of trial n, where it was launched on this machine
+    report.json          the findings as JSON; report.md has the same as text
+    trials/<n>/          config, output and result of trial n, if it was launched on this machine
     ranks/<n>/           tasks, results and output of the n-th persistent ranks
 
 Events are ``inputs`` (of ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
@@ -50,10 +50,10 @@ TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"  # queues to and from 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """The files of one search; holds nothing open."""
+    """The files of one search; keeps no file open between calls."""
 
     path: Path
-    search_id: str  # 8 characters by which its trials are found again
+    search_id: str  # 8 characters in the labels of the search's trials
     on_event: Callable[[Mapping[str, Any]], None] | None = None  # called after an event is written
 
     @property
@@ -85,9 +85,9 @@ class SearchRecord:
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
-        """Return the newest search of these settings in a directory, else a new one.
+        """Return the newest search with this fingerprint, else create one in ``output``.
 
-        Searches that ``--fresh`` put beside it, in ``<output>-2``, ``-3`` and so on, count too.
+        Searches that ``--fresh`` created beside it, in ``<output>-2``, ``-3`` and so on, count too.
         """
         path, number, newest = output, 1, output
         while path.exists():
@@ -127,7 +127,7 @@ class SearchRecord:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the search while the block lasts; raise if another process does."""
+        """Lock the search in the block; raise LaunchError if another process holds it."""
         descriptor = os.open(self.path / "search.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
@@ -152,12 +152,12 @@ class SearchRecord:
             self.on_event(event)
 
     def restore(self, event: Mapping[str, Any]) -> None:
-        """Append an event of another process's journal."""
+        """Append an event of another process's journal, without calling ``on_event``."""
         append_json_line(self.events_path, event)
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file cannot be the remainder of a search killed at its start."""
+    """Return whether a file does not come from a search that was killed at its start."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )
@@ -165,15 +165,15 @@ def _is_of_others(path: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchStatus:
-    """How running a search ended."""
+    """How a run of a search ended: finished, failed, or stopped by a signal."""
 
     reason: str
-    is_finished: bool  # else the same command goes on
+    is_finished: bool  # if false, the same command resumes the search
     is_failure: bool = False  # nothing could be measured
     stopped_by: signal.Signals | None = None
 
 
 def is_final(event: Mapping[str, Any], budget_s: float | None) -> bool:
-    """Return whether a recorded end holds; a spent budget may have grown."""
+    """Return whether a recorded end is final: false if the budget has grown since."""
     spent_s = event.get("budget_s")
     return spent_s is None or (budget_s is not None and budget_s <= spent_s)

@@ -1,7 +1,7 @@
-"""Outcomes of measurements: metrics, or a classified failure. Pure.
+"""Outcomes of measurements: metrics, or a classified failure.
 
-A failing rank prints one line (``failure_line``) to the log; without that line the end of the log is classified
-(``failure_from_log``).
+A failing rank prints one line (``failure_line``) to the log. If the log has no such line, ``failure_from_log`` classifies the
+end of the log.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _NO_ROOM = re.compile(
 _DEEPSPEED_FRAME = re.compile(r'File "[^"]*/deepspeed/[^"]*"')
 # An innermost frame that dstrial.launch.tracebacks elides.
 _RAISED_IN_DEEPSPEED = re.compile(r"^  \[.*; raised in deepspeed/[^\]]*\]$", re.MULTILINE)
-# Repeats the line above it.
+# The master's line about a crashed trial, which repeats the line above it.
 _MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
 
 
 class FailureKind(str, enum.Enum):
-    """Why a measurement has no values."""
+    """The kind of failure of a trial that measured nothing."""
 
     DEVICE_OOM = "device out of memory"
     """The accelerator's allocator failed; the configuration would fail again."""
@@ -69,13 +69,13 @@ class FailureKind(str, enum.Enum):
     COMMUNICATION = "communication"
     """Ranks lost their connection for no other known reason."""
     TIMEOUT = "time-out"
-    """It was ended after its deadline."""
+    """The trial was killed after its deadline."""
     NUMERIC = "numeric"
     """The loss is not finite, or too many steps were skipped for overflow."""
     CANCELED = "canceled"
     """The measurement was ended from outside."""
     NO_ROOM = "no room on the disk"
-    """It is repeated once there is room, so a search has no such result."""
+    """The disk is full. The trial is repeated after room is made, so no search records this kind."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -88,10 +88,11 @@ class FailureKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured, on rank 0.
+    """The metrics that rank 0 of a trial has measured.
 
     Metrics that can be searched for are ``throughput`` (samples/s of all ranks), ``latency``, ``forward`` and ``backward`` (µs
-    per batch) and ``FLOPS_per_gpu`` (model FLOP/s). ``rank.step_timer`` lists all; what cannot be measured is missing.
+    per batch) and ``FLOPS_per_gpu`` (model FLOP/s). ``rank.step_timer`` makes all metrics; one that cannot be measured is
+    missing.
     """
 
     metrics: Mapping[str, float]
@@ -104,13 +105,13 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """Why nothing was measured."""
+    """The reason why a trial measured nothing."""
 
     kind: FailureKind
     message: str
     phase: str = ""  # ``init``, ``forward``, ``backward``, ``step`` or ``training``; empty if unknown
-    requested_bytes: int | None = None  # of the refused allocation
-    allocated_bytes: int | None = None  # on the device at the failure, a lower bound of that phase
+    requested_bytes: int | None = None  # size of the refused allocation
+    allocated_bytes: int | None = None  # on the device at the failure; a lower bound of the phase's peak
     rank: int | None = None
 
 
@@ -118,7 +119,7 @@ NOTHING_MEASURED = Failure(
     FailureKind.USER_ERROR,
     "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
 )
-"""Of a trial that ended without an error."""
+"""Outcome of a trial that ended without an error and without a measurement."""
 
 Outcome: TypeAlias = Measured | Failure
 
@@ -146,7 +147,7 @@ def smaller_is_better(metric: str) -> bool:
 
 
 def score(outcome: Outcome, metric: str) -> float | None:
-    """Return a number that grows with quality; None if nothing was measured."""
+    """Return the metric, negated if smaller is better; None if it was not measured."""
     value = outcome.value(metric) if isinstance(outcome, Measured) else None
     if value is None:
         return None
@@ -156,7 +157,7 @@ def score(outcome: Outcome, metric: str) -> float | None:
 def classify(text: str, *, phase: str = "") -> Failure:
     """Return the failure that an exception's traceback, or a log's end, describes.
 
-    An assertion of DeepSpeed in phase ``init`` is a refused configuration; a later one may be anything.
+    An assertion of DeepSpeed in phase ``init`` is a refused configuration. In later phases it may have any cause.
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     message = next(
@@ -199,8 +200,8 @@ def failure_line(failure: Failure) -> str:
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
     """Return the failure that the output of all ranks describes.
 
-    Failure lines of ranks come first, and of those the ones that do not follow from another rank's end. Exit code 137 is
-    a rank that the kernel killed.
+    Failure lines of ranks have priority. Among these, lost connections come last, because they may follow from another rank's
+    failure. Exit code 137 means that the kernel killed a rank.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     failures: list[Failure] = []
@@ -235,12 +236,12 @@ def _plain_bytes(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-TIE = 0.01  # gain up to which the user's own configuration counts as the best
+TIE = 0.01  # relative gain up to which the user's own configuration counts as the best
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial of a search."""
+    """One trial of a search; its outcome is None until the trial has ended."""
 
     trial_id: int
     candidate: Candidate
@@ -248,7 +249,7 @@ class TrialResult:
     why: str
     outcome: Outcome | None = None
     seconds: float | None = None  # on its slots; None if unknown
-    handle: dict[str, Any] = dataclasses.field(default_factory=dict)  # the backend's, as its experiment's id
+    handle: dict[str, Any] = dataclasses.field(default_factory=dict)  # the backend's, e.g. experiment id
 
     def score(self, metric: str) -> float | None:
         return None if self.outcome is None else score(self.outcome, metric)
@@ -276,7 +277,7 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
             values.setdefault(trial.candidate, []).append(value)
     if not first:
         return None
-    # A configuration that was measured several times counts with the mean.
+    # A configuration that was measured several times counts with the mean of its scores.
     scored = [(statistics.mean(values[candidate]), trial) for candidate, trial in first.items()]
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
     own = next(((value, trial) for value, trial in scored if trial.candidate.is_own), None)
@@ -284,7 +285,7 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
 
 
 def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Measured] | None:
-    """Return the best measurement whatever the ties; None before there is one."""
+    """Return the trial with the highest score, without regard to ``TIE``, or None."""
     best: tuple[float, TrialResult, Measured] | None = None
     for trial in trials:
         if isinstance(trial.outcome, Measured):
@@ -299,12 +300,12 @@ def own_of(trials: Sequence[TrialResult]) -> TrialResult | None:
 
 
 def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) -> float | None:
-    """Return the share by which a trial beats another; None unless both were measured."""
+    """Return the relative gain of ``best`` over ``own``; None if one is not measured."""
     after = None if best is None else best.score(metric)
     before = None if own is None else own.score(metric)
     return None if after is None or before is None else relative_gain(after, before)
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return by which share a score beats another; scores of times are negative."""
+    """Return the relative gain of a score over ``own``; scores of times are negative."""
     return value / own - 1 if own > 0 else own / value - 1

@@ -1,1 +1,1 @@
-"""Runs a search: asks the method, starts trials, takes results, writes the record."""
+"""The search driver: asks the method, runs trials, records and reports results."""

@@ -1,4 +1,4 @@
-"""Run a search: ask the method, run trials, act only on what is on record."""
+"""Run the trials a method asks for; record each result before the method sees it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
 
-_MIN_DEADLINE_S = 120.0  # ranks may have to be started, or kernels compiled, within it
+_MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
 
 
@@ -49,7 +49,7 @@ class Driver:
         show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
         *,
         poll_s: float = 0.1,
-        flops_per_record: float | None = None,  # of a dry run, on one rank; used where none are counted
+        flops_per_record: float | None = None,  # of a dry run, on one rank; used if a trial counts none
     ) -> None:
         self._settings = settings
         self._record = record
@@ -71,10 +71,10 @@ class Driver:
         self._described_s = 0.0
 
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
-        """Go on with the search where its record ends.
+        """Resume the search where its record ends; return how it ended.
 
         Raises:
-            OSError: the disk is full; the same command goes on with the search once it is not.
+            OSError: the disk is full. After room is made, the same command resumes the search.
         """
         self._signals = signals
         handles = self._replay()
@@ -117,7 +117,7 @@ class Driver:
             self._record.append("interrupted", {"signal": FailureKind.NO_ROOM.name})
 
     def _clear(self, handles: dict[int, dict[str, Any]]) -> None:
-        """End remaining trials and store the files there; once, even after a kill."""
+        """End remaining trials and let the backend store the files, once per search."""
         if self._backend is None:
             try:
                 self._backend = self._make_backend()
@@ -134,7 +134,7 @@ class Driver:
                 raise
 
     def _search(self, handles: dict[int, dict[str, Any]]) -> None:
-        """Run trials until the search has an end or the process is asked to stop."""
+        """Run trials until the search finishes or a stop signal arrives."""
         budget_s = self._settings.flags.budget
         # Time that earlier processes of this search have spent, as far as it is on record.
         spent_s = (
@@ -157,7 +157,7 @@ class Driver:
     # ---- what happens ----------------------------------------------------------------------------
 
     def _replay(self) -> dict[int, dict[str, Any]]:
-        """Replay the record to the method; return the handles of trials that were running."""
+        """Replay the record to the method; return trial id -> handle of submitted trials."""
         self._apply(self._method.start(), is_replay=True)
         handles: dict[int, dict[str, Any]] = {}
         for event in self._record.events():
@@ -286,7 +286,7 @@ class Driver:
         return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
 
     def _finish(self, finish: Finish, *, is_replay: bool = False, budget_s: float | None = None) -> None:
-        """End the search; a replay does so after the last result, recorded end or not."""
+        """End the search; record the end, unless this is a replay."""
         self._end = finish
         if not is_replay:
             fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
@@ -300,16 +300,16 @@ class Driver:
             if trial_id not in self._open or running_s <= deadline_s:
                 continue
             backend.kill(trial_id)
-            self._take_ended(backend)  # it may have been measured before it hung
+            self._take_ended(backend)  # the trial may have reported a result before it hung
             if trial_id in self._open and self._end is None:
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
-        """Return a trial's limit: 5 times the expected time, else ``--trial-timeout``.
+        """Return a trial's time limit in seconds, 5 times its expected time.
 
-        Expected is the predicted time, or that of the longest measured trial if it is longer. The limit is at least two minutes,
-        because a trial that is killed too early is lost to the search.
+        The expected time is the predicted time, or that of the longest measured trial if this is longer. Without either, the
+        limit is ``--trial-timeout``. Otherwise it is at least two minutes, because a trial that is killed too early is lost.
         """
         expected_s = [
             trial.seconds

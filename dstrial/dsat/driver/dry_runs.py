@@ -1,4 +1,4 @@
-"""Dry-run each kind of structure in a process of its own. Imports no torch."""
+"""Dry-run each kind of structure in child processes, without importing torch here."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def gather_inputs(
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
-    """Dry-run what a search may measure, within ``deadline_s`` seconds in all.
+    """Dry-run the kinds of structures of a search; return the inputs of ``predict``.
 
-    A failed dry run does not end the search: if all fail, ``asha`` searches in place of ``predict``.
+    ``deadline_s`` limits all dry runs together. Failed dry runs do not end the search: if all fail, ``asha`` replaces
+    ``predict``.
     """
     if settings.space.sizes.has_pipeline_engine:
         # The predictor has no model of pipelines: its dry runs would describe one stage, not the step.
@@ -80,7 +81,9 @@ def gather_inputs(
 
 
 def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
-    """Compare counted FLOPs with the rule for transformers; no notes without tokens.
+    """Return a note that compares counted FLOPs with the rule for transformers.
+
+    Returns no note if no dry run has tokens.
 
     Source: 6 FLOPs per parameter and token, Kaplan et al. 2020, section 2.1.
     """
@@ -99,7 +102,7 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
 def dry_run_space(
     groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
 ) -> PredictInputs:
-    """Run one dry run for each kind of structure of a space."""
+    """Run one dry run for each kind of structure; return results and failures."""
     asked = groups.representatives()
     requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
     num_parallel = min(os.cpu_count() or 1, _MAX_PARALLEL)
@@ -151,7 +154,7 @@ def _by_real_batch(
     target: Target,
     until_s: float,
 ) -> PredictInputs:
-    """Train one real batch of each kind of structure in turn; the user's own first."""
+    """Train a real batch of each kind of structure in turn, of the user's own first."""
     failure = next(iter(failed.failures.values())).splitlines()[0]
     notes = [f"fake tensors do not do, so one real batch was trained: {failure}"]
     if target != "cpu":
@@ -175,7 +178,7 @@ def _by_real_batch(
 
 
 def target_here(environment: Mapping[str, str]) -> Target:
-    """Return the device kind of local ranks, without imports that would initialize it."""
+    """Return the device kind of ranks on this machine, without initializing a device."""
     if environment.get("DS_ACCELERATOR", "") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == "":
         return "cpu"
     return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"

@@ -31,7 +31,7 @@ def run_full(
     signals: list[signal.Signals],
     print_line: Callable[[str], None],
 ) -> int:
-    """Train the best configuration here or on a master; return the exit status."""
+    """Train the best configuration here, or submit it; return the exit status."""
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     write_config(path, config)
@@ -56,7 +56,7 @@ def _train_here(
         return 0
     command = training_command(settings, str(path), sys.executable)
     environment = {**os.environ, RUNS_DIR_VARIABLE: str(runs), **_resume_variables(runs)}
-    # In a session of its own, so that a terminal's Ctrl-C reaches it once, from here: the second would kill it.
+    # The training has its own session, so that a terminal's Ctrl-C reaches it only once, from here. A second would kill it.
     process = subprocess.Popen(command, cwd=settings.context_dir, env=environment, start_new_session=True)
     num_forwarded = 0
     while True:
@@ -82,7 +82,7 @@ def _resume_variables(runs: Path) -> dict[str, str]:
 
 
 def _trained(runs: Path) -> Path | None:
-    """Return the directory of a full local run that completed; None without."""
+    """Return the directory of the full local run that completed; None if none has."""
     found = (Path(record).parent for record in sorted(runs.glob("*/*/run.json")))
     return next(
         (path for path in found if RunDirectory.open(path).read_record().state is RunState.COMPLETED), None

@@ -1,4 +1,4 @@
-"""Make measurements comparable: one FLOP count, the requested batch. Pure."""
+"""Make measurements comparable: one FLOP count per model, the requested batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 
 FLOPS_RULE = "FLOPS_are_a_rule"
-"""Metric that is 1 where ``FLOPS_per_gpu`` is a rule of thumb, because no FLOPs could be counted."""
+"""Metric that is 1 if ``FLOPS_per_gpu`` follows from a rule of thumb, because no FLOPs could be counted."""
 
 _RULE_NOTE = (
     "no FLOPs could be counted, as with compiled or custom kernels: FLOPS_per_gpu assumes 6 for each parameter and record, "
@@ -29,11 +29,11 @@ def with_model_flops(
     flops_per_record: float | None = None,
     num_replicas: int = 1,
 ) -> Measured:
-    """Return a measurement with ``FLOPS_per_gpu`` of the search's one model.
+    """Return a measurement whose ``FLOPS_per_gpu`` uses the search's one FLOP count.
 
-    A model has one number of FLOPs per record, so that configurations of equal throughput have equal ``FLOPS_per_gpu``. It is
-    counted in the first measurement, else in a dry run (on one rank), else it follows from a rule. ``like`` is an earlier result
-    of this function.
+    All measurements use the same FLOPs per record, so configurations of equal throughput have equal ``FLOPS_per_gpu``. The
+    FLOPs are counted in the first measurement, else in a dry run (on one rank), else they follow from a rule. ``like`` is an
+    earlier result of this function; None for the first measurement.
     """
     throughput = measured.value("throughput")
     if not throughput:
@@ -65,9 +65,9 @@ def caveats(measured: Measured, first: Measured) -> list[str]:
 
 
 def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
-    """Return the error of code that trains another batch or ZeRO stage than requested.
+    """Return a failure if the code trains another batch or ZeRO stage than requested.
 
-    With several engines nothing is compared, because the request may concern only one of them.
+    With several engines the result is None, because the request may concern only one of them.
     """
     if (measured.value("num_engines") or 1) > 1:
         return None
@@ -100,7 +100,7 @@ def normalized(
     flops_per_record: float | None,
     num_replicas: int,
 ) -> Outcome:
-    """Return a comparable measurement, or a failure."""
+    """Return the outcome with comparable FLOPs, or a failure if the batch is wrong."""
     if not isinstance(outcome, Measured):
         return outcome
     wrong = mismatch_with_request(outcome, candidate)

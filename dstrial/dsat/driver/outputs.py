@@ -34,7 +34,7 @@ class SearchFiles:
         self._print_line = print_line
 
     def write(self, trials: Sequence[TrialResult]) -> None:
-        """Write the results and the best experiment."""
+        """Write all trials and the best configuration; on an OSError, print a line."""
         record = self._record
         try:
             write_json_atomically(record.trials_path, [trial.to_json() for trial in trials], sync=False)
@@ -67,7 +67,7 @@ class SearchFiles:
     ) -> dict[str, Any]:
         facts = self._facts(reason, predicted, notes, is_finished=False)
         report = live_document(report_document(facts, self._settings.space, trials))
-        return {**report, "told_s": time.time()}  # the newest of several experiments' reports is shown
+        return {**report, "told_s": time.time()}  # the page shows the newest of several experiments' reports
 
     def _facts(
         self, reason: str, predicted: ReportFacts, notes: Sequence[str], *, is_finished: bool
@@ -84,7 +84,7 @@ class SearchFiles:
         )
 
     def read(self) -> dict[str, str]:
-        """Return the files that outlast the search and exist: name -> text."""
+        """Return name -> text of the search's existing result files."""
         kept = (
             self._record.best_config_path,
             self._record.best_metrics_path,

@@ -1,4 +1,4 @@
-"""The table of dsat's search methods, which all else reads."""
+"""The table of dsat's search methods, from which commands and drivers take them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dstrial.dsat.space.space import Space
 from dstrial.errors import SearchError
 
 METHODS: dict[str, MethodEntry] = {entry.name: entry for entry in (PREDICT, ASHA, BINARY, RANDOM)}
-"""Name -> method, the default one first."""
+"""Name -> method; the first one is the default."""
 METHOD_NAMES = tuple(METHODS)
 
 
 def search_method(
     name: str, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
 ) -> ConfigSearch:
-    """Return a method; ``asha`` in place of one that predicts without dry runs."""
+    """Create a search method; without dry runs, ``asha`` instead of ``predict``."""
     if name not in METHODS:
         raise SearchError(
             f"the search method is {name!r}; expected one of {', '.join(METHOD_NAMES)}, the methods of this release. "

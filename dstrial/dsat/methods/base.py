@@ -1,4 +1,4 @@
-"""The contract of a search method: results in, actions out. Pure and seeded."""
+"""The interface of search methods: results in, actions out, deterministic by seed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NEED_SMALLEST = "You may need to specify a configuration which can successfully 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure a candidate."""
+    """Action: measure a candidate in a new trial."""
 
     trial_id: int  # from 1, never used twice
     candidate: Candidate
     why: str
-    predicted_s: float | None = None  # of all its steps; None if unknown
+    predicted_s: float | None = None  # seconds of the whole trial; None if unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skip:
-    """Record that a candidate is not measured, and why."""
+    """Action: log that a candidate is not measured, and why."""
 
     candidate: Candidate
     reason: str
@@ -35,14 +35,14 @@ class Skip:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """A line for a person."""
+    """Action: show a line to the user."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """The search is over; what is still being measured is ended."""
+    """Action: end the search, and kill trials that still run."""
 
     reason: str
     is_failure: bool = False
@@ -53,55 +53,55 @@ Action: TypeAlias = Measure | Skip | Note | Finish
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """What a method knows beyond measurements, as JSON; empty if it does not predict."""
+    """Predictions of a method for the report, as JSON; empty if it does not predict."""
 
     # trial -> prediction before it was measured
     forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # trial -> seconds of each part of a step
     explained: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    # bytes that larger micro batches of the own and the best one lack
+    # bytes that larger micro batches of the user's own and of the best configuration lack
     margins: Sequence[Mapping[str, Any]] = ()
-    left: Sequence[Mapping[str, Any]] = ()  # what could be measured next, the most promising first
+    left: Sequence[Mapping[str, Any]] = ()  # unmeasured candidates, the most promising first
 
 
 class ConfigSearch(Protocol):
-    """Decides what is measured next.
+    """Decides which candidates are measured next.
 
-    Every ``Measure`` must at last be answered by one ``on_result``, in any order; equal calls give equal actions.
-    After ``Finish`` nothing more is asked for.
+    The caller answers every ``Measure`` by one ``on_result``, in any order. Equal calls give equal actions. After ``Finish`` a
+    method returns no more actions.
     """
 
     def start(self) -> list[Action]:
-        """Begin; called once."""
+        """Return the first actions; called once, before any ``on_result``."""
 
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
-        """Process the outcome of a measurement."""
+        """Take the outcome of a measurement, and return the next actions."""
 
     def report_facts(self) -> ReportFacts:
-        """Return what a report says beyond the measurements."""
+        """Return the predictions that a report shows beside the measurements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """Options of all methods."""
+    """The options of all methods; each method reads those that it has."""
 
     metric: str = "FLOPS_per_gpu"
     max_trials: int = 64
     num_parallel: int = 1
     thorough: bool = False  # spend up to twice the trials (predict)
     seed: int = 42
-    early_stopping: int | None = None  # end after so many trials without a new best
+    early_stopping: int | None = None  # trials without a new best after which a search ends
     search_range_factor: float = 1.0  # multiplies the first guess at the largest micro batch (binary, asha)
     trials_per_random_config: int = 5  # most trials of one structure (random)
     max_rungs: int = 5
-    min_binary_search_trials: int = 3  # of a lineage in the lowest rung, ASHA's *r*
-    divisor: int = 2  # one of so many lineages is promoted, ASHA's *eta*
-    asha_early_stopping: int = 0  # ASHA's *s*, the rungs that are left out below
+    min_binary_search_trials: int = 3  # trials of a lineage in the lowest rung, ASHA's *r*
+    divisor: int = 2  # one of this many lineages is promoted, ASHA's *eta*
+    asha_early_stopping: int = 0  # number of lowest rungs that are left out, ASHA's *s*
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that only some methods have."""
+    """A command line flag that only some methods have."""
 
     name: str
     kind: type[int] | type[float] | type[bool]
@@ -111,20 +111,20 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """The field of ``MethodOptions`` that it sets."""
+        """Name of the field of ``MethodOptions`` that the flag sets."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """A method; its module declares it, the package lists it."""
+    """The entry of a search method in ``METHODS``; the method's module declares it."""
 
     name: str
     summary: str
     make: Callable[[Space, MethodOptions, Filters, PredictInputs | None], ConfigSearch]
     flags: tuple[Flag, ...] = ()
     zero_stages: tuple[int, ...] = (1, 2, 3)
-    predicts: bool = False  # starts from dry runs, and wants the machine benchmarked
+    predicts: bool = False  # the method needs dry runs and a benchmark of the machine
 
 
 def measures(actions: Sequence[Action]) -> list[Measure]:

@@ -1,4 +1,4 @@
-"""``predict``: measure the user's own, then what may be best, while any may. Pure."""
+"""``predict``: measure the user's configuration, then those that may be the best."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ from dstrial.dsat.space.space import Space, Structure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Effort:
-    """When a search ends."""
+    """Thresholds that decide when a search ends."""
 
     least_worth: float  # expected gain of a measurement, as a share of the best cost
-    patience: float  # measurements in a row without progress that double ``least_worth``
-    most_contenders: int  # measured again before the search ends
-    most_repeats: int  # measurements of a contender
+    patience: float  # number of measurements without progress that doubles ``least_worth``
+    most_contenders: int  # best configurations that are measured again before the search ends
+    most_repeats: int  # largest number of measurements of each of these
 
 
 _USUAL = _Effort(least_worth=0.0012, patience=2.0, most_contenders=0, most_repeats=1)
 _THOROUGH = _Effort(least_worth=0.0008, patience=3.0, most_contenders=3, most_repeats=2)
 _NEW, _FAR = 2.0, 2.0
-"""Factor on the worth of a measurement if none of its group has run with a micro batch within a factor of ``_FAR``: it tells
-about many others."""
-_PROGRESS = 1.005  # factor by which a cost has to beat the best so far to be progress
-_SURE_TO_FIT = 0.98  # probability, while nothing has run
-_MAX_REFUSED = 2  # structures that DeepSpeed refuses, after which their group is left out
-# Smaller buckets may fit, although they differ in nothing else.
+"""``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
+because
+it informs about many other candidates."""
+_PROGRESS = 1.005  # a cost makes progress if it is better than the best so far by this factor
+_SURE_TO_FIT = 0.98  # while nothing has run, a candidate with this probability counts as fitting
+_MAX_REFUSED = 2  # number of refused structures after which their group is left out
+# After these failures, an equal candidate may be measured: smaller buckets may fit, although nothing else differs.
 _MAY_REPEAT = (FailureKind.COMMUNICATION, FailureKind.DEVICE_OOM)
 _LONGEST_STEPS, _MIN_S, _BUILD_S = (
     70,
     6.0,
     30.0,
-)  # steps of a measurement; seconds of all, of building an engine
+)  # most steps of a measurement; least seconds of all steps; seconds of building an engine
 _NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
 _NUM_LEFT = 10  # unmeasured candidates that are reported
 _USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown
@@ -65,7 +66,7 @@ _Costs = list[tuple[Candidate, float]]
 
 
 class PredictSearch:
-    """Measures what should gain most until gains are small; nothing is random."""
+    """Measures the candidates with the largest expected gains until gains are small."""
 
     def __init__(
         self, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
@@ -79,12 +80,12 @@ class PredictSearch:
         self.observations: dict[int, Observation] = {}
         self._effort = _THOROUGH if options.thorough else _USUAL
         self._forecasts: dict[int, dict[str, Any]] = {}  # trial -> prediction before it was measured
-        self._left: list[tuple[Candidate, float]] = []  # what could be measured next, and its likely gain
+        self._left: list[tuple[Candidate, float]] = []  # unmeasured candidates and likely gains
         self._refused: set[Structure] = set()
         self._refused_groups: set[tuple[Any, ...]] = set()
         self._skipped: set[Candidate] = set()
         self._acquisition = Acquisition(self.groups, self.predictor)
-        self._host_limit_bytes: float | None = None  # what ran out of memory on the host
+        self._host_limit_bytes: float | None = None  # fewest host bytes that ran out of memory
         self._is_finished = False
 
     # ---- the contract of a method ----------------------------------------------------------------
@@ -131,7 +132,7 @@ class PredictSearch:
         )
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
-        """Yield the bytes that larger micro batches lack, or its own after an OOM."""
+        """Yield bytes that larger micro batches lack, and a failed one after an OOM."""
         outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
             return
@@ -151,7 +152,7 @@ class PredictSearch:
     # ---- learning --------------------------------------------------------------------------------
 
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
-        """Leave out what fails whatever its memory: a structure, and then its group."""
+        """Exclude a structure, and later its group, unless it only ran out of memory."""
         if kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
             self._host_limit_bytes = min(needed, self._host_limit_bytes or needed)
@@ -168,7 +169,7 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return identity -> measurements of candidates that DeepSpeed cannot tell apart."""
+        """Return identity -> (candidate, cost) of each measurement of that identity."""
         found: dict[tuple[Any, ...], _Costs] = {}
         for one in self.observations.values():
             cost = self.predictor.cost(one.candidate, one.outcome)
@@ -177,14 +178,14 @@ class PredictSearch:
         return found
 
     def incumbent(self) -> tuple[Candidate, float] | None:
-        """Return the best configuration and its mean cost; None before anything ran."""
+        """Return the best configuration and its mean cost; None before any has run."""
         means = [(many[0][0], _mean_cost(many)) for many in self.measured_costs().values()]
         return min(means, key=lambda pair: pair[1], default=None)
 
     def _num_since_progress(self) -> int:
-        """Return how many last measurements brought no progress.
+        """Return how many measurements since the last progress brought none.
 
-        The first of a group is none of them.
+        The first measurement of a group does not count.
         """
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
@@ -234,7 +235,7 @@ class PredictSearch:
             self._skipped.add(candidate)
             if rejection.kind in ("illegal", "hopeless"):
                 actions.append(Skip(candidate, rejection.reason))
-        # Without predictions, the user's structure with the smallest micro batch is all that may fit.
+        # Without predictions, only the user's structure with the smallest micro batch is likely to fit.
         smallest = self.space.smallest()
         is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
         if best is not None or is_open or not is_smaller or len(self.observations) > 1:
@@ -242,7 +243,7 @@ class PredictSearch:
         return self._measure(smallest, "your structure with the smallest micro batch")
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return the candidates whose measurements are worth it, the most promising first."""
+        """Return the candidates worth a measurement, the most promising first."""
         found = self._acquisition.candidates(
             self._positions(),
             self.predictor.fantasize(is_open),
@@ -254,10 +255,10 @@ class PredictSearch:
             sure = [one for one in found if one.probability_to_fit >= _SURE_TO_FIT]
             pairs = [(one, -one.cost if sure else one.probability_to_fit) for one in sure or found]
         else:
-            # The best of many measurements is in part the luckiest one.
+            # The best of many measurements is partly the luckiest one, so its prediction counts, too.
             known = self.predictor.predictions([best[0]])
             cost = max(best[1], known[0].cost) if known else best[1]
-            # Predictions that disappointed are believed less and less.
+            # After disappointing measurements, a candidate must promise more and more.
             least = self._effort.least_worth * 2 ** (self._num_since_progress() / self._effort.patience)
             pairs = [pair for pair in self._worths(found, cost) if pair[1] >= least]
         tried = {
@@ -301,9 +302,9 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
-        """Return another measurement of one of the best until they separate."""
+        """Return a repeated measurement of a best candidate, until the best is clear."""
         effort, measured = self._effort, self.measured_costs()
-        # Failures count too, so that a contender that fails is not measured for ever.
+        # Failures count, too, so that a contender that fails is not measured forever.
         num_tried = Counter(self._identity(one.candidate) for one in self.observations.values())
         num_repeats = sum(num_tried[identity] - 1 for identity in measured)
         many = sorted(measured.values(), key=_mean_cost)[: effort.most_contenders]

@@ -1,7 +1,7 @@
-"""``binary``, ``asha`` and ``random``: measure random structures. Pure.
+"""``binary``, ``asha`` and ``random``: measure random structures.
 
-The user's own configuration is measured first. Then a search draws random structures; each is a *lineage* with a range of
-micro batches that narrows with every trial.
+The user's own configuration is measured first. Then a search draws random structures. Each structure is a *lineage* with a
+range of micro batches that narrows with every trial.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary``, ``asha`` and ``random``; Li et al. 2020, "A
 System for Massively Parallel Hyperparameter Tuning", algorithm 2.
@@ -31,7 +31,7 @@ from dstrial.dsat.space.filters import Filters, Observation, best_knob_effects, 
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.search.random_state import SearchRandom
 
-_MAX_SKIPPED = 2000  # candidates in a row that need no measurement, after which a search waits or ends
+_MAX_SKIPPED = 2000  # number of skipped candidates in a row after which a search waits or ends
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,7 +40,7 @@ class Lineage:
 
     idx: int
     structure: Structure
-    low: int  # positions of the grid; the range is empty if ``high < low``
+    low: int  # position in the grid of micro batches; the range is empty if ``high < low``
     high: int
     first_high: int
     # (position, score, rung)
@@ -50,7 +50,7 @@ class Lineage:
     is_open: bool = False  # one of its trials is being measured
 
     def best(self, last_rung: int | None = None) -> float | None:
-        """Return the best score, of the rungs up to ``last_rung`` if given."""
+        """Return the best score up to ``last_rung``, by default of all rungs, or None."""
         scores = [
             value
             for _, value, rung in self.history
@@ -62,8 +62,8 @@ class Lineage:
 class BinarySearch:
     """Binary search over the micro batches of one random structure after the other.
 
-    A success raises the lower end of the range, running out of memory lowers the upper end. When the range is empty, the
-    next structure is drawn. Throughput does not steer the search.
+    A success raises the lower end of the range; an out-of-memory error lowers the upper end. When the range is empty, the next
+    structure is drawn. Throughput does not steer the search.
     """
 
     def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
@@ -80,7 +80,7 @@ class BinarySearch:
         self._best_score: float | None = None
         self._num_since_best = 0
 
-    # ---- what the other methods decide differently -----------------------------------------------
+    # ---- what subclasses override ----------------------------------------------------------------
 
     def choose(self) -> Lineage:
         """Return the lineage of the next trial, neither closed nor open."""
@@ -91,21 +91,24 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the first range of a new lineage."""
+        """Return the first range (low, high) of grid positions of a new lineage."""
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
-        """Return the position in its range at which a lineage is tried next."""
+        """Return the grid position at which a lineage is tried next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range by a score, None if it did not fit, or close it."""
+        """Narrow a lineage's range after a trial; ``value`` is None if it did not fit.
+
+        A lineage with an empty range is closed.
+        """
         if value is None:
             lineage.high = position - 1
         else:
             lineage.low = position + 1
             last = self.space.batch_size_grid.last
-            # The first guess at the largest micro batch was too low.
+            # The first guess at the largest micro batch was too low, so the range is extended.
             if not self.filters.disabled and position == lineage.first_high < last:
                 lineage.high = lineage.first_high = min(2 * position + 1, last)
         lineage.is_closed = lineage.high < lineage.low
@@ -159,7 +162,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw a stage and a structure."""
+        """Draw a stage and a structure, and return their new lineage."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         num_params = None if self.info is None or self.filters.disabled else self.info.num_params
@@ -187,7 +190,7 @@ class BinarySearch:
         return Measure(trial_id, candidate, why)
 
     def _begin(self, outcome: Outcome) -> list[Action]:
-        """Begin to draw structures, knowing the model from the first measurement."""
+        """Begin to draw structures after the first trial, or try the smallest batch."""
         if isinstance(outcome, Measured):
             self._phase = "search"
             self.info = ModelInfo.from_measured(outcome)
@@ -206,7 +209,7 @@ class BinarySearch:
         return self._finish(f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}")
 
     def _fill(self) -> list[Action]:
-        """Return measurements up to the limit of parallel ones, else the end."""
+        """Return measurements up to ``num_parallel`` open ones, or the search's end."""
         actions: list[Action] = []
         num_open = sum(1 for observation in self.observations.values() if observation.outcome is None)
         for _ in range(_MAX_SKIPPED):
@@ -243,7 +246,7 @@ class BinarySearch:
         return actions
 
     def _effects_of(self, candidate: Candidate) -> list[Action]:
-        """Return notes about the knob that a trial has changed."""
+        """Return notes about the effects of the knobs that a candidate changes."""
         known = [(one.candidate, one.outcome) for one in self.observations.values()]
         paths = {path for path, _ in candidate.settings}
         return [Note(str(effect)) for effect in best_knob_effects(self.space, known) if effect.path in paths]
@@ -256,12 +259,12 @@ class BinarySearch:
 class AshaSearch(BinarySearch):
     """Binary searches that earn their trials by asynchronous successive halving.
 
-    The resource is the number of trials of a lineage: rung *i* is complete after *r* x *eta* ^ (*s* + *i*) trials, or
-    when nothing of the range is left. One of *eta* lineages that completed a rung goes on to the next.
+    The resource is the number of trials of a lineage. Rung *i* is complete after *r* x *eta* ^ (*s* + *i*) trials, or when the
+    range is empty. One of *eta* lineages that completed a rung is promoted to the next rung.
     """
 
     def choose(self) -> Lineage:
-        """Go on in an incomplete rung, else promote a rung's best, else draw a lineage."""
+        """Return a lineage in an incomplete rung, else a promoted one, else a new one."""
         incomplete = [lineage for lineage in self._waiting() if not self.is_complete(lineage)]
         if incomplete:
             return max(incomplete, key=lambda one: (one.rung, len(one.history), -one.idx))
@@ -296,14 +299,14 @@ class AshaSearch(BinarySearch):
 
 
 class RandomConfigSearch(BinarySearch):
-    """Draw a stage, a structure, and micro batches around the middle of the range.
+    """Random search: draws stages, structures, and micro batches near mid-range.
 
-    Once stage 1 or 2 has run, stage 3, which communicates more, is not tried any more. A lineage ends after
-    ``trials_per_random_config`` trials, when nothing fits, or when it has failed and another lineage of its stage
+    After stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage ends after
+    ``trials_per_random_config`` trials, or when nothing fits. It also ends if it has failed, and another lineage of its stage
     has run with as large a micro batch.
 
-    With gates the range of a new lineage begins at the stage's best micro batch and ends below those known not to fit.
-    Without gates it begins above the best one, as documented; that mostly runs out of memory.
+    With gates, the range of a new lineage begins at the stage's best micro batch, and ends below sizes known not to fit.
+    Without gates, the range begins above the best micro batch, as documented; such trials mostly run out of memory.
     """
 
     def choose(self) -> Lineage:
@@ -339,7 +342,7 @@ class RandomConfigSearch(BinarySearch):
         return lineage.low + sum(self.random.integer_below(2) for _ in range(coins))
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Move the lower end above a success, doubling a spent range, or the upper end."""
+        """Move the range's lower end above a success, or its upper end below a failure."""
         last = self.space.batch_size_grid.last
         if value is None:
             lineage.is_closed = position <= lineage.low

@@ -1,7 +1,8 @@
-"""Find the candidates of every group that are worth a measurement. Pure.
+"""Find the candidates of every group that are worth a measurement.
 
-Groups (stage, offload, what ``--space`` names) are few, and all are considered. Within a group, coordinate descent changes one
-knob after the other while the lower bound of the predicted cost falls; all that is predicted on the way may be measured.
+Groups (stage, offloading, paths of ``--space``) are few, and all are searched. Within a group, coordinate descent changes one
+knob after the other, as long as the lower bound of the predicted cost falls. Every configuration that is predicted on the way
+is a candidate.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from dstrial.dsat.space.space import Structure
 
 _MAX_CHANGES = 30
 _MIN_CHANGE = 1e-4  # of the log cost; a change that gains less ends a descent
-_FITS = 0.85  # probability to fit that a descent does not go below
-_BOUNDS = (1.5, 0.0)  # standard deviations below the median by which candidates of a group compete
+_FITS = 0.85  # lowest probability to fit that a descent accepts
+_BOUNDS = (1.5, 0.0)  # standard deviations below the median at which candidates of a group are compared
 _HOPELESS_STDS, _HOPELESS = 3.0, 1.03
-"""A group is not searched if its cost at so many standard deviations below the median exceeds the best by this factor."""
-_OOM_COST = 0.2  # of running out of memory, as a share of the best cost
+"""A group is not searched if its cost, this many standard deviations below the median, exceeds the best cost by this factor."""
+_OOM_COST = 0.2  # cost of running out of memory, as a share of the best cost
 _MIN_TO_FIT = 0.5
 
 _Place = tuple[Prediction, int]  # a prediction, and the index of its micro batch among the positions
 
 
 def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
-    """Return the expected gain over a cost, less that of running out of memory.
+    """Return the expected relative gain over ``cost``, minus the expected loss by OOM.
 
-    The more often it happened (``num_failed``), the more it costs.
+    The loss grows with ``num_failed``, the number of out-of-memory errors so far. Returns 0 if the candidate probably does not
+    fit.
     """
     fits = prediction.probability_to_fit
     if fits < _MIN_TO_FIT:
@@ -53,9 +55,9 @@ class Acquisition:
         measured: Iterable[Candidate],
         cost: float | None,
     ) -> list[Prediction]:
-        """Return predictions of what may be measured next.
+        """Return the predictions of all candidates for the next measurement.
 
-        ``cost`` is that of the best, None before anything ran.
+        ``cost`` is the best measured cost; None before anything has run.
         """
         starts: dict[tuple[Any, ...], list[Structure]] = {}
         for structure in (*self._groups.bases(), *map(structure_of, measured)):
@@ -80,7 +82,7 @@ class _Descent:
         self.seen: dict[Candidate, Prediction] = {}
 
     def run(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Return where a descent from the best start ends; None if it is hopeless."""
+        """Return the structure at which a descent ends; None if the group is hopeless."""
         places = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
         at: _Place | None = None
         for stds in _BOUNDS:
@@ -97,7 +99,7 @@ class _Descent:
         return None if at is None else structure_of(at[0].candidate)
 
     def _start(self, structure: Structure) -> _Place | None:
-        """Return a structure with its cheapest micro batch that fits."""
+        """Return a structure at its cheapest fitting micro batch; None if illegal."""
         if not self._groups.is_legal(structure):
             return None
         found = self._predict([(structure, idx) for idx in range(len(self._positions))])
@@ -105,7 +107,7 @@ class _Descent:
         return min(fitting, key=lambda one: one[0].cost, default=None)
 
     def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
-        """Return the best change of one knob, maybe with the micro batch, if it gains."""
+        """Return the best change of a knob, the micro batch or both; None without gain."""
         structure = structure_of(at.candidate)
         others = self._groups.moves(structure, self._predictor.num_params)
         changes = [(structure, idx + step) for step in (-1, 1, 2)]

@@ -1,4 +1,4 @@
-"""Which structures are considered, and which dry run represents each. Pure."""
+"""Group the structures of a space, and choose which of them are dry-run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dstrial.dsat.space.space import Space, Structure
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
 _MAX_BASES = 96
-_BEYOND = 8  # times the largest micro batch that has run
-# Micro batches of a free batch: all up to the first number, then 16 to each doubling.
+_BEYOND = 8  # a micro batch may be this many times as large as the largest that has run
+# Micro batches that are considered if the batch is free: all up to 32, then 16 per doubling.
 _ALL_UP_TO, _SHARES = 32, 16
 
 
 class ConfigGroups:
-    """Groups the structures of a space; a CPU has nowhere to offload to."""
+    """Groups the structures of a search space; a CPU has no offloading groups."""
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
         self.space = space
@@ -32,7 +32,7 @@ class ConfigGroups:
         self._bases: list[Structure] = []
 
     def bases(self) -> list[Structure]:
-        """Return a legal structure of each group, the user's own first."""
+        """Return one legal structure of each group, the user's own structure first."""
         if self._bases:
             return self._bases
         found, seen = {self.group(self.own): self.own}, {self._identity(self.own)}
@@ -48,9 +48,9 @@ class ConfigGroups:
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal structures of the group that differ in one knob.
+        """Return the legal structures of the same group that differ in one knob.
 
-        Sizes above the model's ``num_params`` do not differ.
+        Sizes above the model's ``num_params`` count as one value.
         """
         found, settings = [], dict(structure.settings)
         effective = self._effective_of(_without_sizes(structure))
@@ -65,9 +65,9 @@ class ConfigGroups:
         return found
 
     def setup(self, structure: Structure) -> ZeroFeatures:
-        """Return the features of a structure that decide where time and memory go."""
+        """Return the ZeRO features of a structure, from which predictions are made."""
         if structure not in self._setups:
-            # Sizes change nothing else in a config, so it is not checked again for each of them.
+            # Sizes change nothing else in a config, so the config is checked only once for all sizes.
             effective = dict(self._effective_of(_without_sizes(structure)))
             sizes = {_SIZES[path]: value for path, value in structure.settings if path in _SIZES}
             effective[ZERO] = {**(effective.get(ZERO) or {}), **sizes}
@@ -84,11 +84,11 @@ class ConfigGroups:
         return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return what changes most: stage, what is on the host, keys of ``--space``."""
+        """Return a structure's group: stage, offloading, and paths of ``--space``."""
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return the settings of a structure about which no rule is known."""
+        """Return the (path, value) settings whose effect the predictor does not know."""
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def identity(self, candidate: Candidate, num_params: float | None) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ class ConfigGroups:
         return setup, self.unknown_settings(structure), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the key of a structure's dry run, which other sizes and switches share."""
+        """Return the key of a dry run, equal for structures with other sizes or switches."""
         setup = self.setup(structure)
         unknown = [list(pair) for pair in self.unknown_settings(structure)]
         on_host = float(setup.host_share > 0)
@@ -133,13 +133,13 @@ class ConfigGroups:
 
 
 def _without_sizes(structure: Structure) -> Structure:
-    """Return a structure without its sizes; it is legal if the structure is."""
+    """Return a structure without its sizes, which do not change whether it is legal."""
     kept = tuple((path, value) for path, value in structure.settings if path not in _SIZES)
     return Structure(structure.stage, kept)
 
 
 def structure_of(candidate: Candidate) -> Structure:
-    """Return a configuration without its batch."""
+    """Return the structure of a candidate: its configuration without the batch."""
     return Structure(candidate.stage, candidate.settings)
 
 
@@ -149,7 +149,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
     if not axis.is_free:
         return range(axis.last + 1)
     end = 1 + (axis.last if largest is None else axis.position(largest))
-    # All small sizes, then steps of a sixteenth to an eighth, which matter where communication dominates.
+    # All small sizes, then 16 steps per doubling. Small steps matter if communication dominates.
     sizes = {end, *range(1, min(_ALL_UP_TO, end) + 1)}
     size = _ALL_UP_TO
     while size <= end:
@@ -159,7 +159,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return grid positions up to 8 times the largest micro batch run, or the own."""
+    """Return positions up to 8 times the largest micro batch run, else the user's own."""
     axis = space.batch_size_grid
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)
     return [at for at in positions(space, largest) if axis.split(at).micro_batch_size <= largest]

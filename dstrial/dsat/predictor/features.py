@@ -1,4 +1,4 @@
-"""Where time and memory of a configuration go, by its dry run and machine. Pure.
+"""Split step time and memory of a configuration into parts, from its dry run.
 
 docs/dsat-model.md has the equations and their symbols.
 """
@@ -15,7 +15,7 @@ from dstrial.dsat.space.knobs import ZERO
 from dstrial.engine.dryrun.values import Collective, DryRunResult, Line
 
 ASSUMED_LAYERS = 50
-"""Modules with parameters of one size, where they are not counted."""
+"""Assumed number of equally large layers of a model, because layers are not counted."""
 
 _SIZES = {
     "reduce_elements": ("reduce_bucket_size", 5e8),
@@ -26,7 +26,7 @@ _SIZES = {
     "reuse_elements": ("stage3_max_reuse_distance", 1e9),
     "group_elements": ("sub_group_size", 1e9),
 }
-"""Feature -> DeepSpeed's key, and its default."""
+"""Field of ``ZeroFeatures`` -> (key of DeepSpeed's ``zero_optimization``, its default)."""
 _KNOBS = (
     *_SIZES,
     *("host_share", "is_overlapping", "is_contiguous", "has_reduce_scatter", "is_round_robin"),
@@ -35,14 +35,14 @@ _KNOBS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ZeroFeatures:
-    """The features of a structure that predictions use."""
+    """The ZeRO settings of a structure from which its time and memory are predicted."""
 
     stage: int
-    replicas: int  # ranks among which ZeRO divides
+    replicas: int  # ranks among which ZeRO divides the model
     reduce_elements: float
     gather_elements: float
     is_overlapping: bool
-    host_share: float  # of the optimizer's state
+    host_share: float  # share of the optimizer state that is on the host
     has_host_params: bool  # parameters are on the host
     bytes_per_value: int
     is_contiguous: bool = True
@@ -82,25 +82,25 @@ class ZeroFeatures:
 
     @property
     def group(self) -> tuple[int, bool, bool]:
-        """The main features: stage, optimizer on the host, parameters on the host."""
+        """(stage, whether optimizer state is on the host, whether parameters are)."""
         return self.stage, self.host_share > 0, self.has_host_params
 
     @property
     def knobs(self) -> tuple[tuple[str, Any], ...]:
-        """The features that tell the structures of a group apart."""
+        """(name, value) of features in which structures of a group differ."""
         return tuple((name, getattr(self, name)) for name in _KNOBS) if self.stage else ()
 
     def clamped(self, parameters: float) -> ZeroFeatures:
-        """Return equal features for structures that DeepSpeed cannot tell apart.
+        """Return a copy whose sizes are at most the model's number of parameters.
 
-        Sizes above the model's number of parameters count as that number.
+        DeepSpeed cannot tell larger sizes apart, so structures that differ only in these have equal features.
         """
         sizes = {name: min(getattr(self, name), parameters) for name in _SIZES}
         return dataclasses.replace(self, **sizes)
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of gradient buckets: two with overlap in stages 1 and 2, else one.
+        """Bytes of gradient buckets: two if stage 1 or 2 overlaps, else one; 0 in stage 0.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """
@@ -112,8 +112,8 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
-        A parameter with ``d`` others after it is used again after ``2 d`` of them, so it is kept if that is within the reuse
-        distance.
+        A parameter that ``d`` parameters follow is used again after ``2 d`` parameters. It is kept if ``2 d`` is within the
+        reuse distance.
         """
         if self.stage != 3:
             return 0.0
@@ -136,18 +136,20 @@ PARTS = (
     "host_copies",
     "pressure",
 )
-"""Matrix products; what small ones lose by not filling the device; operations as such, as far as the device waits for them;
-bytes of parameters and of gradients in collectives, and their calls, as far as nothing can hide them; communication that could
-be hidden but is not; gradients copied to buckets; the optimizer on the device and on the host; copies between the two; what
-passes lose where memory is nearly full (``StepParts.pressed``)."""
+"""Parts of a step's time. ``compute``: matrix products. ``unfilled``: what small products lose by not filling the device.
+``overhead``: starting operations, as far as the device waits for it. ``transfer``, ``reduce``: bytes of parameters and of
+gradients in collectives; ``calls``: the calls of collectives; all three as far as nothing can hide them. ``unhidden``:
+communication that could be hidden but is not. ``gradient_copies``: gradients copied to buckets. ``optimizer``,
+``host_optimizer``: the optimizer on the device and on the host. ``host_copies``: copies between device and host. ``pressure``:
+what passes lose if memory is nearly full (``StepParts.pressed``)."""
 
 PHASES = ("forward", "backward", "step")
-"""Phases that are timed apart."""
+"""Phases of a step that are timed separately."""
 
 _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
-_FILLING_TOKENS = 512.0  # a micro batch loses the time of so many tokens by not filling the device
-_FILLING_SHARE = 0.25  # the same as a share of a record, where there are no tokens
+_FILLING_TOKENS = 512.0  # time, in tokens, that a micro batch loses by not filling the device
+_FILLING_SHARE = 0.25  # the same loss as a share of a record, for models without tokens
 _MAX_HIDDEN = 0.9  # share of computing that communication can overlap
 _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
 _UNSTREAMED = 0.3  # share of prefetching that works without ``overlap_comm``
@@ -160,15 +162,15 @@ _FULL = 0.9  # share of the device's memory above which its allocator frees and 
 class StepParts:
     """Seconds of one optimizer step, part by part."""
 
-    phases: tuple[tuple[float, ...], ...]  # of each of ``PHASES``, in the order of ``PARTS``
+    phases: tuple[tuple[float, ...], ...]  # for each of ``PHASES``, seconds in the order of ``PARTS``
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of the whole step, in the order of ``PARTS``."""
+        """Seconds of the whole step by part, in the order of ``PARTS``."""
         return tuple(map(sum, zip(*self.phases, strict=True)))
 
     def pressed(self, share: float) -> StepParts:
-        """Return the parts where a peak takes a share of the device's memory."""
+        """Return a copy with ``pressure`` for a peak that takes ``share`` of the memory."""
         pressure = min(max((share - _FULL) / (1 - _FULL), 0.0), 1.0) ** 2
         forward, backward, step = self.phases
         pressed = tuple((*phase[:-1], pressure * sum(phase[:-1])) for phase in (forward, backward))
@@ -184,7 +186,10 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return where the time of a step with ``setup`` goes; ``ran`` was dry-run."""
+    """Return the seconds of a step with features ``setup``, part by part.
+
+    ``run`` is the dry run of a structure with features ``ran``.
+    """
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
@@ -196,7 +201,7 @@ def step_parts(
     reduced, gathered, stepped = _calls(run, machine, setup, ran, accumulation)
     buckets = max(math.ceil(run.parameters / max(setup.reduce_elements, 1.0)), 1)
     able = 1.0 if setup.is_overlapping else 0.0
-    # Stages 0 and 1 send gradients beside the last micro batch only.
+    # Stages 0 and 1 send gradients only during the backward pass of the last micro batch.
     beside_s = backward_s if setup.stage >= 2 else backward_s / accumulation
     reduce = _Exposed.of(*reduced, hides=machine.hides, able=able * (1 - 1 / buckets), beside_s=beside_s)
     fetched = _fetched_s(run, machine, setup, accumulation)
@@ -209,7 +214,7 @@ def step_parts(
     copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s * often
     on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
     on_host_s = on_host * _STATE_BYTES / machine.host_bytes_per_s
-    if 0 < setup.host_share < 1:  # both shares of the optimizer run at the same time
+    if 0 < setup.host_share < 1:  # the optimizer runs on host and device at the same time
         on_host_s = max(on_host_s - on_device_s, 0.0)
     phases = (
         _phase(
@@ -256,7 +261,7 @@ def _gathers(
     fetched: float,
     computing: tuple[float, float],
 ) -> tuple[list[_Exposed], list[float]]:
-    """Return gathers, and unhidden seconds of fetches, in forward and in backward."""
+    """Return gathers, and unhidden seconds of host fetches, in forward and backward."""
     ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
     spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
@@ -272,7 +277,7 @@ def _gathers(
 def _offload_s(
     machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
 ) -> tuple[float, float]:
-    """Return seconds of gradients to the host, partly hidden, and of weights back."""
+    """Return unhidden seconds of copying gradients to the host, and weights back."""
     if machine.host_copy_bytes_per_s is None:
         return 0.0, 0.0
     down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
@@ -281,7 +286,7 @@ def _offload_s(
 
 
 def _filling(run: DryRunResult) -> float:
-    """Return the share of one record that would fill the device."""
+    """Return the time lost by not filling the device, as a share of one record's time."""
     tokens = 0.0 if run.tokens is None else run.tokens.per_record
     return min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
 
@@ -294,7 +299,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return seconds of operations in each phase that a device does not hide."""
+    """Return seconds of operation overhead in each phase that a device does not hide."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -317,7 +322,10 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumul
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication that never could be hidden; that could, but are not."""
+    """Seconds of communication that computation does not hide.
+
+    ``moved_s`` (bytes) and ``called_s`` (calls) cannot be hidden; ``unhidden_s`` could be hidden, but is not.
+    """
 
     moved_s: float
     called_s: float
@@ -325,9 +333,9 @@ class _Exposed:
 
     @classmethod
     def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
-        """Split communication beside ``beside_s`` of computing.
+        """Split communication that runs beside ``beside_s`` seconds of computation.
 
-        ``able`` is the share that could be hidden (of gradients all but the last bucket), ``hides`` the share that is, of that.
+        ``able`` is the share that could be hidden (for gradients, all but the last bucket); ``hides`` of this share is hidden.
         """
         whole = moved_s + called_s
         if not whole or not hides:
@@ -340,7 +348,7 @@ class _Exposed:
 def _calls(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return seconds of (bytes, calls): reduce, gather before use, and optimizer step."""
+    """Return (seconds of bytes, of calls) for reduce, gather and optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in _with_buckets(run.collectives(accumulation), run.parameters, setup, ran):
         if each.group_size <= 1:
@@ -360,7 +368,7 @@ def _calls(
 def _with_buckets(
     collectives: Iterable[Collective], parameters: float, setup: ZeroFeatures, ran: ZeroFeatures
 ) -> list[Collective]:
-    """Return collectives as other bucket sizes would have them sent."""
+    """Return dry-run collectives, with as many calls as ``setup``'s buckets need."""
     found = []
     for each in collectives:
         old = new = 1.0
@@ -386,17 +394,18 @@ MEMORY_PARTS = (
     "overlapped",
     "held",
 )
-"""What lives between steps; temporary bytes that do not depend on the micro batch, where gradients are whole, where they are
-divided (from stage 2 on), and where they are copied to the host; what grows with the micro batch in forward, and in all other
-phases; the bucket of gradients, and those that overlapping adds; gathered parameters that a stage keeps, as its knobs allow."""
+"""Parts of a memory peak. ``state``: bytes that live between steps. ``others``, ``others_divided``, ``others_offloading``:
+temporary bytes that do not depend on the micro batch, if gradients are whole, divided (from stage 2 on) or copied to the host.
+``kept``, ``grown``: bytes that grow with the micro batch, in forward and in all other phases. ``buckets``, ``overlapped``: the
+gradient bucket, and the buckets that overlapping adds. ``held``: gathered parameters that a stage keeps, as its knobs allow."""
 _OVERLAPPED_STAGE_3 = 0.5  # buckets that overlapping adds in stage 3
 _GATHERED = 0.5  # share of an all-gather bucket that is alive at the peak of a step
-_MIN_SHARE = 0.6  # of the greatest peak, below which a phase cannot become the greatest
+_MIN_SHARE = 0.6  # share of the highest peak; a phase with less cannot become the highest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeakParts:
-    """The peak of one phase."""
+    """The peak bytes of one phase, part by part."""
 
     phase: str
     num_bytes: tuple[float, ...]  # in the order of ``MEMORY_PARTS``
@@ -409,9 +418,9 @@ class PeakParts:
 def peak_parts(
     run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, micro_batch_size: int
 ) -> list[PeakParts]:
-    """Return the phases' peaks, the greatest first, without those far below it.
+    """Return the peaks of phases with features ``setup``, the highest first.
 
-    ``ran`` was dry-run, ``setup`` is in question; they differ in ``ZeroFeatures`` only.
+    ``run`` is the dry run of a structure with features ``ran``. Phases far below the highest peak are left out.
     """
     found = []
     for each in run.device.phases:
@@ -457,7 +466,7 @@ def _split(
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
-    """Bytes that stage 3 gathers ahead and keeps, or stages 1, 2 gather after a step."""
+    """Return bytes of gathered parameters: in stage 3, or in the step of 1 and 2."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
         ahead = min(

@@ -1,4 +1,4 @@
-"""What a machine can do, as measured on it or published for a device. Pure."""
+"""The speed of a machine, as measured on it or as published for its device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-METRIC_PREFIX = "machine_"  # of the metrics with which a measuring trial describes its machine
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # that are timed; others count as one of them
+METRIC_PREFIX = "machine_"  # of the metrics in which a measuring trial reports the speed of its machine
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # timed; others get the times of one of these
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """How fast one kind of collective is."""
+    """The latency and bandwidth of one kind of collective."""
 
     latency_s: float  # of a call that moves nothing
     bytes_per_s: float  # of the whole tensor, all ranks together
 
     def seconds(self, num_calls: float, num_bytes: float) -> tuple[float, float]:
-        """Return the seconds that go into moving bytes, and those that go into calls."""
+        """Return (seconds of moving bytes, seconds of calls)."""
         return num_bytes / self.bytes_per_s, num_calls * self.latency_s
 
 
@@ -36,13 +36,13 @@ class Machine:
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:
-        """Return a collective's link; others than those timed have that of all_gather."""
+        """Return the link of a collective; an untimed kind has the link of all_gather."""
         known = self.collectives.get(kind) or self.collectives.get("all_gather")
         return known if known is not None else Link(0.0, math.inf)
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> Machine | None:
-        """Read the metrics of ``dsat.rank.microbench``; None without."""
+        """Return the machine that ``dsat.rank.microbench`` measured; None if it did not."""
         found = {
             name.removeprefix(METRIC_PREFIX): value
             for name, value in metrics.items()
@@ -76,7 +76,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """What makers publish about one accelerator."""
+    """The rates and memory in the data sheet of one accelerator."""
 
     half_flops_per_s: float  # dense matrix products in bf16 or fp16
     single_flops_per_s: float  # in fp32, without shortened mantissas
@@ -115,10 +115,10 @@ def nominal_machine(
     bytes_per_value: int = 2,
     network_bytes_per_s: float = 50e9,
 ) -> Machine:
-    """Return the machine that a data sheet promises.
+    """Return a machine with 70 % of the rates in a device's data sheet.
 
-    ``network_bytes_per_s`` is between two machines, for each device, in one direction. A ring crosses from one machine to the
-    next once, so that it has the network of all devices of a machine; the more rings, the less of it each.
+    ``network_bytes_per_s`` is the rate between two machines, per device, in one direction. A ring crosses from one machine to
+    the next only once, so it can use the network of all devices of a machine. Several rings share this network.
 
     Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce and half of that in the others (Patarasuk and Yuan 2009).
     """
@@ -148,7 +148,7 @@ def nominal_machine(
 
 
 def unknown_machine(num_ranks: int, *, is_cpu: bool) -> Machine:
-    """Return a guess for a machine of which nothing is known; measurements correct it."""
+    """Return assumed rates of an unmeasured machine; measurements correct them later."""
     if not is_cpu:
         return nominal_machine(DEVICES["a100"], num_ranks)
     links = {kind: Link(2e-4, 1e9) for kind in COLLECTIVES if num_ranks > 1}

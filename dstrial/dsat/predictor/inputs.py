@@ -1,4 +1,4 @@
-"""Inputs of predictions: dry runs, the model as measured. Imports no torch."""
+"""Inputs of predictions: dry runs, and facts about the model from a measurement."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def dry_run_request(
         hparams: hyperparameters that the code reads.
         deepspeed_config: the config to dry-run.
         world_size: number of virtual ranks.
-        target: kind of memory of a device.
+        target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
         exp_conf: experiment config that the code reads.
-        num_batches: first batches of a trial's loader, of which the largest is taken.
-        sample_batch: file of a batch instead; of a script, what its engine is called with.
-        trusts_code: load that file also if it holds other classes than tensors.
+        num_batches: number of first batches of a trial's loader, of which the largest is used.
+        sample_batch: file of a batch to use instead; for a script, the arguments of its engine.
+        trusts_code: load ``sample_batch`` even if it holds other classes than tensors.
         device_bytes: memory of a device; None for no limit.
         num_stages: stages of a trial's pipeline; 1 for none.
         stage: the stage to dry-run.
@@ -83,19 +83,19 @@ def dry_run_request(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictInputs:
-    """The inputs of predictions."""
+    """Dry runs, machine and device memory that predictions start from."""
 
     runs: Mapping[str, DryRunResult] = dataclasses.field(default_factory=dict)  # by ``ConfigGroups.run_key``
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no run
     machine: Machine | None = None  # None to learn it from the first measurement
-    capacity_bytes: float | None = None  # of one device; None as above
+    capacity_bytes: float | None = None  # of one device; None to learn it from a measurement
     is_cpu: bool = False
     described_by: str = UNDESCRIBED  # or ``fake tensors``, ``one real batch``
     notes: tuple[str, ...] = ()
 
     @property
     def flops_per_record(self) -> float | None:
-        """The model's FLOPs per record on a rank, of the first dry run; None without one."""
+        """FLOPs per record on one rank, from the first dry run; None without a dry run."""
         run = next(iter(self.runs.values()), None)
         return None if run is None else run.flops.model.at(_COUNTED_AT) / _COUNTED_AT
 
@@ -116,7 +116,7 @@ class PredictInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Model and device, according to the first measurement."""
+    """Size of the model and memory of the device, from the first measurement."""
 
     num_params: float
     num_trainable_params: float
@@ -125,7 +125,7 @@ class ModelInfo:
 
     @classmethod
     def from_measured(cls, measured: Measured) -> ModelInfo | None:
-        """Return what a measurement says; None without the number of parameters."""
+        """Return the info of a measurement; None if it lacks the number of parameters."""
         params, trainable = measured.value("num_params"), measured.value("num_trainable_params")
         if params is None:
             return None
@@ -158,7 +158,7 @@ def largest_micro_batch(info: ModelInfo, stage: int, space: Space) -> int | None
 
 
 def log_lines(info: ModelInfo, space: Space) -> list[str]:
-    """Return the lines that the guide shows after the first measurement."""
+    """Return lines about model size and memory to log after the first measurement."""
     memory = {stage: _mib(_state_bytes(info, stage, space)) for stage in space.stages}
     lines = [
         f"Model size: {info.num_params:,.0f} parameters, {info.num_trainable_params:,.0f} of them trainable",

@@ -1,4 +1,4 @@
-"""Where a model's memory goes, for ``dstrial memory``. Pure."""
+"""Compute for ``dstrial memory`` which parts of a model need how much memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Placement:
         return 0.0 if self.run is None else self.run.device.peak(self.micro_batch_size)
 
     def parts(self) -> dict[str, float]:
-        """Return bytes of one device at its peak by part, and those on the host.
+        """Return part -> bytes at the peak of one device, with ``peak`` and ``host``.
 
-        Activations are the bytes that grow with the micro batch where the peak lies. Of the rest, beside weights and optimizer,
-        gradients are as many as there ever are. Buffers are the remainder: of modules, of operations, and of the engine for
-        communication.
+        Activations are the bytes that grow with the micro batch at the peak. Gradients have their largest size, if the bytes
+        beside parameters, optimizer and activations allow it. Buffers are the remainder: of modules, of operations, and of the
+        engine for communication.
         """
         if self.run is None:
             return {}
@@ -54,7 +54,7 @@ class Placement:
         return {**dict(zip(PARTS, sizes, strict=True)), "peak": peak, "host": self.run.host.peak(size)}
 
     def largest(self) -> dict[str, float]:
-        """Return bytes of one device by part, each at its largest, and their peak."""
+        """Return part -> its largest bytes at any time on one device, with ``peak``."""
         if self.run is None:
             return {}
         found = {name: float(value) for name, value in self.run.device_parts.items()}
@@ -64,9 +64,9 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines: whether one device is enough, else how many are.
+    """Return three lines that say how many devices are enough, and what needs most.
 
-    ``deepspeed`` names the part of the config that decides.
+    ``deepspeed`` is the name, for the text, of the part of the config that decides.
     """
     known = _largest_stages(placements)
     if not known:
@@ -98,7 +98,7 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
 
 
 def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
-    """Return placements with all stages known; of a pipeline the largest stage."""
+    """Return per number of slots the stage with the highest peak, if all are known."""
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
@@ -107,7 +107,7 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
-    """Return the lines of a table in ``table_unit`` a device."""
+    """Return the lines of a table with each placement's memory, in ``table_unit``."""
     divisor = _GIB if table_unit(placements) == "GiB" else _GIB // 1024
     has_stages = any(one.stage is not None for one in placements)
     heads = ["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "of device", "host"]
@@ -133,7 +133,7 @@ def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
 
 
 def table_unit(placements: Sequence[Placement]) -> str:
-    """Return MiB where all models are small, else GiB."""
+    """Return ``MiB`` if all models are small, else ``GiB``."""
     weights = [one.run.parameters for one in placements if one.run is not None]
     return "MiB" if weights and max(weights) < _SMALL_PARAMETERS else "GiB"
 

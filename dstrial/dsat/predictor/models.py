@@ -1,6 +1,7 @@
-"""Step times and memory peaks as distributions, learned from measurements. Pure.
+"""Predict step times and memory peaks as distributions, learned from measurements.
 
-Both are sums of parts of uncertain size (``features``), corrected by ``regression``. docs/dsat-model.md has the equations.
+Times and peaks are sums of parts of uncertain size (``features``), corrected by ``regression``. docs/dsat-model.md has the
+equations.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _STEP_FACTORS: dict[str, tuple[float, float]] = {
 }
 """Mean and relative standard deviation of each part's factor before anything was measured: models reach about two thirds of
 what large matrix products do, optimizers read their state more than once. Assumed."""
-# Standard deviations of effects, relative.
-_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # the slope: of an eightfold micro batch
+# Relative standard deviations of effects.
+_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # slope: per eightfold micro batch
 _KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01
-_TREND, _USUAL_SIZE = 0.008, 1e8  # of tenfold the elements
+_TREND, _USUAL_SIZE = 0.008, 1e8  # trend: per tenfold number of elements
 _UNKNOWN_SETTING = 0.06
-_PHASE_NOISE = 0.001  # of the whole step: the device is synchronised at the edges of a phase
+_PHASE_NOISE = 0.001  # share of the whole step, because the device is synchronised at the edges of a phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePoint:
-    """A configuration as the time model sees it."""
+    """The input of the time model for one configuration."""
 
     parts: StepParts
     group: tuple[Any, ...]  # the stage first; configurations of a group share errors
@@ -52,7 +53,7 @@ class TimePoint:
     extras: tuple[tuple[str, Any], ...] = ()  # settings about which no rule is known
 
     def row(self, phase: str | None = None) -> Row:
-        """Return the whole step, or one phase, for the regression."""
+        """Return the regression's row for the whole step, or for one phase."""
         effects = (
             (f"micro {self.micro_batch_size}", _MICRO),
             (f"slope {self.group}", _GROUP_SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -68,7 +69,7 @@ class TimePoint:
 def _structure_effects(
     group: tuple[Any, ...], knobs: tuple[tuple[str, Any], ...], extras: tuple[tuple[str, Any], ...]
 ) -> Effects:
-    """Return the effects that a structure's micro batches share."""
+    """Return the effects that all micro batches of a structure share."""
     effects: list[tuple[Hashable, float]] = [
         (f"stage {group[0]}", _STAGE),
         (f"group {group}", _GROUP),
@@ -89,30 +90,30 @@ def _structure_effects(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePrediction:
-    """A step's time as a distribution."""
+    """The distribution of the time of a step or phase, log-normal."""
 
     median_s: float
     log_std: float
 
     def quantile(self, num_stds: float) -> float:
-        """Return the time that lies so many standard deviations above the median, seconds."""
+        """Return the time, in seconds, at ``num_stds`` deviations above the median."""
         return self.median_s * math.exp(num_stds * self.log_std)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """A measured step."""
+    """The measured time of a step, and of phases that were timed."""
 
     point: TimePoint
     seconds: float
     noise: float  # relative
-    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds of those measured
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # phase -> measured seconds
 
 
 class StepModel:
-    """Predicts step times from measured ones, in any order.
+    """Predicts step times from measured step times, whatever their order.
 
-    With ``is_scaled`` only the proportions of the machine's rates are known.
+    If ``is_scaled``, the machine's rates are known only up to a common factor.
     """
 
     def __init__(self, timings: Sequence[Timing] = (), *, is_scaled: bool = False) -> None:
@@ -127,7 +128,7 @@ class StepModel:
 
     @property
     def scale(self) -> float:
-        """The factor by which spreads differ from what is assumed."""
+        """The factor between the learned spreads and the assumed spreads."""
         return self._regression.scale
 
     def predict(self, points: Sequence[TimePoint], phase: str | None = None) -> list[TimePrediction]:
@@ -138,7 +139,7 @@ class StepModel:
         ]
 
     def parts(self, point: TimePoint, phase: str | None = None) -> dict[str, float]:
-        """Return part -> seconds of a step or phase; they sum to its predicted time."""
+        """Return part -> seconds of a step or phase; the sum is the predicted time."""
         seconds = point.row(phase).parts
         corrected = [factor * part for factor, part in zip(self.factors().values(), seconds, strict=True)]
         total, (prediction,) = sum(corrected), self.predict([point], phase)
@@ -166,34 +167,32 @@ _MEMORY_FACTORS = {
 _MEMORY_GROUP, _MEMORY_STRUCTURE, _MEMORY_KNOB, _MEMORY_PHASE = 0.03, 0.01, 0.003, 0.03
 _MEMORY_UNKNOWN_SETTING, _MEMORY_SLOPE = 0.1, 0.015
 _MEMORY_NOISE = 0.004
-_SCATTERED = 0.03  # share that gradients which are not contiguous leave unusable between them
+_SCATTERED = 0.03  # share of memory that non-contiguous gradients leave unusable between them
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
 """Of waste above ``_MAX_WASTE``, half could be freed by the allocator."""
-_NEAR = (
-    0.85  # share of the bytes that ran out of memory above which others are expected to, unless more has run
-)
+_NEAR = 0.85  # share of the fewest failed bytes from which others are expected to fail, unless more bytes have run
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phase of a measurement -> phases of a dry run within it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Prior knowledge of a kind of device."""
+    """Assumptions about the memory of a device before any measurement."""
 
     capacity_bytes: float | None
     context_bytes: float = 0.0  # of driver and libraries, before any tensor
     context_std_bytes: float = 0.0
-    waste: float = 0.0  # mean log of what the allocator holds over what tensors need
+    waste: float = 0.0  # mean of log(bytes that the allocator holds / bytes of tensors)
     log_std: float = 0.02  # of the waste of a new structure
 
     @classmethod
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
-        """Return a CPU: its allocator rounds to 64 bytes, collectives keep buffers."""
+        """Return the assumed memory of a CPU: 64-byte blocks, buffers of collectives."""
         return cls(capacity_bytes, waste=0.005, log_std=0.03)
 
     @classmethod
     def cuda(cls, capacity_bytes: float) -> DeviceMemory:
-        """Return a GPU with torch's caching allocator, before anything was measured on it.
+        """Return the assumed memory of a GPU with torch's caching allocator.
 
         Source: the allocator cuts segments of 2 and 20 MiB and more into blocks of 512 bytes, of which training usually cannot
         use some percent; the context is about one GiB with NCCL. Assumed here, not measured.
@@ -215,7 +214,7 @@ class MemoryPrediction:
         return self.median_bytes * math.exp(statistics.NormalDist().inv_cdf(probability) * self.log_std)
 
     def probability_to_fit(self, capacity_bytes: float) -> float:
-        """Return the probability that so many bytes suffice."""
+        """Return the probability that ``capacity_bytes`` suffice."""
         if capacity_bytes <= 0:
             return 0.0
         if self.median_bytes <= 0 or self.log_std <= 0:
@@ -225,9 +224,9 @@ class MemoryPrediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A configuration as the memory model sees it."""
+    """The input of the memory model for one configuration."""
 
-    peaks: tuple[PeakParts, ...]  # of its phases, the greatest first, as dry-run
+    peaks: tuple[PeakParts, ...]  # of phases in the dry run, the highest first
     group: tuple[Any, ...]
     knobs: tuple[tuple[str, Any], ...]
     micro_batch_size: int
@@ -235,7 +234,7 @@ class MemoryPoint:
     is_scattered: bool = False  # gradients are not contiguous
 
     def row(self, peak: PeakParts) -> Row:
-        """Return one phase for the regression."""
+        """Return the regression's row for the peak of one phase."""
         effects: list[tuple[Hashable, float]] = [
             (f"phase {peak.phase} {self.group}", _MEMORY_PHASE),
             (f"slope {self.group}", _MEMORY_SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -247,27 +246,27 @@ class MemoryPoint:
         return Row(peak.num_bytes, tuple(effects))
 
     def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
-        """Return the greatest peak of some phases; None without."""
+        """Return the highest peak among these phases; None if there is none."""
         return next((one for one in self.peaks if one.phase in phases), None)
 
 
 class MemoryModel:
-    """Learns and predicts peaks; equal outcomes in equal order give equal results."""
+    """Learns and predicts memory peaks; deterministic in the order of outcomes."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self.device = device
         self._samples: list[Sample] = []
         self._errors: list[Row] = []
-        # group -> dry-run bytes of what ran out of memory, and of what ran
+        # group -> dry-run bytes: the fewest that ran out of memory, and the most that ran
         self._min_failed_bytes: dict[tuple[Any, ...], float] = {}
         self._max_run_bytes: dict[tuple[Any, ...], float] = {}
         self._wastes: list[float] = []
         self._regression: Regression | None = None
 
     def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
-        """Add measured peaks of tensors, by phase and of ``all``.
+        """Add measured peak bytes of tensors: phase or ``all`` -> bytes.
 
-        ``reserved_bytes`` is the most that the allocator held.
+        ``reserved_bytes`` is the largest number of bytes that the allocator held.
         """
         whole = phases.get("all") or max(phases.values(), default=0.0)
         if point.peaks:
@@ -287,7 +286,7 @@ class MemoryModel:
         self._regression = None
 
     def ran_out(self, point: MemoryPoint, phase: str) -> None:
-        """Add an out-of-memory error in a measured, dry-run or unknown phase."""
+        """Add an out-of-memory error; ``phase`` is empty if it is unknown."""
         peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or (
             point.peaks[0] if point.peaks else None
         )
@@ -298,7 +297,7 @@ class MemoryModel:
         self._regression = None
 
     def predict(self, points: Sequence[MemoryPoint]) -> list[MemoryPrediction | None]:
-        """Return the phase of each point that is least likely to fit; None if unknown."""
+        """Return per point the peak of the phase least likely to fit; None if unknown."""
         mean, waste_std = self._waste()
         peaks = [(point, peak) for point in points for peak in point.peaks]
         medians, deviations = self._fitted().predict([point.row(peak) for point, peak in peaks])
@@ -334,7 +333,7 @@ class MemoryModel:
         return self._regression
 
     def _waste(self) -> tuple[float, float]:
-        """Return mean and spread of the log of allocator bytes over tensor bytes."""
+        """Return mean and deviation of log(allocator bytes / tensor bytes)."""
         prior, own = 1 / max(self.device.log_std, 1e-6) ** 2, 1 / _WASTE_NOISE**2
         weight = prior + own * len(self._wastes)
         return (self.device.waste * prior + own * sum(self._wastes)) / weight, math.sqrt(1 / weight)

@@ -1,4 +1,4 @@
-"""``dsat plan``: what fits and is fastest on other hardware, unmeasured. Pure."""
+"""Predict for ``dsat plan`` what fits, and is fastest, on other hardware."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.predictor import Predictor
 from dstrial.dsat.space.space import Space, Structure
 
-PROBABILITY = 0.98  # with which a configuration has to fit
+PROBABILITY = 0.98  # a configuration fits if its probability to fit is at least this
 
 _NUM_BEST = 3
 _BAND = 1.28  # standard deviations on each side that contain four of five predictions
@@ -38,7 +38,7 @@ class PlanRow:
     parts: dict[str, float]  # seconds of each part of a step
 
     def cells(self) -> tuple[str, ...]:
-        """Return configuration, verdict, memory, host memory, throughput, micro batch."""
+        """Return table cells: configuration, verdict, memory, host, rate, micro batch."""
         margin = self.margin_bytes / _GIB
         rate = f"{self.throughput:.4g} ({self.throughput_low:.3g} to {self.throughput_high:.3g})"
         return (
@@ -55,7 +55,7 @@ class PlanRow:
 class HardwarePlan:
     """Predictions for hardware that is not at hand."""
 
-    rows: tuple[PlanRow, ...]  # what fits first, the fastest first, then by missing memory
+    rows: tuple[PlanRow, ...]  # fitting ones, the fastest first; then the others by missing memory
     best: tuple[PlanRow, ...]  # the fastest three of all structures
     num_params: float
     notes: tuple[str, ...]
@@ -126,7 +126,7 @@ def _row(predictor: Predictor, structure: Structure) -> PlanRow | None:
 
 
 def headline(plan: HardwarePlan, num_slots: int, device: str, device_bytes: float) -> str:
-    """Return whether the model fits, in one sentence."""
+    """Return one sentence that says whether the model fits the planned hardware."""
     where = f"{num_slots} x {device} ({device_bytes / _GIB:.4g} GiB)"
     is_large = plan.num_params >= 1e8
     number = f"{plan.num_params / 1e9:.3g} B" if is_large else f"{plan.num_params:,.0f}"

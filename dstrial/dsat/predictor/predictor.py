@@ -1,4 +1,4 @@
-"""Predict time and memory of configurations, learning from every outcome. Pure."""
+"""Predict time and memory of configurations, and learn from every outcome."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
 _UNKNOWN_NOISE = 0.01  # relative, of a measurement whose interval is unknown
-_MAX_SPREAD = 0.15  # standard deviation of the log cost above which a lower cost is not believed
+_MAX_SPREAD = 0.15  # largest standard deviation of the log cost that bounds and gains use
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """A predicted measurement."""
+    """The predicted time, memory and cost of a candidate."""
 
     candidate: Candidate
-    time: TimePrediction  # of a step, or of the phase that is searched for
+    time: TimePrediction  # of a step, or of the phase that the metric names
     memory: MemoryPrediction | None
-    probability_to_fit: float  # 1 where nothing limits memory
-    cost: float  # seconds per record at the median, or per step where the metric is a time
+    probability_to_fit: float  # 1 if nothing limits memory
+    cost: float  # median seconds per record; of the step or phase if the metric is a time
 
     def lower_confidence_bound(self, num_stds: float) -> float:
-        """Return the cost that lies so many standard deviations below its median."""
+        """Return the cost at ``num_stds`` standard deviations below its median."""
         return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
-        """Return by which share it should beat a cost; a worse one would not be taken.
+        """Return the expected relative gain over ``cost``; a worse result counts as 0.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
@@ -57,18 +57,18 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """The facts about a structure that its micro batches share."""
+    """Facts about a structure that are the same for all its micro batches."""
 
     run: DryRunResult
     setup: ZeroFeatures
-    ran: ZeroFeatures  # of the structure that was dry-run for it
+    ran: ZeroFeatures  # features of the structure that was dry-run in its place
     group: tuple[Any, ...]
     knobs: tuple[tuple[str, Any], ...]
     extras: tuple[tuple[str, Any], ...]
 
 
 class Predictor:
-    """Predicts and learns; equal outcomes in equal order give equal predictions."""
+    """Predicts measurements; equal outcomes in equal order give equal predictions."""
 
     def __init__(self, groups: ConfigGroups, inputs: PredictInputs, metric: str) -> None:
         self.groups = groups
@@ -83,7 +83,7 @@ class Predictor:
         self.outcomes: list[tuple[Candidate, Outcome]] = []
         self._ran = groups.representatives()
         self._views: dict[tuple[Any, ...], _View | None] = {}
-        self._parts: dict[Candidate, StepParts] = {}  # of the machine, before any pressure of memory
+        self._parts: dict[Candidate, StepParts] = {}  # without memory pressure
         self._memory_points: dict[Candidate, MemoryPoint | None] = {}
         self._points: dict[Candidate, TimePoint | None] = {}
         self._memories: dict[Candidate, MemoryPrediction | None] = {}
@@ -92,21 +92,21 @@ class Predictor:
 
     @property
     def num_params(self) -> float | None:
-        """Parameters of the model; None if unknown."""
+        """Number of parameters of the model; None if unknown."""
         run = next(iter(self.inputs.runs.values()), None)
         return None if run is None else run.parameters
 
     # ---- learning --------------------------------------------------------------------------------
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Learn from the outcome of a measurement."""
+        """Add the outcome of a measurement, and fit time and memory models again."""
         self.outcomes.append((candidate, outcome))
         if isinstance(outcome, Measured):
             if self.machine is None:
                 self.machine = Machine.from_metrics(outcome.metrics)
                 self._parts.clear()
             self.info = self.info or ModelInfo.from_measured(outcome)
-            # A measured capacity replaces the guess of an out-of-memory error.
+            # A measured capacity replaces the guess from an out-of-memory error.
             self.capacity_bytes = (
                 self.inputs.capacity_bytes or outcome.value("device_memory_bytes") or self.capacity_bytes
             )
@@ -119,7 +119,7 @@ class Predictor:
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
-        """Return the time model as if configurations measured what is predicted."""
+        """Return a time model for which the predicted times of candidates are measured."""
         points = [point for one in candidates if (point := self.time_point(one)) is not None]
         if not points:
             return self.time
@@ -132,7 +132,7 @@ class Predictor:
     # ---- predicting ------------------------------------------------------------------------------
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
-        """Return predictions of the configurations that were dry-run."""
+        """Return predictions of the candidates whose structures were dry-run."""
         self._predict_memory(candidates)
         known = [(one, point) for one in candidates if (point := self.time_point(one)) is not None]
         found = (time or self.time).predict([point for _, point in known], self._phase)
@@ -144,7 +144,7 @@ class Predictor:
         return result
 
     def time_point(self, candidate: Candidate) -> TimePoint | None:
-        """Return where a configuration's time goes; None if it was not dry-run."""
+        """Return a candidate's input of the time model; None if it was not dry-run."""
         if candidate in self._points:
             return self._points[candidate]
         view, batch = self._view(candidate), candidate.batch
@@ -169,20 +169,20 @@ class Predictor:
         return point
 
     def memory_of(self, candidate: Candidate) -> MemoryPrediction | None:
-        """Return the peak of a configuration; None if nothing is known of it."""
+        """Return the predicted memory peak of a candidate; None if it is unknown."""
         if candidate not in self._memories:
             self._predict_memory([candidate])
         return self._memories[candidate]
 
     def probability_to_fit(self, candidate: Candidate) -> float:
-        """Return the probability to fit; 1 where nothing limits memory."""
+        """Return the probability that a candidate fits; 1 if peak or limit is unknown."""
         memory = self.memory_of(candidate)
         if memory is None or self.capacity_bytes is None:
             return 1.0
         return memory.probability_to_fit(self.capacity_bytes)
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
-        """Return the measured cost in a prediction's unit; None if it was not measured."""
+        """Return the measured cost in the unit of ``Prediction.cost``; None if unmeasured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:
@@ -215,26 +215,26 @@ class Predictor:
         }
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
-        """Return part -> predicted seconds of what is searched for; empty if unknown."""
+        """Return part -> predicted seconds of the step or phase; empty if unknown."""
         point = self.time_point(candidate)
         return {} if point is None else self.time.parts(point, self._phase)
 
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
-        """Return the bytes left at a probability, negative if missing; None if unknown."""
+        """Return device bytes left with a probability (negative: missing), or None."""
         memory = self.memory_of(candidate)
         if memory is None or self.capacity_bytes is None:
             return None
         return self.capacity_bytes - memory.quantile(probability)
 
     def host_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes of tensors on the host, of one rank; 0 if unknown."""
+        """Return one rank's peak bytes of tensors on the host; 0 if unknown."""
         view = self._view(candidate)
         return 0.0 if view is None else view.run.host.peak(candidate.batch.micro_batch_size)
 
     # ---- machinery -------------------------------------------------------------------------------
 
     def _view(self, candidate: Candidate) -> _View | None:
-        """Return what all micro batches of a structure share that do or do not accumulate."""
+        """Return facts that a structure's micro batches share; None if not dry-run."""
         is_accumulating = candidate.batch.accumulation > 1
         key = candidate.stage, candidate.settings, is_accumulating
         if key not in self._views:

@@ -1,8 +1,8 @@
-"""Bayesian linear regression on relative errors, in closed form. Pure.
+"""Bayesian linear regression on relative errors, in closed form.
 
-A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0, and off by effects e of what the
-parts do not know: ``y = (p . f) (1 + e + noise)``. Divided by a first estimate of p . f this is linear in f and e, so that one
-solve gives the posterior; the estimate is first y itself, then that of the solve before.
+A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e stand for what the parts
+do not model: ``y = (p . f) (1 + e + noise)``. Divided by an estimate of p . f, this is linear in f and e, so that one solve
+gives the posterior. The first estimate is y itself, each later one comes from the previous solve.
 docs/dsat-model.md has the equations.
 
 Source: Rasmussen and Williams 2006, chapter 2 (kernel form); O'Hagan and Forster 2004, chapter 11 (unknown scale of variances).
@@ -20,21 +20,21 @@ from numpy.typing import NDArray
 _Floats = NDArray[np.float64]
 
 Effects = tuple[tuple[Hashable, float], ...]
-"""(name, standard deviation) of each effect of a row, negative for the opposite sign; rows share the effect of a name."""
+"""(name, standard deviation) of each effect of a row. A negative deviation reverses the effect. Rows share effects by name."""
 
-_PRIOR_ROWS = 8.0  # measured rows that the assumed spreads are worth
-_MIN_SCALE, _MAX_SCALE = 0.7, 4.0  # of all spreads
-_MIN_FACTOR = 0.05  # of its prior mean, a lower bound
+_PRIOR_ROWS = 8.0  # the assumed spreads weigh as much as this many measured rows
+_MIN_SCALE, _MAX_SCALE = 0.7, 4.0  # limits of the common scale of all spreads
+_MIN_FACTOR = 0.05  # lower bound of a factor, as a share of its prior mean
 _LARGE = 0.03  # standard deviation of an effect that small residuals do not shrink
 _MIN_SPREAD = 0.003  # relative, of any prediction
-_OUTLIER = 3.0  # standard deviations from what all other rows predict
+_OUTLIER = 3.0  # an outlier is this many standard deviations from what all other rows predict
 _OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
 _ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A quantity before any correction."""
+    """The known parts and the effects of a quantity."""
 
     parts: tuple[float, ...]
     effects: Effects
@@ -42,21 +42,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured quantity."""
+    """A measured value of a quantity, or a lower bound of it."""
 
     row: Row
     value: float
-    noise: float  # relative
+    noise: float  # relative standard deviation
     is_least: bool = False  # the quantity is larger than the value
 
 
 class Regression:
-    """Posterior of factors and effects.
+    """The posterior of factors and effects after ``samples``.
 
-    ``priors`` are mean and relative deviation of each factor.
-
-    With ``is_scaled`` all prior means are first multiplied by the median ratio of measured to expected; with ``is_robust``
-    a sample far from what all others predict counts little, and spreads may also prove smaller than is assumed.
+    ``priors`` are mean and relative deviation of each factor. ``is_scaled`` first multiplies all prior means by the median
+    ratio of measured to expected values. ``is_robust`` gives little weight to a sample far from what all others predict, and
+    lets spreads become smaller than assumed.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Regression:
         effects: _Floats,
         noise: _Floats,
     ) -> _Fit:
-        """Return the posterior; hold factors at their lower bound."""
+        """Return the posterior; fix factors that would fall below their lower bound."""
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
             shares = scaled * deviations

@@ -1,1 +1,1 @@
-"""What runs inside the ranks of a measuring trial; may import torch and deepspeed."""
+"""Code of the ranks of measuring trials; may import torch and deepspeed."""

@@ -1,8 +1,8 @@
 """Measure a trial class: ``python -m dstrial.dsat.rank --trial module:Trial``.
 
-These ranks measure the hyperparameters of their trial and report the result. With ``--tasks`` they are persistent ranks and
-measure one task of a search after the other. On a cluster, experiment and hyperparameters come from there; on this machine from
-``--config`` and ``--context-dir``. Not meant to be typed.
+The ranks measure the hyperparameters of their trial and report the result. With ``--tasks`` they are persistent ranks, which
+measure one task of a search after the other. On a cluster, Determined provides experiment and hyperparameters; on this machine,
+``--config`` and ``--context-dir`` do. The search runs this command, not the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dstrial.ranks.identity import identify
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure a trial class. Ranks: all, collectively."""
+    """Measure a trial class once, or serve tasks. Ranks: all, collectively."""
     parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)

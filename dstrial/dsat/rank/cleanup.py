@@ -1,7 +1,7 @@
-"""Destroy engines and restore the state of a new process.
+"""Destroy engines, and restore the process to its state before the first engine.
 
-Each step undoes something that DeepSpeed 0.19.8 or torch leaves behind. ``ProcessUsage`` measures what is left all the same; a
-process that leaks is replaced by whoever started it.
+Each step undoes something that DeepSpeed 0.19.8 or torch leaves behind. ``ProcessUsage`` measures what remains nevertheless.
+The search replaces ranks that leak.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class Settings:
-    """Numeric settings of torch, the environment, the directory and the import path."""
+    """Snapshot of torch's numeric settings, environment, directory and import path."""
 
     def __init__(self) -> None:
         self._values = [(read, write, _read(read)) for read, write in _settings()]
@@ -59,7 +59,7 @@ class Settings:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yield a function that reads a setting and one that writes it."""
+    """Yield pairs: a function that reads a setting, a function that writes it."""
     yield lambda: dict(os.environ), _write_environment
     yield os.getcwd, os.chdir
     yield lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))
@@ -81,7 +81,7 @@ def _settings() -> Iterator[_Setting]:
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    """Return a setting; None if this torch cannot read it, or not by its older name."""
+    """Return a setting; None if this version of torch cannot read it by this name."""
     try:
         return read()
     except (AttributeError, RuntimeError):
@@ -94,9 +94,10 @@ def _write_environment(variables: dict[str, str]) -> None:
 
 
 class ProcessState:
-    """The state of a process before its first engine.
+    """Snapshot of a process before its first engine.
 
-    It is made after the process group and everything else that shall last. What the first ``restore`` leaves lasts, too.
+    Create it after the process group and everything else that must survive ``restore``. Objects that the first ``restore``
+    leaves survive all later ones, too.
     """
 
     def __init__(self) -> None:
@@ -113,9 +114,9 @@ class ProcessState:
     def restore(self, engines: list[Any]) -> None:
         """Destroy engines, empty their list, and undo what they did to the process.
 
-        The caller keeps no other reference to the engines, nor to what they trained.
+        The caller must keep no other reference to the engines or to their models.
 
-        Ranks: all that trained with them; destroying groups is not collective with gloo, and is with NCCL.
+        Ranks: all ranks of the engines. Destroying groups is collective with NCCL, but not with gloo.
         """
         while engines:
             _destroy(engines.pop())
@@ -124,19 +125,19 @@ class ProcessState:
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None and hasattr(dynamo, "reset"):
             dynamo.reset()  # compiled graphs refer to the modules that they were compiled for
-        # Modules, parameters, hooks and engines form cycles through closures; finalizers make new ones, hence two passes.
+        # Modules, parameters, hooks and engines form cycles through closures. Finalizers make new cycles, hence two passes.
         gc.collect()
         gc.collect()
         if not self._is_frozen:
-            # The million objects of imported modules are never freed, and scanning them takes seconds.
+            # The million objects of imported modules are never freed, and each scan of them would take seconds.
             gc.freeze()
             self._is_frozen = True
         if has_device():
-            # NCCL's destroy_process_group frees what kernels of collectives still use (torch 2.13 ProcessGroupNCCL waits for
-            # those that were enqueued with a work object only).
+            # NCCL's destroy_process_group frees memory that kernels of collectives still use (torch 2.13 ProcessGroupNCCL waits
+            # only for collectives that were enqueued with a work object).
             get_accelerator().synchronize()
         process.release_groups()
-        # Groups made since, in the order in which they were made, which is the same on all ranks.
+        # Groups made after the snapshot are destroyed in the order of creation, which is the same on all ranks.
         for group in [group for group in process_groups() if group not in self._groups]:
             torch.distributed.destroy_process_group(group)
         self._settings.restore()
@@ -159,7 +160,7 @@ class ProcessState:
 
 
 def _destroy(engine: Any) -> None:
-    # Removes hooks on gradients, closes offload buffers and DeepNVMe handles.
+    # ``destroy`` removes hooks on gradients, and closes offload buffers and DeepNVMe handles.
     with contextlib.suppress(AttributeError):
         engine.destroy()
     if getattr(engine, "training_dataloader", None) is not None:
@@ -198,7 +199,7 @@ def _empty_caches() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """The resources of a process."""
+    """Numbers and bytes of the resources that a process uses."""
 
     num_tensors: int  # tensors with memory that Python's collector knows
     tensor_bytes: int  # of their storages, each counted once
@@ -209,13 +210,13 @@ class ProcessUsage:
     resident_bytes: int  # RSS
 
     def grown_over(self, baseline: ProcessUsage) -> list[str]:
-        """Return the resources that grew by more than their slack."""
+        """Return ``name before -> now`` of resources that grew by more than their slack."""
         slack = {
             "num_tensors": 64,
             "tensor_bytes": 2**20,
             "num_groups": 0,
             "num_threads": 2,
-            # An NCCL communicator opens sockets and shared memory, and keeps some for the next (its proxy, its bootstrap).
+            # An NCCL communicator opens sockets and shared memory, and keeps some for the next one (its proxy, its bootstrap).
             "num_files": 64 if has_device() else 8,
             "device_bytes": 2**21,
             "resident_bytes": max(2**28, baseline.resident_bytes // 4),  # allocators keep some for later
@@ -255,13 +256,13 @@ def process_usage() -> ProcessUsage:
 
 
 def reset_host_peak() -> None:
-    """Reset the kernel's peak memory count (VmHWM), if the process may."""
+    """Reset the kernel's record of peak memory (VmHWM), if that is permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def process_groups() -> list[Any]:
-    """Return this process's groups in the order in which they were made."""
+    """Return the torch process groups of this process, in order of creation."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     return list(torch.distributed.distributed_c10d._world.pg_map)

@@ -1,4 +1,4 @@
-"""Measure a script's own training loop, and report it to the search."""
+"""Measure the training loop of a script, and report the result to the search."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from dstrial.visible_text import cut_text
 
 @contextlib.contextmanager
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
-    """Measure the block's engine steps in a dsat trial; do nothing in any other.
+    """Measure the engine steps in the block in a dsat trial; else do nothing.
 
     When enough steps are measured, the metrics are reported as validation metrics, ``op`` is completed, and
     ``engine.step()`` raises ``SystemExit`` with status 0. A loop that ends earlier is measured by the steps it made, and the
-    block raises ``SystemExit``, too, because the code after it belongs to a full training.
+    block raises ``SystemExit``, too, because the code after the block belongs to a full training.
 
-    The block may contain the whole loop, or one step or micro batch of it, as in Determined's example of the Core API. Blocks
-    in which an engine makes at most one step are measured together. If such a loop ends before enough is measured, its steps
-    are reported when the core context closes.
+    The block may contain the whole loop, or one step or micro batch of the loop, as in Determined's example of the Core API.
+    Blocks in which an engine makes at most one step are measured together. If such a loop ends before enough is measured, its
+    steps are reported when the core context closes.
 
     Args:
-        core_context: of ``determined.core.init``.
-        op: the searcher's operation, which is completed; None if there is none.
-        steps_completed: steps to report the metrics at; those of the engine if None.
+        core_context: the core context of ``determined.core.init``.
+        op: the searcher's operation to complete; None if there is none.
+        steps_completed: number of steps to report with the metrics; by default, that of the engine.
 
     Raises:
         TrialContractError: no engine made a second step, so that nothing can be timed; for a loop of blocks, raised
@@ -79,7 +79,7 @@ _BLOCKS_ATTRIBUTE = "_dstrial_blocks"
 
 @dataclasses.dataclass(slots=True)
 class _LoopOfBlocks:
-    """A loop that enters a block for each of its steps."""
+    """State of a loop that enters a new reporting block for each step."""
 
     core_context: Any
     op: Any
@@ -122,12 +122,12 @@ def _require_result(timer: StepTimer) -> None:
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
-    """Measure each fit of trials that name this function. Ranks: all, collectively."""
+    """Return a context that measures one fit of a trial. Ranks: all, collectively."""
     return dsat_reporting_context(core_context, None)
 
 
 def hyperparameters_of_trial() -> Mapping[str, Any]:
-    """Return the hyperparameters of this process's trial, empty without one."""
+    """Return the hyperparameters of this process's trial; empty without a trial."""
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
         found: Mapping[str, Any] = info.trial.hparams
@@ -142,7 +142,7 @@ def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
 
 
 def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
-    """Report metrics of rank 0 to a master, if any, and to the file of a local search."""
+    """Report rank 0's metrics to the core context and to a local search's result file."""
     if _rank() != 0:
         return
     metrics = outcome_to_json(measured)["metrics"]
@@ -154,7 +154,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print this rank's failure for the search, and re-raise."""
+    """Print exceptions of the block as a failure line for the search, and re-raise."""
     try:
         yield
     except SystemExit as exit_:
@@ -167,7 +167,7 @@ def failures_reported(timer: StepTimer) -> Iterator[None]:
 
 
 def failure_of(error: BaseException, timer: StepTimer) -> Failure:
-    """Return this rank's failure by its phase and exception."""
+    """Classify an exception as a failure of this rank in the timer's current phase."""
     text = "".join(traceback.format_exception(error))
     failure = classify(text, phase=timer.phase)
     if isinstance(error, NumericError):

@@ -1,4 +1,4 @@
-"""Benchmark the machine while all ranks work; predictions of step times use it."""
+"""Benchmark the machine with all ranks busy, for predictions of step times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REPEATS = 5
 
 
 def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Return a measurement, with the machine's metrics if asked. Ranks: all."""
+    """Return a measurement, with machine metrics if ``settings`` ask. Ranks: all."""
     if not (settings or {}).get(BENCHMARK_KEY):
         return measured
     return Measured({**measured.metrics, **measure_machine(dtype)})
@@ -34,7 +34,7 @@ def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: 
 def measure_machine(dtype: torch.dtype) -> dict[str, float]:
     """Return the metrics that ``Machine.from_metrics`` reads; takes about two seconds.
 
-    Ranks: all, collectively; each returns its own view.
+    Ranks: all, collectively; each rank returns the rates that it measured.
     """
     accelerator = get_accelerator()
     is_cpu = accelerator.device_name() == "cpu"
@@ -93,7 +93,7 @@ def _copy_rate(timed: Callable[..., float], device: torch.device, num_bytes: int
 
 
 def _collective_rates(timed: Callable[..., float], device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Time ZeRO's collectives, except those that the backend lacks."""
+    """Return latency and bytes/s of ZeRO's collectives that the backend supports."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
     size = torch.distributed.get_world_size()
@@ -113,7 +113,7 @@ def _collective_rates(timed: Callable[..., float], device: torch.device, num_byt
         try:
             many()
         except (RuntimeError, NotImplementedError):
-            # The backend lacks it, as some versions of gloo lack reduce_scatter, before anything was sent.
+            # The backend lacks this collective, as some versions of gloo lack reduce_scatter. Nothing was sent.
             continue
         _barrier(device)
         latency_s = timed(few, 4)

@@ -1,4 +1,4 @@
-"""Measure a trial class, in persistent ranks one configuration after the other.
+"""Measure configurations of a trial class one after the other in persistent ranks.
 
 Rank 0 reads tasks that the search appends to a file, and broadcasts them; all ranks measure, and rank 0 appends the result to
 another file. The process group lives as long as the ranks; a trial is built, measured and torn down for each task.
@@ -42,8 +42,8 @@ from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import DeepSpeedTrial
 
 _POLL_PERIOD_S = 0.02
-_MAX_IDLE_S = 60.0  # far below the control channel's timeout: the other ranks wait for rank 0 on it
-# Grace period in which a rank that failed tears down and waits for the others, which may hang in a collective.
+_MAX_IDLE_S = 60.0  # far below the timeout of the control channel, on which other ranks wait for rank 0
+# Grace period in which a failed rank tears down and waits for the other ranks, which may hang in a collective.
 _GRACE_S = 10.0
 _ENDS_RANKS = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.COMMUNICATION, FailureKind.TIMEOUT)
 
@@ -69,7 +69,7 @@ def serve(trial: str, exp_conf: dict[str, Any] | None, directory: Path, search: 
 
 
 class RankServer:
-    """The state between two configurations. Ranks: all, collectively."""
+    """State of a persistent rank between two tasks. Ranks: all, collectively."""
 
     def __init__(self, trial: str, exp_conf: dict[str, Any] | None) -> None:
         identity = identify(os.environ)
@@ -86,7 +86,7 @@ class RankServer:
         self._grace: threading.Timer | None = None
 
     def next_task(self, tail: JsonLinesTail, search_pid: int, search_ticks: int) -> dict[str, Any] | None:
-        """Return rank 0's next task; None once the search has ended. Ranks: all."""
+        """Return the next task of rank 0; None if the search has ended. Ranks: all."""
         while True:
             task: dict[str, Any] | None = {}
             give_up_at_s = time.monotonic() + _MAX_IDLE_S
@@ -114,8 +114,8 @@ class RankServer:
     def measure(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Build, measure and tear down a trial.
 
-        Returns ``outcome``; ``grown``, the resources that did not return to their size after the first configuration;
-        ``details``, seconds of each part and the ``ProcessUsage``.
+        Returns a dictionary: ``outcome``; ``grown``, the resources that grew since the first task; ``details``, seconds of each
+        part and the ``ProcessUsage``.
 
         Ranks: all, collectively.
         """
@@ -124,7 +124,7 @@ class RankServer:
         outcome, built_s, cpu_built_s = self._train(hparams, timer)
         measured_s, cpu_measured_s = time.perf_counter(), time.process_time()
         if isinstance(outcome, Failure):
-            # If the others never come, this rank exits, and its launcher ends them.
+            # If the other ranks never reach the all-gather, this rank exits, and its launcher ends them.
             self._grace = threading.Timer(_GRACE_S, _exit_with_failure, (outcome,))
             self._grace.daemon = True
             self._grace.start()
@@ -145,7 +145,7 @@ class RankServer:
         return {"outcome": outcome_to_json(outcome), "grown": grown, "details": details}
 
     def _train(self, hparams: Mapping[str, Any], timer: StepTimer) -> tuple[Outcome, float, float]:
-        """Return the outcome, and the times at which the trial was built."""
+        """Return the outcome, and wall and CPU time, in seconds, when the trial was built."""
         built_s, cpu_built_s = time.perf_counter(), time.process_time()
         reset_host_peak()
         try:
@@ -170,7 +170,7 @@ class RankServer:
         return outcome, built_s, cpu_built_s
 
     def _context(self, hparams: Mapping[str, Any]) -> DeepSpeedTrialContext:
-        """Return a new context; its core context reports nothing."""
+        """Return a new trial context, whose core context reports nothing."""
         size = self._channel.size
         return DeepSpeedTrialContext(
             core_context=core._dummy_init(distributed=self._channel),
@@ -186,9 +186,9 @@ class RankServer:
 
 
 def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: StepTimer) -> Measured:
-    """Train until ``timer`` is done; nothing is validated, reported or saved.
+    """Train until ``timer`` is done, without validation, reports or checkpoints.
 
-    The trial was built inside ``observe_engines(timer)``; the timer measures bare steps, too.
+    The caller must build the trial inside ``observe_engines(timer)``, with a timer that measures bare steps, too.
 
     Ranks: all, collectively.
     """
@@ -216,7 +216,7 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: 
                 break
             if timer.mode is Mode.BARE and not is_repeating:
                 is_repeating = True
-                # One micro batch forever, with no time to read; ranks without data have none.
+                # Repeat one micro batch, so that reading takes no time; ranks without data have none.
                 source = None if iterator is None else itertools.repeat(next(iterator))
                 runtime.bind_training_iterator(source)
             runtime.current_batch_idx = batch_idx
@@ -234,7 +234,7 @@ def _exit_with_failure(failure: Failure) -> None:
 
 
 def _merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's measurement, or the failure that caused the others."""
+    """Return rank 0's measurement, or the failure that caused the other failures."""
     failures = [one["outcome"] for one in results if "failure" in one["outcome"]]
     lost = FailureKind.COMMUNICATION.name
     outcome = min(failures, key=lambda one: one["failure"]["kind"] == lost, default=results[0]["outcome"])
@@ -242,7 +242,7 @@ def _merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _why_to_end(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return why new ranks must measure the next task; empty if these ranks may."""
+    """Return why new ranks must measure the next task; empty if these ranks can."""
     failure = _merge(results).get("failure")
     if failure is not None and FailureKind[failure["kind"]] in _ENDS_RANKS:
         return FailureKind[failure["kind"]].value

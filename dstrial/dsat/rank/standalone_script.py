@@ -1,8 +1,8 @@
-"""A rank of a script on this machine, without a master.
+"""Run a script as one rank of a trial on this machine, without a master.
 
-``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. A Core API script reads its trial from Determined and reports
-to it. Here the answers come from the experiment that the launcher was given (``python -m dstrial.launch --config``), and reports
-go to a run directory. Not meant to be typed.
+``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. A Core API script reads its trial from Determined, and reports
+to Determined. Here the answers come from the launcher's experiment (``python -m dstrial.launch --config``), and reports go to a
+run directory. The search runs this command, not the user.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def run_script(words: Sequence[str], module_dir: Path) -> None:
 def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]:
     """Let Determined's Core API answer as in a trial on a cluster, inside the block.
 
-    ``det.get_cluster_info()`` returns the experiment's hyperparameters and config, ``core.init()`` a core context on a run
-    directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself sees no cluster.
+    ``det.get_cluster_info()`` returns the experiment's hyperparameters and config. ``core.init()`` returns a core context on a
+    run directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself sees no cluster.
 
     Ranks: all; making the core context is collective (one broadcast).
     """

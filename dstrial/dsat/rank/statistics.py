@@ -1,4 +1,4 @@
-"""Windows of timed steps: the end of warm-up, the interval of the median. Pure."""
+"""Statistics of timed windows: end of warm-up, confidence interval of the median."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Interval:
 def warm_from(values: Sequence[float]) -> int:
     """Return the index of the first time after warm-up.
 
-    Warm-up ends at the change point, in the first half, that best divides the logarithms of the times into two levels, if the
-    first level is at least 5 % higher than the second. One slow step later on is no change point.
+    Warm-up ends at the change point in the first half that best divides the logarithms of the times into two levels. The first
+    level must be at least 5 % higher than the second; otherwise the index is 0. A single slow step later on is no change point.
 
     Source: least-squares segmentation into two levels, Hinkley 1970.
     """
@@ -48,7 +48,7 @@ def warm_from(values: Sequence[float]) -> int:
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """Return the median and its bootstrap interval, infinite below three values.
+    """Return the median and its bootstrap interval; infinite below three values.
 
     Source: percentile bootstrap, Efron 1979.
     """
@@ -69,10 +69,10 @@ class SamplingLimits:
     target_half_width: float = 0.015  # relative; of the 95 % interval of the median
     min_windows: int = 6  # after warm-up
     max_windows: int = 60  # in all
-    window_s: float = 0.1  # a window has as many steps as fill this
-    max_s: float = 60.0  # no window begins later, if there are three after warm-up
+    window_s: float = 0.1  # a window has as many steps as fill this time
+    max_s: float = 60.0  # no window begins after this time, if there are three windows after warm-up
     min_steps: int = 6  # in all, warm-up included
-    first_step: int = 0  # earlier ones, counted from 1, are warm-up; step 1 counts FLOPs and is never timed
+    first_step: int = 0  # steps before it, counted from 1, are warm-up; step 1 counts FLOPs, untimed
 
 
 class Sampling:
@@ -91,20 +91,20 @@ class Sampling:
 
     @property
     def num_warm_up_steps(self) -> int:
-        """Steps that do not count."""
+        """Number of timed steps before the end of warm-up."""
         return sum(self._num_steps[: self._first()])
 
     @property
     def num_steps(self) -> int:
-        """All timed steps."""
+        """Number of all timed steps, warm-up included."""
         return sum(self._num_steps)
 
     def interval(self) -> Interval:
-        """Return the time of one step, seconds; of the windows after warm-up."""
+        """Return the interval of the seconds per step in the windows after warm-up."""
         return median_interval(self._times_s[self._first() :])
 
     def _first(self) -> int:
-        """Return the index of the first window that counts."""
+        """Return the index of the first window after warm-up."""
         step = _FIRST_TIMED_STEP
         for idx, num_steps in enumerate(self._num_steps):
             if step >= self._limits.first_step:
@@ -115,7 +115,7 @@ class Sampling:
     def mean_s(self) -> float:
         """Return the mean seconds of one step after warm-up.
 
-        The median compares configurations. A training takes the mean: epochs begin, batches differ.
+        The median compares configurations. The mean predicts a training, in which epochs begin and batches differ.
         """
         first = self._first()
         times_s, num_steps = self._times_s[first:], self._num_steps[first:]
@@ -123,7 +123,7 @@ class Sampling:
         return whole_s / sum(num_steps)
 
     def next_steps(self) -> int:
-        """Return the steps of the next window; 0 if enough has been timed."""
+        """Return the number of steps of the next window; 0 if enough are timed."""
         limits = self._limits
         if not self._times_s:
             return 1

@@ -1,8 +1,8 @@
 """Time whole steps of a running training, and count its FLOPs and memory.
 
-The steps of a measurement, in order: one to count FLOPs and saved activations; windows of steps, timed with the device
-synchronised at their edges, until the median is known well enough; three steps whose forward, backward and step are
-timed apart; where the caller can repeat a batch, a few without reading data. Rank 0 decides, all ranks follow.
+A measurement has four parts. One step counts FLOPs and saved activations. Windows of steps are timed until the median is known
+well enough; the device is synchronised at the edges of a window. Three steps time forward, backward and optimizer step
+separately. If the caller can repeat a batch, some steps run without reading data. Rank 0 decides, and all ranks follow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Mode(enum.IntEnum):
 
 
 class MeasurementDone(SystemExit):
-    """Ends the process with status 0 once enough is measured."""
+    """Exits the process with status 0 after enough steps are measured."""
 
 
 class NumericError(ArithmeticError):
@@ -64,10 +64,7 @@ class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return properties of a rank's engines, summed.
-
-    They are compared as ``dstrial.dsat.space.filters.PROBES``.
-    """
+    """Return properties of a rank's engines, summed; see ``space.filters.PROBES``."""
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),
@@ -90,7 +87,7 @@ class FirstMicroBatch:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Make a call of an engine, counted if it is the first of its phase.
+        """Make a call of an engine; count it if it is the engine's first in this phase.
 
         ``is_outermost`` is false for calls inside another call, such as those of a pipeline's ``train_batch``.
         """
@@ -125,10 +122,10 @@ class FirstMicroBatch:
 
 
 class StepTimer:
-    """Listens to the engines of a rank while they train; see the module.
+    """Observes the engines of a rank while they train, and measures their steps.
 
-    With ``ends_process``, for users' loops, it raises ``MeasurementDone`` in the last step. With ``measures_bare``, the caller
-    repeats one batch while :attr:`mode` is ``BARE``.
+    If ``ends_process``, for loops of users, the timer raises ``MeasurementDone`` in the last step. If ``measures_bare``, the
+    caller must repeat one batch while :attr:`mode` is ``BARE``.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class StepTimer:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the first engine has made; 0 without one."""
+        """Number of steps that the first engine has made; 0 without an engine."""
         return int(self._engines[0].global_steps) if self._engines else 0
 
     @property
@@ -199,7 +196,7 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step; agree on the next window. Ranks: all, collectively."""
+        """Count a step; after a window, agree on the next. Ranks: all, collectively."""
         self.phase = "training"
         if engine is not self._engines[0] or self.is_done:
             return
@@ -211,7 +208,7 @@ class StepTimer:
             raise MeasurementDone(0)
 
     def result(self) -> Measured:
-        """Return this rank's measurement; that of rank 0 counts."""
+        """Return this rank's measurement; the search uses that of rank 0."""
         engine = self._engines[0]
         interval = self._sampling.interval()
         micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -302,7 +299,7 @@ class StepTimer:
         return mode
 
     def _next(self) -> tuple[Mode, int]:
-        """Return rank 0's decision of what comes next."""
+        """Return the next mode and its number of steps, as this rank would decide."""
         if self.mode in (Mode.PROFILE, Mode.WINDOW):
             steps = self._sampling.next_steps()
             return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)
@@ -313,7 +310,7 @@ class StepTimer:
         return Mode.DONE, 0
 
     def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:
-        """Take rank 0's decision. Ranks: all, collectively (one broadcast)."""
+        """Return rank 0's mode and steps. Ranks: all, collectively (one broadcast)."""
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return mode, steps
         decision = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())
@@ -345,7 +342,7 @@ class StepTimer:
 
 
 def _host_peak_bytes() -> float:
-    """Return the process's peak memory since ``reset_host_peak``."""
+    """Return the process's peak resident bytes since ``reset_host_peak``."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,8 +1,8 @@
-"""What dry runs train: a DeepSpeedTrial, or a script's model and first batch.
+"""Workloads of dry runs: a DeepSpeedTrial, or a script's model and first batch.
 
-Both are constructed for real, so that data is read as usual, but parameters keep only their shapes and
-``deepspeed.initialize`` returns a stand-in. Then the parameters are renewed as fake tensors, the real engine is built behind
-the stand-in, and a batch of the right shape is trained. If code needs values, the dry run names its line.
+The code of the trial or script runs for real, so that data is read as usual. But parameters keep only their shapes, and
+``deepspeed.initialize`` returns a stand-in. Then the parameters are replaced by fake tensors, the real engine is built behind
+the stand-in, and a batch of the right shape is trained. If code needs values of tensors, the dry run names its line.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class TrialWorkload:
         self,
         hparams: Mapping[str, Any],
         exp_conf: Mapping[str, Any] | None = None,
-        micro_batch_size: int = 2,  # what the context returns in the trial's constructor
+        micro_batch_size: int = 2,  # the context's answer in the trial's constructor
         num_batches: int = 4,
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Make the trial; take its largest batch of ``num_batches``, or ``sample_batch``."""
+        """Build the trial; keep the largest of its first batches, or ``sample_batch``."""
         world_size = torch.distributed.get_world_size()
         self._context = _DryRunContext(world_size, hparams, exp_conf, micro_batch_size)
         with self._until_prepared:
@@ -94,9 +94,9 @@ class TrialWorkload:
         self._calls.append(call)
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the engines, built as the trial asked for them.
+        """Build and return the engines, with the arguments that the trial has passed.
 
-        A trial with one engine gets this config; one with several keeps its own, except for the batch sizes.
+        A single engine gets this config. Several engines keep their own configs, except for the batch sizes.
         """
         self._context.device = device
         batch_sizes = {key: value for key, value in deepspeed_config.items() if key in _BATCH_KEYS}
@@ -113,7 +113,7 @@ class TrialWorkload:
         return engines
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Call the trial's ``train_batch`` on a batch of that many records."""
+        """Call the trial's ``train_batch`` on a batch of this many records; return it."""
         self._current = _resized(self._batch, self._num_records, micro_batch_size, is_fake=self._is_fake)
         batches = itertools.repeat(self._current)
         for engine in self._pipelines:
@@ -123,7 +123,7 @@ class TrialWorkload:
         return self._current
 
     def _received(self, engine: PipelineEngine) -> Any:
-        """Return what the previous stage sends, by the shapes of all earlier layers."""
+        """Return the output of the previous stage, by running earlier layers on shapes."""
         dtype = compute_dtype(engine)
         with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
             sent = tree_map_only(
@@ -139,8 +139,8 @@ class TrialWorkload:
 class ScriptWorkload:
     """A script's model and first batch as an ``engine.dryrun.measure.Workload``.
 
-    What the script does with the engine's output is not run: the loss is the output itself if it is one number, its ``loss``, or
-    the mean of all numbers of the output.
+    The script's code after the engine's first call does not run. The loss is the output's ``loss``, else a single number in the
+    output, else the mean of the output.
     """
 
     def __init__(self, world: FakeWorld) -> None:
@@ -158,7 +158,7 @@ class ScriptWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Run the script, imports included, until it calls an engine."""
+        """Run the script, imports included, until it calls an engine; keep that batch."""
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_core_api_off_cluster(size, hparams, exp_conf or {}))
@@ -183,12 +183,12 @@ class ScriptWorkload:
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
         """Return the script's engine; values of its own config replace ``"auto"``."""
         self._device = device
-        assert self._call is not None  # there is no batch without it
+        assert self._call is not None  # else ``prepare`` has raised
         self._engine = self._call.build(_without_auto(deepspeed_config, self._call.config))
         return [self._engine]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train on the script's first batch, resized."""
+        """Train on the script's first batch, resized to this many records; return it."""
         args, kwargs = batch = _resized(
             self._batch,
             self.num_records,
@@ -216,7 +216,7 @@ class ScriptWorkload:
 def _resized(
     batch: Any, num_records: int, wanted: int, *, is_fake: bool, device: torch.device | None = None
 ) -> Any:
-    """Return a batch whose tensors with ``num_records`` rows have as many as wanted."""
+    """Return a batch whose tensors of ``num_records`` rows have ``wanted`` rows."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
@@ -232,8 +232,8 @@ def _resized(
 
 
 def _largest_batch(loader: Any, num_batches: int) -> Any:
-    """Return the batch with most elements among the first ones."""
-    if isinstance(loader, pytorch.DataLoader):  # Determined's recipe for a loader of torch
+    """Return the batch with most elements among a loader's first ``num_batches``."""
+    if isinstance(loader, pytorch.DataLoader):  # Determined's description of a torch loader
         loader = copy.copy(loader)
         loader.pin_memory = False  # would make a CUDA context in a process that forks
         loader = loader.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
@@ -249,7 +249,7 @@ def _largest_batch(loader: Any, num_batches: int) -> Any:
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as positional and keyword arguments of an engine."""
+    """Return a batch as positional and keyword arguments of an engine's call."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
@@ -268,12 +268,12 @@ def _end_script(*args: Any, **kwargs: Any) -> Any:
 
 
 def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run a script, or ``-m MODULE``, to its first engine call; return its arguments."""
+    """Run a script or ``-m MODULE`` to its first engine call; return the call's batch."""
     show_ranks_to_accelerate()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", []))
         stack.enter_context(mock.patch.object(sys, "path", ["", *sys.path]))
-        # The script works in a directory of links to its own, so that it leaves no files.
+        # The script works in a directory of links to its real files, so that it leaves no new files there.
         context_dir = Path.cwd()
         linked = stack.enter_context(scratch_directory("dstrial-described-"))
         for path in context_dir.iterdir():
@@ -288,7 +288,7 @@ def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _without_auto(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose ``"auto"`` values are those of ``captured``, or left out."""
+    """Return a config with ``"auto"`` replaced by ``captured``'s value, or left out."""
     filled: dict[str, Any] = {}
     for key, value in config.items():
         known = captured.get(key)
@@ -334,7 +334,7 @@ def _core_api_off_cluster(
 
 
 class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
-    """One of many ranks, whose collectives behave as if all ranks said the same."""
+    """Context of one of many ranks; collectives assume equal values on all ranks."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # 
 
 
 class _DryRunContext(DeepSpeedTrialContext):
-    """A context without a cluster, whose engines are stand-ins."""
+    """A trial context without a cluster, for engines that are stand-ins."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Reports: ``report.json``, from it ``report.md``, and a live table."""
+"""Reports of a search: ``report.json``, ``report.md`` and a live table."""

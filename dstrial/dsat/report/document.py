@@ -1,4 +1,4 @@
-"""The report of a search as JSON values; renderings add nothing. Pure."""
+"""Build the report of a search as JSON values; renderings add no facts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NUM_RUNNERS_UP = 3
 _NUM_LEFT = 5
 _NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
 
-# A live report is sent again with every result, and other users may read it.
+# A live report is sent with every result, and other users may read it. So it is small and has no configs.
 _LIVE_FACTS = (
     *("format", "name", "method", "metric", "unit", "smaller_is_better", "reason", "is_finished"),
     *("is_failure", "num_slots", "notes", "best", "own", "gain", "is_gain_certain", "pareto"),
@@ -62,12 +62,12 @@ _VISIBLE = 0.0005  # share of a step below which a part is left out
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """What a report says about the search itself."""
+    """Facts about the search itself that a report shows."""
 
     name: str
     method: str
     metric: str
-    reason: str  # why it ended, or the signal that interrupted it
+    reason: str  # why the search ended, or the signal that interrupted it
     is_finished: bool
     num_slots: int
     predicted: ReportFacts = dataclasses.field(default_factory=ReportFacts)
@@ -76,7 +76,7 @@ class SearchFacts:
 
 
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
-    """Return the report as JSON values, of trials that have ended or not."""
+    """Return the report of a search as JSON values; trials may still run."""
     metric, predicted = facts.metric, facts.predicted
     best, own = best_of(trials, metric), own_of(trials)
     scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
@@ -138,7 +138,10 @@ def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return trials beaten by none in throughput and memory, by ascending memory."""
+    """Return ids of trials that no trial beats in both throughput and memory.
+
+    The ids are sorted by ascending memory.
+    """
     front: list[int] = []
     most = 0.0
     known = [row for row in rows if row["memory_bytes"] and row["throughput"]]
@@ -150,7 +153,7 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return a device's peak memory: the allocator's, else tensors'; a CPU rank's own."""
+    """Return peak bytes: the allocator's, else tensors', else a CPU rank's; or None."""
     for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
         if (value := measured.value(name)) is not None:
             return value
@@ -163,7 +166,7 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
     latency = measured.value("latency")
     predicted = None
     if forecast is not None:
-        # Before anything is measured, nothing is known of the machine; that was no prediction.
+        # Before the first measurement the machine is unknown, so the forecast of times was only a guess.
         is_guess = forecast.get("is_guess")
         predicted = {
             "step_s": None if is_guess else forecast.get("median_s"),
@@ -195,13 +198,13 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def _model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
-    """Return facts about the model and its device, of the first measured trial."""
+    """Return facts about the model and its device from the first measured trial."""
     measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
     return {name: one.metrics[name] for one in measured[:1] for name in _MODEL if name in one.metrics}
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether the intervals of the two are apart."""
+    """Return whether the gain of ``best`` exceeds both half-widths together."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -209,7 +212,7 @@ def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) 
 
 
 def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
-    """Return the failures by kind, the most frequent first."""
+    """Return one row per kind of failure, the most frequent kind first."""
     found: dict[FailureKind, dict[str, Any]] = {}
     for trial in trials:
         if isinstance(trial.outcome, Failure):
@@ -221,16 +224,17 @@ def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
 
 
 def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[str, Any] | None:
-    """Return where the time of a step goes, seconds; None if nothing was measured.
+    """Return the seconds of a step, part by part; None if nothing was measured.
 
-    ``measured``: forward, backward, optimizer step, and what is between them (loading data, logging). ``explained``: the
-    predicted ``parts``, scaled where they exceed the measured time, and ``idle``, the rest. Both add up to ``step_s``.
+    ``measured``: forward, backward, optimizer step, and ``between``, the rest (loading data, logging). ``explained``: the
+    predicted ``parts``, scaled down if they exceed the measured time, and ``idle``, the rest. Each of the two adds up to
+    ``step_s``.
     """
     measured = trial.outcome
     if not isinstance(measured, Measured) or (latency := measured.value("latency")) is None:
         return None
     step_s = latency * 1e-6
-    # Phases are timed apart, with the device synchronised between them, which takes time of its own.
+    # Phases are timed separately. Synchronising the device between them takes additional time.
     phases = {name: (measured.value(key) or 0.0) * 1e-6 for key, name in _MEASURED_PHASES.items()}
     predicted = {
         name: sum(float(parts.get(one, 0.0)) for one in group) if parts else 0.0
@@ -244,7 +248,7 @@ def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[
 
 
 def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
-    """Return parts scaled down to the whole, and the rest, without tiny parts."""
+    """Return parts, scaled to at most ``whole``, plus the rest; drop tiny parts."""
     total = sum(parts.values())
     factor = min(1.0, whole / total) if total else 1.0
     scaled = {name: value * factor for name, value in parts.items()}
@@ -255,10 +259,9 @@ def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, fl
 def _sensitivity(
     scored: Sequence[tuple[float, TrialResult]], best: TrialResult, space: Space, metric: str
 ) -> list[dict[str, Any]]:
-    """Return each value's best measurement by knob, the most effective knob first.
+    """Return per knob the best result with each value, the most effective knob first.
 
-    Settings are compared as they take effect, DeepSpeed's defaults included. The effect of knobs that were changed together
-    is not told apart.
+    Settings are compared with DeepSpeed's defaults filled in. Effects of knobs that were changed together are not separated.
     """
     top = best.score(metric)
     assert top is not None
@@ -288,7 +291,7 @@ def _effective_settings(trial: TrialResult, space: Space) -> dict[str, Any]:
         "ZeRO stage": candidate.stage,
         "micro batch": candidate.batch.micro_batch_size,
     }
-    if space.batch_size_grid.is_free:  # else it follows from the micro batch
+    if space.batch_size_grid.is_free:  # otherwise accumulation follows from the micro batch
         settings["accumulation"] = candidate.batch.accumulation
     effective = space.effective(candidate)
     for knob in space.knobs(candidate.stage):
@@ -308,9 +311,10 @@ def _needs(
     space: Space,
     margins: Sequence[Mapping[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the memory that larger micro batches of the best and own structure need.
+    """Yield the memory that larger micro batches of the best and own structure lack.
 
-    As the method predicts it (``margins``), else from the measured peak and what one record keeps for backward.
+    The method's predictions (``margins``) are used, if any. Otherwise the memory follows from the measured peak and the bytes
+    that one record keeps for backward.
     """
     by_id = {trial.trial_id: trial for trial in trials}
     predicted = [one for one in margins if one["trial_id"] in by_id]
@@ -337,7 +341,7 @@ def _needs(
 
 
 def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
-    """Return how the structure ended at another micro batch; None if not tried."""
+    """Return how a trial of the same structure and this micro batch ended, or None."""
     structure = like.candidate.stage, like.candidate.settings
     for trial in trials:
         candidate, outcome = trial.candidate, trial.outcome

@@ -1,4 +1,4 @@
-"""Numbers as people read and write them. Pure."""
+"""Format numbers for people: amounts, bytes, times and shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 def amount(value: float) -> str:
-    """Return four digits, with a prefix for large numbers."""
+    """Return four digits, with a prefix for large numbers: ``1.234 G``."""
     for size, prefix in _PREFIXES:
         if abs(value) >= size:
             return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"
@@ -21,12 +21,12 @@ def amount(value: float) -> str:
 
 
 def gibibytes(value: float) -> str:
-    """Return bytes in GiB, or in MiB below one."""
+    """Return bytes in GiB, or in MiB below one GiB."""
     return f"{value / 2**30:.3g} GiB" if abs(value) >= 2**30 else f"{value / 2**20:.3g} MiB"
 
 
 def seconds(value: float) -> str:
-    """Return seconds, milliseconds or microseconds."""
+    """Return a time in seconds, milliseconds or microseconds, whichever suits."""
     if value >= 1:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
@@ -37,7 +37,7 @@ def share(value: float, *, signed: bool = False) -> str:
 
 
 def knob(path: str) -> str:
-    """Return a dotted path without the section that all have."""
+    """Return a dotted path without the prefix ``zero_optimization.``."""
     return path.removeprefix("zero_optimization.")
 
 
@@ -50,12 +50,12 @@ def format_duration(seconds: float) -> str:
 
 
 def rates(metrics: Mapping[str, float]) -> str:
-    """Return which of the measured throughputs is which; empty without any."""
+    """Return the measured throughputs with their meanings; empty without any."""
     return ", ".join(
         f"{four_digits(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
     )
 
 
 def four_digits(value: float) -> str:
-    """Return four digits, as an exponent for large numbers."""
+    """Return four digits, with an exponent for large numbers: ``1.2340e+06``."""
     return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.4e}"

@@ -1,4 +1,4 @@
-"""A search on a terminal: a live table, and what is printed at the end."""
+"""Show a search on a terminal: a live table, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LiveTable:
         self._console.print(Text(line))
 
     def show(self, trials: Sequence[TrialResult]) -> None:
-        """Show the trials so far; draws at most twice a second however often called."""
+        """Draw the trials so far; calls within half a second of a drawing do nothing."""
         now_s = time.monotonic()
         if self._is_shown and now_s - self._shown_s >= 1 / _REFRESHES_PER_S:
             self._shown_s = now_s
@@ -105,7 +105,7 @@ class LiveTable:
         return Group(table, bar, Text(line, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
-        """Return an upper bound of the time left, by the median trial and the budget."""
+        """Return an upper bound of the time left, from median trial time and budget."""
         ended = [trial for trial in trials if trial.outcome is not None]
         took = sorted(trial.seconds for trial in ended if trial.seconds)
         estimates = []
@@ -120,7 +120,7 @@ class LiveTable:
 def summary(
     record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
 ) -> str:
-    """Return the final lines: trials, the best, its gain over the own, and files."""
+    """Return the final text: trials, best configuration, its gain, paths of files."""
     best = best_of(trials, metric)
     state = "finished" if is_finished else "not finished"
     lines = [*_trial_table(trials, metric), "", f"search:        {state} ({reason})"]

@@ -1,4 +1,4 @@
-"""Render a report's JSON as Markdown; adds nothing."""
+"""Render the JSON report of a search as Markdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dstrial.local.json_files import write_json_atomically
 Document = Mapping[str, Any]
 
 REPORT_NAMES = ("report.json", "report.md")
-"""In the directory of a search."""
+"""Names of the JSON and the Markdown report in the directory of a search."""
 _COLUMNS = (
     "trial",
     "",
@@ -34,7 +34,7 @@ _COLUMNS = (
 def write_report(
     directory: Path, facts: SearchFacts, space: Space, trials: Sequence[TrialResult]
 ) -> dict[str, Any]:
-    """Write ``report.json`` and ``report.md``; return the former."""
+    """Write ``report.json`` and ``report.md``; return the JSON document."""
     document = report_document(facts, space, trials)
     write_json_atomically(directory / REPORT_NAMES[0], document)
     replace_file(directory / REPORT_NAMES[1], "\n".join(lines(document)) + "\n", sync=False)
@@ -42,7 +42,7 @@ def write_report(
 
 
 def lines(document: Document) -> Iterator[str]:
-    """Yield the lines of a report."""
+    """Yield the Markdown text of a report in pieces of one or more lines."""
     yield f"# DeepSpeed configuration of {_cell(document['name'])}"
     yield f"\n{headline(document)}\n"
     yield from _table(("", ""), facts(document))
@@ -128,7 +128,7 @@ def facts(document: Document) -> list[tuple[str, str]]:
 
 
 def needs(document: Document) -> list[str]:
-    """Return what memory is missing or left for a larger micro batch."""
+    """Return sentences about the memory that larger micro batches lack or leave."""
     found = []
     for one in document["needs"]:
         whose = "the best configuration" if one["trial_id"] == document["best"] else "your own configuration"
@@ -160,7 +160,7 @@ def _step_times(document: Document) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _sensitivity(document: Document) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the best that was measured with each value, whatever else differed."""
+    """Yield a row per knob and value: the best trial with it, whatever else differed."""
     for one in document["sensitivity"]:
         for row in one["values"]:
             loss = formatting.share(-row["loss"], signed=True) if row["loss"] > 0 else "best"
@@ -218,5 +218,5 @@ def _table(columns: Sequence[str], rows: Any) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Return a text as one that Markdown neither splits nor takes for HTML."""
+    """Return a text as one line, with ``|`` and ``<`` escaped for Markdown tables."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

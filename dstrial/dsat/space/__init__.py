@@ -1,1 +1,1 @@
-"""What a search may try: knobs, their legality, and which of them have effect."""
+"""The search space: knobs, which values are legal, and which have an effect."""

@@ -1,8 +1,8 @@
-"""Reject duplicate, illegal and hopeless candidates; compare knobs. Pure.
+"""Reject duplicate, illegal and hopeless candidates; measure the effects of knobs.
 
-What DeepSpeed reads of its own keys is known from its rules. What a trial makes of a hyperparameter of ``--space`` is not, so
-measurements that differ in one such knob only are compared: by what the engine is (``dstrial.dsat.rank.step_timer``), what
-a micro batch computes and keeps, or the time of a step.
+Rules say which keys DeepSpeed reads. No rule says what a trial does with a hyperparameter of ``--space``, an *unproven knob*.
+So measurements that differ only in one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a micro
+batch computes and keeps, and the time of a step. A knob is *dead* if nothing differs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PROBES = {
     "activation_bytes_per_record": "bytes kept for backward, of a record",
     "probe_flops_per_record": "FLOPs of a record",
 }
-"""Metric of a measured configuration -> what it counts. A knob of which none differs may be dead."""
+"""Metric of a measurement -> meaning. If no such metric differs between two values of a knob, the knob may be dead."""
 
 _GROWING = {knob.path for knob in KNOBS if knob.grows_memory}
-_MIN_CHANGE = 0.005  # relative; a smaller difference of a probe is none
-_MIN_TIME_CHANGE = 0.02  # relative; times differ by that much without a cause
+_MIN_CHANGE = 0.005  # relative; a smaller difference of a probe counts as none
+_MIN_TIME_CHANGE = 0.02  # relative; times differ by this much without a cause
 _MAX_NOISE = 0.15  # relative; noisier times do not prove a knob dead
 
 Pair = tuple[Candidate, Outcome | None]
@@ -50,10 +50,11 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a candidate is not measured.
+    """The reason why a candidate is not measured.
 
-    ``again``: an equal one was measured, or one that differs in a dead knob only; ``open``: an equal one is being measured;
-    ``hopeless``: one that needs less memory ran out of it. ``outcome`` may be taken for its own.
+    ``again``: a candidate that is equal, or differs only in a dead knob, was measured. ``open``: an equal candidate is being
+    measured. ``hopeless``: a candidate that needs less memory ran out of memory. ``outcome`` stands for the candidate's own
+    outcome.
     """
 
     kind: Literal["again", "open", "illegal", "hopeless"]
@@ -62,7 +63,7 @@ class Rejection:
 
 
 class Filters:
-    """Decides which candidates are measured; all, where ``disabled`` (``--no-gates``)."""
+    """Decides which candidates are measured; all, if ``disabled`` (``--no-gates``)."""
 
     def __init__(self, space: Space, *, disabled: bool = False) -> None:
         self._space = space
@@ -71,12 +72,12 @@ class Filters:
         self._num_params: float | None = None
 
     def note_params(self, num_params: float) -> None:
-        """Set the model's number of parameters, above which sizes do not differ."""
+        """Set the model's number of parameters; all sizes above it count as equal."""
         self._num_params = num_params
         self._identities.clear()
 
     def check(self, candidate: Candidate, observations: Sequence[Observation]) -> Rejection | None:
-        """Return why a candidate is not measured; None if it is to be."""
+        """Return why a candidate is not measured; None if it should be measured."""
         if self.disabled:
             return None
         reason = self._space.illegal_reason(candidate)
@@ -91,7 +92,7 @@ class Filters:
             if outcome is None:
                 return Rejection("open", "an equal configuration is being measured")
             if _is_oom(outcome) and self._has_smaller_size(candidate, other):
-                continue  # DeepSpeed sets aside memory for sizes above the model's, too
+                continue  # DeepSpeed also reserves memory for sizes above the model's
             if not isinstance(outcome, Failure) or outcome.kind is not FailureKind.COMMUNICATION:
                 return Rejection("again", "an equal configuration was measured", outcome)
         for other, outcome in known:
@@ -120,7 +121,7 @@ class Filters:
         return self._identities[candidate]
 
     def _clamped(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with one same value for all sizes above the model's."""
+        """Return a candidate with its sizes limited to the model's number of parameters."""
         if self._num_params is None:
             return candidate
         effective = self._space.checked(candidate).effective
@@ -144,7 +145,7 @@ def _with_settings(candidate: Candidate, settings: dict[str, Any]) -> Candidate:
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
     """Return whether a candidate surely needs at least as much memory as another.
 
-    That is so with the same stage, a micro batch that is no smaller, buckets that are no smaller, and nothing else different.
+    True if the stage is the same, micro batch and buckets are no smaller, and nothing else differs.
     """
     if candidate.stage != other.stage or candidate.batch.micro_batch_size < other.batch.micro_batch_size:
         return False
@@ -156,7 +157,7 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
     return True
 
 
-# ---- knobs that have to prove themselves -----------------------------------------------------
+# ---- knobs whose effect only measurements show -----------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,13 +166,13 @@ class KnobEffect:
 
     path: str
     values: tuple[Any, Any]
-    # (what, with the first value, with the second); empty for a dead knob
+    # (meaning of the metric, with the first value, with the second value); empty for a dead knob
     changes: tuple[tuple[str, float, float], ...]
-    noise: float = 0.0  # relative difference of times that needs no cause
+    noise: float = 0.0  # relative difference of times that may be chance
 
     @property
     def is_dead(self) -> bool:
-        """Whether nothing observed has changed, and times are certain enough to say so."""
+        """Whether no metric has changed, and times are certain enough to say so."""
         return not self.changes and self.noise <= _MAX_NOISE
 
     def __str__(self) -> str:
@@ -191,12 +192,12 @@ class KnobEffect:
 
 
 def unproven_knobs(space: Space) -> tuple[str, ...]:
-    """Return the paths of ``--space`` that DeepSpeed's rules say nothing about."""
+    """Return the paths of ``--space`` whose effect DeepSpeed's rules do not determine."""
     return tuple(path for path, values in space.extra.items() if path not in KNOWN_PATHS or "nvme" in values)
 
 
 def trials_for_effects(space: Space) -> list[Candidate]:
-    """Return the user's configuration with each value of each unproven knob."""
+    """Return legal variants of the user's configuration, with one unproven knob each."""
     own = space.own()
     found = []
     for path in unproven_knobs(space):
@@ -212,9 +213,11 @@ def trials_for_effects(space: Space) -> list[Candidate]:
 def knob_effects(
     space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
 ) -> Iterator[KnobEffect]:
-    """Compare every two measured candidates that differ in one unproven knob only.
+    """Yield the effect of a knob between any two measured candidates differing in it.
 
-    ``identity`` is a faster ``space.identity``.
+    Only unproven knobs count, and the two candidates must differ in nothing else.
+
+    ``identity`` is a faster substitute for ``space.identity``.
     """
     identity_of = identity or space.identity
     for path in unproven_knobs(space):
@@ -226,7 +229,7 @@ def knob_effects(
             settings = {other: one for other, one in candidate.settings if other != path}
             rest = _with_settings(candidate, settings)
             if path == space.stages_path:
-                # Another number of stages has other replicas, between which the batch is divided otherwise.
+                # Another number of stages has other replicas, so the batch is divided differently.
                 key = json.dumps([rest.stage, rest.settings, rest.batch.micro_batch_size])
             else:
                 key = identity_of(rest)
@@ -239,7 +242,7 @@ def knob_effects(
 
 
 def best_knob_effects(space: Space, observations: Sequence[Pair]) -> list[KnobEffect]:
-    """Return the effect with most changes for each two values of each unproven knob."""
+    """Return, for each two values of each unproven knob, the effect with most changes."""
     found: dict[tuple[str, str], KnobEffect] = {}
     for effect in knob_effects(space, observations):
         key = (effect.path, str(sorted(map(str, effect.values))))
@@ -249,7 +252,7 @@ def best_knob_effects(space: Space, observations: Sequence[Pair]) -> list[KnobEf
 
 
 def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space) -> Candidate:
-    """Return a candidate with one same value for all those that have equal effect."""
+    """Return a candidate whose dead knobs have one common value each."""
     settings = dict(candidate.settings)
     for effect in dead:
         if _effective_value(space, candidate, effect.path) in effect.values:
@@ -258,7 +261,7 @@ def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space
 
 
 def _effective_value(space: Space, candidate: Candidate, path: str) -> Any:
-    """Return a knob's value as it takes effect; None if unknown."""
+    """Return the value of a knob with defaults applied; None if unknown."""
     if path.startswith(HYPERPARAMETERS):
         return space.hyperparameter(candidate, path)
     return value_at(space.effective(candidate), path)

@@ -1,4 +1,4 @@
-"""Which DeepSpeed keys a ZeRO stage reads, and which values are tried. Pure.
+"""The table of DeepSpeed keys that ZeRO stages read, with the values to try.
 
 ``dstrial.config.check_deepspeed`` decides which values may be combined.
 """
@@ -21,15 +21,15 @@ _SWITCH = (True, False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Knob:
-    """One key with the values that are worth trying."""
+    """One key with the values that a search tries."""
 
     path: str  # dotted key of DeepSpeed's JSON, or ``hyperparameters.<name>`` of the trial
-    values: tuple[Any, ...]  # in the order in which device memory grows where it does
-    stages: tuple[int, ...] = ALL_STAGES  # in which DeepSpeed reads the key
-    in_pipeline: bool = True  # a pipeline engine reads it
+    values: tuple[Any, ...]  # by ascending device memory, if the values differ in it
+    stages: tuple[int, ...] = ALL_STAGES  # stages in which DeepSpeed reads the key
+    in_pipeline: bool = True  # a pipeline engine reads the key
     grows_memory: bool = False  # a larger value needs more device memory
-    counts_params: bool = False  # in parameters; values above the model's only reserve more memory
-    is_drawn: bool = True  # by random methods; other knobs trade memory for much time
+    counts_params: bool = False  # number of parameters; values above the model's only reserve more memory
+    is_drawn: bool = True  # random methods draw it; other knobs save memory but cost much time
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -58,7 +58,7 @@ KNOWN_PATHS = frozenset(knob.path for knob in KNOBS)
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return values that may differ for a model; above its parameters only the first."""
+    """Return the values to try; of those above ``num_params``, only the smallest."""
     if not knob.counts_params or num_params is None:
         return knob.values
     below = tuple(value for value in knob.values if value <= num_params)
@@ -70,7 +70,7 @@ def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
 
 
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
-    """Remove keys that a stage does not read, and offloading that is switched off."""
+    """Remove keys, in place, that a stage does not read, and disabled offloading."""
     zero = merged.get(ZERO)
     if isinstance(zero, dict):
         for key in zero_keys_without_effect(stage):
@@ -82,7 +82,7 @@ def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
 
 
 def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """Return the keys of a complete config's ZeRO section that a stage reads."""
+    """Return the part of a complete config's ZeRO section that a stage reads."""
     config = {ZERO: dict(effective[ZERO])}
     drop_dead_keys(config, stage)
     return config[ZERO]
@@ -91,7 +91,7 @@ def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return sorted settings, neutral where a stage refuses the user's own value."""
+    """Return sorted settings; neutral values replace user values that a stage refuses."""
     values = dict(settings)
     zero = base.get(ZERO)
     given = zero if isinstance(zero, Mapping) else {}
@@ -107,7 +107,7 @@ def with_neutral_values(
 
 
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
-    """Return why a candidate is refused or which setting has no effect; None if legal."""
+    """Return why a candidate is illegal: a refusal, or a dead setting; None if legal."""
     if found.problems:
         return str(found.problems[0])
     changed = {path for path, _ in candidate.settings}
@@ -125,5 +125,5 @@ def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[s
 
 
 def width_of(effective: Mapping[str, Any]) -> int:
-    """Return 2 for fp16 or bf16, else 4; ``effective`` has all defaults in it."""
+    """Return bytes per value: 2 for fp16 or bf16, else 4; the config has all defaults."""
     return 2 if effective["fp16"]["enabled"] or effective["bf16"]["enabled"] else 4

@@ -1,6 +1,4 @@
-"""The search space: structures, and divisions of the batch. Pure.
-
-A structure is a ZeRO stage with its live knobs.
+"""The search space: structures (ZeRO stage and knob settings) and micro batches.
 
 ``dstrial.config.check_deepspeed`` alone decides whether a configuration is legal and whether a key has any effect.
 """
@@ -39,11 +37,11 @@ from dstrial.dsat.space.knobs import (
 from dstrial.search.random_state import SearchRandom
 
 _MAX_COMBINATIONS = 256
-_MAX_CHECKED = 1024  # cached checks: callers ask about one candidate several times in a row
+_MAX_CHECKED = 1024  # cached checks; callers ask about the same candidate several times in a row
 _STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
 """Hyperparameters that may set a trial's number of stages, if they equal ``data.dstrial.pipeline_stages``."""
 _LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
-"""Hyperparameters that may set the number of layers that stages share."""
+"""Hyperparameters that may set the number of layers, which pipeline stages divide."""
 
 _MIN_EFFICIENCY = 0.9
 _PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
@@ -51,7 +49,7 @@ _PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """A configuration without its batch."""
+    """A configuration without its batch: a ZeRO stage and settings of knobs."""
 
     stage: int
     settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted
@@ -61,7 +59,8 @@ class Space:
     """The configurations that may be measured for one experiment.
 
     ``base`` is the user's merged DeepSpeed config. ``free_batch`` lets the global batch follow the micro batch. ``extra`` is
-    ``--space``: path -> values, instead of a knob's own or for a new one; ``hyperparameters`` are what a trial reads.
+    from ``--space``: path -> values, which replace a knob's values or make a new knob. ``hyperparameters`` are those that a
+    trial reads.
 
     Raises:
         ConfigError: the config has no solvable batch, or the batch cannot be shared by the replicas.
@@ -114,7 +113,7 @@ class Space:
 
     @property
     def bytes_per_value(self) -> int:
-        """2 for a model in half precision (fp16 or bf16), else 4."""
+        """Bytes per value: 2 in half precision (fp16 or bf16), else 4."""
         return width_of(self._effective)
 
     def own(self) -> Candidate:
@@ -125,7 +124,7 @@ class Space:
         return Candidate(self._stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return live knobs of a stage with their values, and those of ``--space``."""
+        """Return the knobs that a stage reads, and knobs of ``--space`` with legal values."""
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
             if knob.path in self.extra
@@ -139,24 +138,24 @@ class Space:
         return tuple(sorted(result, key=lambda knob: knob.path))
 
     def hyperparameter(self, candidate: Candidate, path: str) -> Any:
-        """Return a candidate's value at a ``hyperparameters.`` path; None where none is."""
+        """Return a candidate's value at a ``hyperparameters.`` path; None if it has none."""
         return dict(candidate.settings).get(
             path, value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
         )
 
     def rejection_reason(self, path: str, value: Any) -> str | None:
-        """Return why no stage can try a value of ``--space``; None if any can."""
+        """Return why no stage accepts a value of ``--space``; None if a stage does."""
         reason = None
         for stage in self.stages:
             if self.illegal_reason(self.candidate(self._structure(stage, []), 0)) is not None:
-                continue  # for a reason that is none of the value's
+                continue  # the stage is illegal without the value, too
             reason = self._refusal(stage, path, value)
             if reason is None:
                 return None
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a stage refuses a value with any other settings; None if it does not."""
+        """Return why a stage refuses a value with any other settings; None if accepted."""
         key = (stage, path, repr(value))
         if path.startswith(HYPERPARAMETERS):
             return None
@@ -182,7 +181,7 @@ class Space:
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Draw one value of every drawn knob; sizes above ``num_params`` count once."""
+        """Draw a value of every drawn knob; sizes above ``num_params`` count as one value."""
         settings = []
         for knob in self.knobs(stage):
             if knob.is_drawn:
@@ -191,7 +190,7 @@ class Space:
         return self._structure(stage, settings)
 
     def describe(self, candidate: Candidate) -> str:
-        """Return a line with a candidate's batch and its changes to the user's own."""
+        """Return a line: stage, batch, and changes to the user's own configuration."""
         batch = candidate.batch
         words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
         num_stages = self.sizes_of(candidate).pp
@@ -203,12 +202,15 @@ class Space:
         return ", ".join(words)
 
     def structures(self, stage: int, knobs: Sequence[Knob]) -> Iterator[Structure]:
-        """Yield every combination of some knobs' values in a stage, legal or not."""
+        """Yield a structure for every combination of the knobs' values, legal or not."""
         for values in itertools.product(*(knob.values for knob in knobs)):
             yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
-        """Return where a search begins, at most ``last``; pipelines need accumulation."""
+        """Return the grid position to begin a search at, at most ``last``.
+
+        Pipelines begin at the largest micro batch with enough accumulation.
+        """
         num_stages = self.sizes.pp
         if num_stages == 1 or self.batch_size_grid.is_free:
             return last
@@ -221,12 +223,12 @@ class Space:
         batch = self.batch_size_grid.split(position)
         num_stages = self._num_stages(structure.settings)
         if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
-            # Another number of stages has another number of replicas, which divide the same batch.
+            # Another number of stages means another number of replicas, which divide the same batch.
             batch = _redivide_batch(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
         return Candidate(structure.stage, structure.settings, batch)
 
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
-        """Return how a candidate divides the ranks; as the user's own where it cannot."""
+        """Return a candidate's division of the ranks; if impossible, the user's own."""
         if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
         return _with_stages(self.sizes, self._num_stages(candidate.settings))
@@ -247,19 +249,19 @@ class Space:
         return dict(settings).get(self.stages_path or "", self.sizes.pp)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
-        """Return a candidate's DeepSpeed config, without dead keys and autotuning's."""
+        """Return a candidate's DeepSpeed config, without keys that its stage ignores."""
         merged = merge_deepspeed(self.base, candidate.overwrite())
         drop_dead_keys(merged, candidate.stage)
         return merged
 
     def checked(self, candidate: Candidate) -> CheckResult:
-        """Return the check of a candidate's DeepSpeed config."""
-        # A text, because values of --space may be lists, and 1 and True are equal but not the same to DeepSpeed.
+        """Return the cached check of a candidate's DeepSpeed config."""
+        # The key is a text: values of --space may be lists, and 1 and True are equal, but not the same to DeepSpeed.
         key = json.dumps(candidate.to_json(), sort_keys=True)
         if key not in self._checked:
             if len(self._checked) >= _MAX_CHECKED:
                 self._checked.clear()
-            # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
+            # User keys that are dead in another stage are harmless, so ``config`` removes them before the check.
             merged = self.config(candidate)
             self._checked[key] = check_deepspeed(merged, self.sizes_of(candidate), auto="warning")
         return self._checked[key]
@@ -269,7 +271,7 @@ class Space:
         return self._effective if candidate.is_own else self.checked(candidate).effective
 
     def illegal_reason(self, candidate: Candidate) -> str | None:
-        """Return why a candidate is refused, or what in it has no effect; None if legal."""
+        """Return why a candidate is refused, or which setting is dead; None if legal."""
         if candidate.is_own:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)
@@ -280,7 +282,10 @@ class Space:
         return self._reasons[key]
 
     def identity(self, candidate: Candidate) -> str:
-        """Return a text that is equal for candidates that are the same to DeepSpeed."""
+        """Return a text that is equal for candidates with equal effective settings.
+
+        The settings are the complete DeepSpeed config, without dead keys, and the hyperparameters of knobs.
+        """
         effective = self.checked(candidate).effective
         read = {
             path: self.hyperparameter(candidate, path)
@@ -299,7 +304,7 @@ class Space:
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
-    """Return the share of a step outside of filling and draining a pipeline.
+    """Return the share of a step in which a pipeline is neither filling nor draining.
 
     Source: Huang et al. 2019 (GPipe), section 2.3; the same for 1F1B (Narayanan et al. 2021).
     """
@@ -307,12 +312,12 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the micro batches of a step beyond which larger ones gain more."""
+    """Return the number of micro batches per step that keeps a pipeline well filled."""
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 
 def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
-    """Return the largest micro batch with enough of them in a step, else the smallest."""
+    """Return the position of the largest micro batch with enough per step, else 0."""
     good = [
         position
         for position, split in enumerate(splits)
@@ -323,7 +328,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
 
 
 def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
-    """Return the ``--space`` path that changes pipeline stages; None without."""
+    """Return the ``--space`` path that changes pipeline stages; None if there is none."""
     for name in _STAGE_NAMES:
         path = f"{HYPERPARAMETERS}{name}"
         if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
@@ -332,14 +337,14 @@ def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes
 
 
 def _with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
-    """Return the sizes with other stages; ``ValueError`` if ranks are indivisible."""
+    """Return sizes with other stages; raise ValueError if these cannot divide ranks."""
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
     return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
 
 
 def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
-    """Return a batch as the replicas of another number of stages divide it."""
+    """Return a batch as divided by the replicas of another number of stages."""
     replicas = _with_stages(sizes, num_stages).dp
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(num_stages))
@@ -350,7 +355,7 @@ def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, 
 
 
 def _layers_problem(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:
-    """Return why stages cannot share layers evenly; None if they can, or unknown."""
+    """Return why stages cannot divide the layers evenly; None if possible or unknown."""
     for name in _LAYER_NAMES:
         num_layers = hyperparameters.get(name)
         if isinstance(num_layers, int) and num_layers % num_stages:

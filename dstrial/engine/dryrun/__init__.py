@@ -1,5 +1,5 @@
 """Run the real engine at any number of ranks on a CPU, without real memory.
 
-``values`` has request and result, ``process.dry_run`` runs a request in a process of its own; both import no torch. The other
-modules run inside that process.
+``values`` defines requests and results. ``process.dry_run`` runs one request in a child process. These two modules do not
+import torch; the other modules run inside the child process.
 """

@@ -1,9 +1,9 @@
-"""Answer requests of dry runs in forks.
+"""Run the dry runs of the given request files, each in a fork.
 
 ``python -m dstrial.engine.dryrun NUM_PARALLEL REQUEST ANSWER ...``.
 
-All requests run in forks of one process that has imported torch and DeepSpeed. Requests with the same user code are forks of a
-process that has imported this code, too, if a fork inherits everything that the import leaves.
+All requests run in forks of one process that has imported torch and DeepSpeed. Requests with the same user code also share the
+import of this code, unless the import leaves a thread or an open file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dstrial.engine.host_memory import available_bytes
 from dstrial.errors import DstrialError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SHARE_OF_FREE = 0.9  # of the free memory, for one real batch
+_SHARE_OF_FREE = 0.9  # limit of a dry run with a real batch, as a fraction of the free memory
 _LIBRARY_DIRECTORIES = frozenset(
     {
         Path(__file__).resolve().parents[2],
@@ -42,9 +42,10 @@ _Pair = tuple[DryRunRequest, Path]  # a request and the file for its answer
 
 
 def main(num_parallel: int, paths: Sequence[str]) -> None:
-    """Answer requests, each in a fork; a fork that dies leaves no answer.
+    """Run each request in a fork, which writes its answer file.
 
-    An answer is a result, or ``{"error": {kind, message, place}}``.
+    ``paths`` alternates request and answer files. An answer is a result in JSON, or ``{"error": {kind, message, place}}``. A
+    fork that dies leaves no answer file.
     """
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
     requests = [DryRunRequest.from_json(json.loads(Path(path).read_text("utf-8"))) for path in paths[::2]]
@@ -66,9 +67,10 @@ def _answer_alone(request: DryRunRequest, path: Path) -> None:
 
 
 def _answer_together(pairs: Sequence[_Pair], num_parallel: int) -> None:
-    """Import the user's code once, and answer each request in a fork.
+    """Import the user's code once, and run each request in a fork.
 
-    The import may leave no thread and no open file: a fork has one thread, and forks share the offset of an open file.
+    Raises RuntimeError if the import leaves a thread or an open file: a fork has only one thread, and forks share the offset of
+    an open file.
     """
     sys.path[:0] = pairs[0][0].module_paths
     from dstrial.engine.dryrun.measure import begun
@@ -98,7 +100,7 @@ def _answer(request: DryRunRequest, path: Path, measure: Callable[[DryRunRequest
 
 
 def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> dict[str, Any]:
-    """Return the kind of an error, a message with the user's line, and that place."""
+    """Return an error's kind, its message and the ``file:line`` of user code."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -132,9 +134,10 @@ def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> dict[str
 
 
 def limit_memory(free_bytes: int | None = None) -> int | None:
-    """Make allocations fail before the kernel must kill a process for memory.
+    """Limit this process's memory, so that allocations fail before an OOM kill.
 
-    Returns the limit in bytes (from what the machine has free, unless given); None if unknown.
+    The limit is 90 % of ``free_bytes``, by default the machine's free memory. Returns the limit in bytes; None if the free
+    memory is unknown.
     """
     free = available_bytes() if free_bytes is None else free_bytes
     if free is None:
@@ -148,7 +151,7 @@ def limit_memory(free_bytes: int | None = None) -> int | None:
 
 
 def _run_all(calls: Sequence[Callable[[], object]], num_parallel: int) -> None:
-    """Make each call in a fork, so many at a time."""
+    """Run each call in its own fork, at most ``num_parallel`` forks at once."""
     waiting = list(calls)
     running: set[int] = set()
     while waiting or running:
@@ -161,7 +164,7 @@ def _run_all(calls: Sequence[Callable[[], object]], num_parallel: int) -> None:
 
 
 def _fork(call: Callable[[], object]) -> int:
-    """Return the process id of a fork, which ends with the call or with this process."""
+    """Run ``call`` in a fork; return its process id. The fork dies with this process."""
     sys.stdout.flush()
     own_pid = os.getpid()
     child = os.fork()
@@ -181,7 +184,7 @@ def _has_failed(child: int) -> bool:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """End this process when its parent dies: only the parent knows the deadline."""
+    """Have this process killed when its parent dies; only the parent has a deadline."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -191,12 +194,12 @@ def end_with_parent(parent_pid: int) -> None:
 def _exit(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    # DeepSpeed's exit handlers call compiled ops, which are replaced here.
+    # Skip DeepSpeed's exit handlers: they call compiled ops, which the dry run has replaced.
     os._exit(status)
 
 
 def user_place(error: BaseException) -> str | None:
-    """Return ``file:line`` of the innermost frame of user code in an error, or None."""
+    """Return ``file:line`` of an error's innermost frame in user code, or None."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)

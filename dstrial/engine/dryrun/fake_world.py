@@ -1,7 +1,7 @@
-"""Replace ranks, device, compiled kernels and values for a dry run.
+"""Simulate ranks, a device, compiled kernels and tensor values for a dry run.
 
-All patches of torch and DeepSpeed for dry runs are here. ``FakeWorld`` undoes them at its exit, and each dry run has a process
-of its own (``dstrial.engine.dryrun.process``).
+This module has all patches of torch and DeepSpeed for dry runs. ``FakeWorld`` undoes the patches when it exits. Each dry run
+has its own process (``dstrial.engine.dryrun.process``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dstrial.engine.dryrun.values import Bypass, Target
 from dstrial.errors import TrialContractError
 
 DEVICE_NAME = "cpu:0"
-"""The device of a dry run with target ``cuda``: a CPU device for torch, but not the host's ``cpu``."""
+"""The simulated GPU of a dry run with target ``cuda``. Torch treats it as a CPU device distinct from ``cpu``, the host."""
 
 USER_CONSTANT = 1.0
-"""Value that user code reads from a fake tensor."""
+"""Value that user code gets from ``.item()`` of a fake tensor."""
 
 _UNLIMITED_BYTES = 1 << 50
 _TORCH, _DEEPSPEED = (
@@ -59,13 +59,15 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 class FakeWorld(contextlib.ExitStack):
-    """Makes this process one rank of a virtual group, without a device; entered once.
+    """Context manager that makes this process one rank of a virtual process group.
+
+    Enter an instance only once.
 
     Args:
-        tracker: notified when engines begin a phase; the caller enters it.
-        world_size: number of virtual ranks; collectives return at once, and fill in nothing.
+        tracker: gets the phases that engines begin; the caller must enter the tracker itself.
+        world_size: number of virtual ranks; collectives return at once, and leave their outputs unchanged.
         target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
-        is_fake: whether tensors will be fake.
+        is_fake: whether the dry run uses fake tensors.
         device_bytes: memory of the device on target ``cuda``; None for no limit.
         rank: rank of this process.
     """
@@ -106,9 +108,10 @@ class FakeWorld(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def before_engines(self, answer: Callable[[CapturedInitialize], Any]) -> Iterator[None]:
-        """Let ``deepspeed.initialize`` return stand-ins; keep only models' shapes.
+        """Patch ``deepspeed.initialize`` in the block to return engine stand-ins.
 
-        ``answer`` gets each call, and raises to reject it.
+        ``answer`` receives each call, and raises an exception to reject it. In a fake world, models that are built in the block
+        keep only the shapes of their parameters.
         """
 
         def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -134,17 +137,17 @@ class FakeWorld(contextlib.ExitStack):
         counts = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
         variables = {"RANK": str(rank), "LOCAL_RANK": "0", **counts, **address}
         self.enter_context(mock.patch.dict(os.environ, variables))
-        # DeepSpeed's shared-memory collectives for CPUs would wait for the missing ranks. (The attribute ``torch`` of
-        # deepspeed.comm is the library.)
+        # DeepSpeed's shared-memory collectives for CPUs would wait for the missing ranks. The module is imported by name,
+        # because the attribute ``deepspeed.comm.torch`` is the torch library.
         module, name = process.SHARED_MEMORY_OP
         self._replace(importlib.import_module(module), name, _always(None))
-        # A store of this process; torch exports it without saying so.
+        # HashStore keeps its data in this process. Torch exports it without declaring it, so ``vars`` reads it.
         store = vars(torch.distributed)["HashStore"]()
         torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         self.callback(torch.distributed.destroy_process_group)
 
     def _observe_phases(self) -> None:
-        """Track phases: forward, backward and step follow each other; others are nested."""
+        """Report forward, backward, step and their nested phases to the tracker."""
         for name, phase in process.ENGINE_PHASES:
             self._wrap(DeepSpeedEngine, name, functools.partial(_begin, self._tracker, phase))
         self._wrap(torch.Tensor, "backward", functools.partial(_begin, self._tracker, "backward"))
@@ -163,13 +166,13 @@ class FakeWorld(contextlib.ExitStack):
         self._replace(owner, name, wrapped)
 
     def _leave_out_compiled_code(self) -> None:
-        """Build optimizers without a compiler: their kernels never allocate."""
+        """Replace DeepSpeed's compiled kernels by no-ops: they allocate no memory."""
         self._replace(process.op_builder(), "load", _always(_NoKernels()))
         self.enter_context(mock.patch(".".join(process.FUSED_ADAM_KERNEL), _always(None), create=True))
         self.enter_context(without_compiler())
 
     def _convert_fake_modules(self) -> None:
-        """Let modules and parameters change the type and device of fake data."""
+        """Let ``Module.to`` and ``Tensor.data =`` change type and device of fake data."""
         self._replace(nn.Module, "_apply", _apply_by_data)
         base: Any = torch.Tensor.data
 
@@ -181,17 +184,17 @@ class FakeWorld(contextlib.ExitStack):
         self._replace(FakeTensor, "data", property(base.__get__, assign))
 
     def _answer_comparisons(self) -> None:
-        """Skip comparisons of values: lists of ranks, checks of distributions."""
+        """Skip checks that read values: lists compared across ranks, distributions."""
         compare, take_from_rank_0 = process.LIST_COMPARISONS
         self.enter_context(mock.patch(compare, _always(None)))
         self.enter_context(mock.patch(take_from_rank_0, list))
-        # Gates of experts use distributions.
+        # Gates of mixture-of-experts layers use distributions, which check their arguments.
         set_checked = torch.distributions.Distribution.set_default_validate_args
         set_checked(False)
         self.callback(set_checked, __debug__)  # torch's default
 
     def _tell_device_from_host(self) -> None:
-        """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with its bytes of memory."""
+        """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with ``device_bytes`` of memory."""
         accelerator, device = get_accelerator(), torch.device(DEVICE_NAME)
 
         def pinned(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
@@ -210,10 +213,11 @@ class FakeWorld(contextlib.ExitStack):
         self._replace(torch.Tensor, "pin_memory", pinned)
 
     def _give_collectives_kernels(self) -> None:
-        """Let collectives take fake tensors where torch has no kernels for them.
+        """Register no-op kernels for collectives that lack one for fake tensors.
 
-        Torch 2.6 has none, 2.13 has one for each. A kernel returns its output tensors unchanged, and a finished ``Work``. Python
-        cannot make a ``Work`` in torch 2.6: it comes from a barrier of torch's ``fake`` process group, the default group.
+        Torch 2.6 has no such kernels; torch 2.13 has one for each collective. A kernel returns its output tensors unchanged,
+        and a finished ``Work``. Python cannot create a ``Work`` in torch 2.6. It comes from a barrier of the default group, a
+        ``fake`` one.
 
         Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return outputs and work.
         """
@@ -270,9 +274,9 @@ def _kernel(work: Any, *, num_returns: int) -> Callable[..., Any]:
 
 
 def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """Convert parameters by assigning new data.
+    """Replace ``nn.Module._apply``: convert parameters by assigning their ``data``.
 
-    torch swaps the tensor objects instead, and raises if anything else refers to them.
+    Torch's own version swaps the tensor objects, and raises if anything else refers to them.
     """
     for one in module.modules() if recurse else [module]:
         for parameter in one._parameters.values():
@@ -289,7 +293,7 @@ def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = 
 
 
 def _on_asked_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Let a function create fake tensors on the requested device, not on ``cpu``."""
+    """Wrap ``torch.tensor`` or ``torch.as_tensor`` to honor ``device=DEVICE_NAME``."""
 
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
@@ -303,10 +307,10 @@ def _on_asked_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 class ScalarReads:
-    """Returns values for ``.item()`` and the like on fake tensors.
+    """Chooses the value that ``.item()`` and similar reads of fake tensors return.
 
-    User code gets a constant, noted in ``bypasses``. DeepSpeed gets 0: no overflow and a gradient norm of 0, so that it takes the
-    step. torch's optimizers get 1, their first step.
+    User code gets a constant, and ``bypasses`` records the place. DeepSpeed gets 0: it sees no overflow and a gradient norm of
+    0, so it takes the step. Torch's optimizers get 1, the number of their first step.
     """
 
     def __init__(self, constant: float = USER_CONSTANT) -> None:
@@ -331,7 +335,10 @@ class ScalarReads:
 
 
 def _reader() -> tuple[str, int]:
-    """Return the innermost file and line outside torch and this package."""
+    """Return file and line of the innermost frame outside torch and this package.
+
+    Torch's optimizers count as outside of torch.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -364,7 +371,7 @@ class CapturedInitialize:
             )
 
     def build(self, config: dict[str, Any]) -> Any:
-        """Build the engine and let the stand-in forward to it."""
+        """Build the engine with this config; the stand-in then forwards to the engine."""
         arguments = {**self.arguments, "config": config}
         arguments.pop("config_params", None)
         if self._is_fake:
@@ -375,7 +382,7 @@ class CapturedInitialize:
 
 
 class EngineStandIn:
-    """Stands in for an engine until it is built; forwards to it after ``stand_for``."""
+    """Replaces an engine until it is built; after ``stand_for``, forwards to it."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any]) -> None:
         self._engine: Any = None
@@ -390,10 +397,10 @@ class EngineStandIn:
             "train_micro_batch_size_per_gpu": lambda: self._micro_batch_size,
             "gradient_accumulation_steps": lambda: 1,
             "train_batch_size": lambda: self._micro_batch_size,
-            # The dry run sees operations before fusion.
+            # ``compile`` does nothing: the dry run measures operations before fusion.
             "compile": _always(None),
             "train": lambda *_: self,
-            # Trials call these in their constructor; the values are those of their config.
+            # Trials call these methods in their constructor; the values come from the trial's DeepSpeed config.
             "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
             "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
             "zero_optimization": lambda: stage > 0,
@@ -412,7 +419,7 @@ class EngineStandIn:
             }
 
     def stand_for_script(self, on_call: Callable[..., Any]) -> None:
-        """Handle the engine's first call; forward everything else to its model."""
+        """Pass calls of the engine to ``on_call``, and unknown attributes to its model."""
         self._on_call = on_call
 
     def stand_for_trial(self, micro_batch_size: int) -> None:
@@ -444,10 +451,10 @@ class EngineStandIn:
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Keep only shapes and types of parameters of modules built in the block.
+    """Build modules in this block without parameter memory: shapes and types only.
 
-    The memory of a parameter is freed when its module registers it, before it is written. ``deepspeed.zero.Init``, with which
-    transformers builds models for ZeRO 3, is a no-op: the engine partitions the parameters later.
+    A parameter's memory is freed when its module registers the parameter, before any value is written. ``deepspeed.zero.Init``
+    is a no-op in the block. Transformers builds models for ZeRO 3 with it, but the engine partitions the parameters later.
     """
     register = nn.Module.register_parameter
 
@@ -464,7 +471,7 @@ def shapes_only() -> Iterator[None]:
         def of_shape(tensor: torch.Tensor) -> Any:
             if not tensor.is_meta:
                 return fn(tensor)
-            # A shape has no device to move to; its type may change.
+            # A meta tensor cannot move to a device; only its type can change.
             dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
             return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
@@ -487,7 +494,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def _make_fake(arguments: dict[str, Any]) -> None:
-    """Give the model of ``deepspeed.initialize`` fake parameters everywhere."""
+    """Make parameters fake in the model, in ``model_parameters`` and in the optimizer."""
     renewed = renew_parameters(arguments["model"])
 
     def replaced(parameters: Any) -> Any:
@@ -502,9 +509,10 @@ def _make_fake(arguments: dict[str, Any]) -> None:
 
 
 def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Give parameters and buffers memory; inside ``FakeTensorMode`` they are fake.
+    """Replace a model's parameters and buffers by new, uninitialized tensors.
 
-    Returns ``id`` of each old parameter -> the new one; tied parameters stay tied.
+    Inside ``FakeTensorMode`` the new tensors are fake. Tied parameters stay tied. Returns ``id`` of each old parameter -> new
+    parameter.
     """
     renewed: dict[int, nn.Parameter] = {}
     for module in model.modules():

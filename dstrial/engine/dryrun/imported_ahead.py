@@ -1,7 +1,7 @@
-"""What dry runs import; imported once for all that are forked from one process.
+"""Import the modules that all dry runs need, before their processes are forked.
 
-DeepSpeed imports some modules only at their first use. Fake tensors and checkpointed modules need torch's symbolic shapes
-and tracer, 800 modules; importing these starts no thread, and nothing is compiled.
+DeepSpeed imports some modules only at their first use. Fake tensors and checkpointed modules need torch's symbolic shapes and
+tracer, 800 modules. Importing these modules starts no thread and compiles nothing.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Bytes by micro batch size, from a trace of steps at two sizes; pure."""
+"""Compute memory peaks by micro batch size from a trace of steps at two sizes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _integers() -> array.array[int]:
 
 @dataclasses.dataclass(slots=True)
 class Trace:
-    """Allocations and frees, on the device and on the host.
+    """Allocations and frees of device and host memory, in order of time.
 
     Attributes:
-        events: +n where allocation n (from 1) is made, -n where it is freed.
-        phases: of each event, as an index into ``PHASES``.
-        sizes: bytes of allocation n, at n - 1.
-        on_host: 1 where allocation n is on the host, at n - 1.
-        marks: how many events there were when the first step began, and at the end of each step.
+        events: +n if allocation n (counted from 1) is made, -n if it is freed.
+        phases: phase of each event, as an index into ``PHASES``.
+        sizes: at index n - 1, the bytes of allocation n.
+        on_host: at index n - 1, 1 if allocation n is on the host, else 0.
+        marks: number of events before the first step, then at the end of each step.
     """
 
     events: array.array[int] = dataclasses.field(default_factory=_integers)
@@ -51,7 +51,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryForms:
-    """Memory of both kinds; lines are exact if both sizes made the same tensors."""
+    """Device and host memory by micro batch size; ``is_linear`` if lines are exact."""
 
     device: MemoryForm
     host: MemoryForm
@@ -59,18 +59,18 @@ class MemoryForms:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether a trace's last two steps differ only in sizes before the update."""
+    """Return whether the last two steps match before the update, sizes aside."""
     return _same(_Steps(trace))
 
 
 def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
     """Return the allocated bytes in each phase as lines over the micro batch size.
 
-    The trace holds the building of the engines and then steps at the micro batch sizes ``low``, ``high`` and, if those two differ
-    in more than sizes, ``low`` again. The last two are compared allocation by allocation until their optimizer step, which does
-    not depend on the micro batch. Each allocation has a size that is linear in the micro batch size, and so has the sum of all
-    live allocations at any time. A phase's peak is the maximum of these sums; which time is the peak depends on the size. Peaks
-    of earlier steps only are assumed to grow like the same phase of the last step.
+    The trace starts with the building of the engines. Steps at the micro batch sizes ``low`` and ``high`` follow. If these two
+    steps differ in more than sizes, the trace has a third step at ``low``. The last two steps are compared allocation by
+    allocation until the optimizer step, which does not depend on the micro batch. The size of each allocation is linear in the
+    micro batch size; so is the sum of all live allocations at any time. A phase's peak is the maximum of these sums over time.
+    If a phase peaks higher in an earlier step, this peak is assumed to grow like the same phase of the last step.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -100,8 +100,8 @@ class _Steps:
     """The events of a trace as arrays, and where its last two steps begin.
 
     Attributes:
-        former, last, end: events before the last but one step, before the last one, and in all.
-        update_of_former, update_of_last: events before their optimizer steps.
+        former, last, end: number of events before the last but one step, before the last step, and in all.
+        update_of_former, update_of_last: number of events before the optimizer step of each of these two steps.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -126,7 +126,10 @@ class _Steps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Alive:
-    """Bytes alive after each event, as lines, and whether it allocated such memory."""
+    """Live bytes after each event: ``base + slope * micro_batch_size``.
+
+    The bytes are of device or host memory; ``is_peak`` marks events that allocate in this memory.
+    """
 
     base: _Floats
     slope: _Floats
@@ -138,7 +141,7 @@ def _same(steps: _Steps) -> bool:
     for start, end in ((steps.former, steps.update_of_former), (steps.last, steps.update_of_last)):
         own = steps.numbers[start:end] - steps.num_made(start)
         is_own = own >= 0
-        # Allocations from before the step are ignored: the first step starts with others than the second.
+        # Frees of allocations from before the step are ignored: the two steps start with different allocations.
         kept = is_own | steps.is_made[start:end]
         signs = np.where(steps.is_made[start:end], 1, -1)
         relative.append(((own + 1) * signs)[kept])

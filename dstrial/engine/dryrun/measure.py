@@ -27,22 +27,22 @@ from dstrial.engine.memory import MemorySplit
 class Workload(Protocol):
     """Builds engines and trains with them in a ``FakeWorld``.
 
-    ``workload(world, **shared_options)`` imports the user's code. Requests that differ in ``prepare`` and the engine only run in
-    forks of one process that has imported it.
+    ``workload(world, **shared_options)`` imports the user's code. Requests that differ only in options of ``prepare`` and in
+    the engine share this import: they run in forks of one process.
     """
 
     def prepare(self, **options: Any) -> None:
-        """Do what comes before the engines."""
+        """Run the steps before :meth:`build`, with the request's ``options``."""
         ...
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the engines for a merged config, which must not be changed."""
+        """Return the engines for a merged DeepSpeed config; do not modify the config."""
         ...
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train and return one micro batch of that many records: forward, backward, step.
+        """Train on a micro batch of this many records, and return the micro batch.
 
-        A pipeline trains all micro batches of a batch at once.
+        Training is forward, backward and step. A pipeline trains all micro batches of a step in one call.
         """
         ...
 
@@ -126,7 +126,7 @@ def _measure(
 def _train(
     workload: Workload, tracker: Tracker, split: MemorySplit, sizes: list[int], accumulation: int
 ) -> tuple[list[int], list[int]]:
-    """Train a step at each size; return tokens by micro batch, activations by step."""
+    """Train one step per size; return tokens of micro batches, activations of steps."""
     tokens: list[int] = []
     activations: list[int] = []
     tracker.on_result = split.operation
@@ -139,7 +139,7 @@ def _train(
         tracker.end_step()
         split.end_step()
         activations.append(split.take_activations())
-        # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
+        # ZeRO 3 learns the order of modules in its first step, and prefetches parameters from the second step on.
         if step_idx == 1 and not same_before_update(tracker.trace):
             sizes.append(sizes[0])
     split.close()
@@ -147,16 +147,16 @@ def _train(
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Run a pipeline's instruction; communication belongs to the current phase."""
+    """Run a pipeline instruction in its phase; communication keeps the current phase."""
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
 
 
 def _config(request: DryRunRequest, num_stages: int) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, and the number of calls in a step.
+    """Return the config for the first size, and the number of training calls per step.
 
-    A pipeline is called once, with a micro batch for each stage, or two.
+    Gradient accumulation is limited to ``max(2, num_stages)`` micro batches. A pipeline trains all of these in one call.
     """
     config = copy.deepcopy(dict(request.deepspeed_config))
     wanted = int(config.get("gradient_accumulation_steps") or 1)
@@ -179,7 +179,7 @@ def _host_test(target: str, is_real: bool) -> Any:
 
 @contextlib.contextmanager
 def _collector_disabled() -> Iterator[None]:
-    """Collect cycles between steps only: both sizes free tensors at the same places."""
+    """Disable garbage collection, so that both sizes free tensors at the same places."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

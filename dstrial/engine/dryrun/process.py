@@ -1,4 +1,4 @@
-"""Run dry runs in a process of their own. Imports no torch."""
+"""Run dry runs in a child process; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
 class DryRunError(DstrialError):
-    """A configuration cannot be dry-run.
+    """Reports that a dry run failed, was too late, or is not supported.
 
     Args:
         kind: ``unsupported`` (fake tensors do not support the code), ``error`` (the code raises), ``deadline`` (it took too
             long), ``died`` (the process ended without an answer).
-        message: for a person.
+        message: text for the user.
         place: ``file:line`` of user code that could not be run; None if unknown.
     """
 
@@ -60,7 +60,8 @@ def dry_runs(
 ) -> list[DryRunResult | DryRunError]:
     """Run all requests, ``num_parallel`` at a time; return a result or error for each.
 
-    They run in forks of one process, which later calls use, too. All requests have the same first module path.
+    The dry runs are forks of one server process, which later calls reuse. All requests must have the same first module path,
+    which is the working directory. ``deadline_s`` limits all requests together.
     """
     if not requests:
         return []
@@ -131,7 +132,7 @@ def _answer(
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without this process's rank and accelerators."""
+    """Return a dry run's environment, without rank variables and accelerators."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     # The directory of this package comes first: the child imports the same dstrial as this process.
     own = str(Path(__file__).resolve().parents[3])

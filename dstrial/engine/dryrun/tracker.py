@@ -1,6 +1,6 @@
 """Record tensor operations: bytes allocated and freed, collectives, FLOPs.
 
-Operations that reach torch's dispatcher are recorded, with their outputs but not the scratch memory inside a kernel.
+The tracker sees the outputs of operations that reach torch's dispatcher. It does not see scratch memory inside a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _backward_count: Callable[..., int] = flop_counter.sdpa_backward_flop_count
 _SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _SDPA_CPU_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
-# c10d operation -> (its kind, index of the argument with the whole data, index of the process group).
+# c10d operation -> (kind of collective, index of the argument with the full data, index of the process group).
 _COLLECTIVES = {
     "c10d::allreduce_": ("all_reduce", 0, 1),
     "c10d::allreduce_coalesced_": ("all_reduce", 0, 1),
@@ -52,10 +52,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     ``read_scalar`` returns the value of a fake scalar; None lets torch raise.
 
     Attributes:
-        device_bytes: bytes on the device now.
+        device_bytes: bytes that are now allocated on the device.
         collectives: (step, micro batch) -> kind, group size and phase -> [calls, bytes].
-        flops: (step, micro batch) -> [without recomputation, with it].
-        operations: (step, micro batch) -> operations that reached the dispatcher, views included.
+        flops: (step, micro batch) -> [FLOPs without recomputation, FLOPs with recomputation].
+        operations: (step, micro batch) -> number of operations that reached the dispatcher, views included.
         on_result: called with each operation's result and arguments.
         on_phase: called with the name of each outermost phase that begins.
 
@@ -83,7 +83,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Let operations bypass the compiler, which makes each slower."""
+        """Return False: torch's wrapper that disables dynamo would slow each operation."""
         return False
 
     @property
@@ -91,14 +91,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return PHASES[self._phase]
 
     def enter_phase(self, phase: str) -> None:
-        """Begin ``phase``; it lasts until the next one."""
+        """Begin ``phase``; it lasts until the next phase begins."""
         self._phase = PHASES.index(phase)
         if self.on_phase is not None:
             self.on_phase(phase)
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Set ``phase`` inside the block, and restore the former one after it."""
+        """Set ``phase`` inside the block, and restore the former phase after the block."""
         before, self._phase = self._phase, PHASES.index(phase)
         try:
             yield
@@ -191,7 +191,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         flops = formula(*args)
         counted = self.flops.setdefault(self._place, [0, 0])
         counted[1] += flops
-        # Recomputation is a forward pass inside the backward one, and only there gradients are recorded.
+        # Recomputation is a forward pass inside the backward pass. Only there the backward pass has gradients enabled.
         if not (self.phase == "backward" and torch.is_grad_enabled()):
             counted[0] += flops
 
@@ -206,5 +206,5 @@ def _attention_backward(
     return int(_backward_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-# The CPU's fused attention, which torch's registry leaves out.
+# FLOP formulas of the CPU's fused attention, which torch's registry lacks.
 _FLOPS: dict[str, Callable[..., int]] = {_SDPA_CPU: _attention, _SDPA_CPU_BACKWARD: _attention_backward}

@@ -10,14 +10,14 @@ PHASES = ("init", "forward", "backward", "reduce", "step", "gather")
 """Building the engine, forward, backward, reducing gradients, the optimizer step, gathering parameters."""
 
 PARENT_VARIABLE = "DSTRIAL_DRYRUN_PARENT_PID"
-"""Environment variable with the process id of a dry run's parent; the dry run ends with it."""
+"""Environment variable with the process id of a dry run's parent; the dry run ends when this parent ends."""
 
 Target = Literal["cpu", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes or operations by micro batch: ``base + per_record * micro_batch_size``."""
+    """Bytes, FLOPs or tokens: ``base + per_record * micro_batch_size``."""
 
     base: float
     per_record: float
@@ -28,9 +28,9 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """The peak of a phase, as the maximum of some lines.
+    """Peak bytes of a phase: the maximum of ``lines`` at a micro batch size.
 
-    Different allocations may be the peak at small and at large micro batches.
+    Small and large micro batches may have their peak at different times, so there may be several lines.
     """
 
     phase: str
@@ -42,9 +42,9 @@ class PhaseMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryForm:
-    """Allocated bytes of one kind of memory by phase.
+    """Peak bytes of device or host memory, by phase.
 
-    ``settled`` are the bytes allocated between two steps: parameters, optimizer state, buffers.
+    ``settled`` is the number of bytes allocated between two steps: parameters, optimizer state, buffers.
     """
 
     phases: tuple[PhaseMemory, ...]
@@ -54,19 +54,19 @@ class MemoryForm:
         return max((phase.at(micro_batch_size) for phase in self.phases), default=0.0)
 
     def peak_phase(self, micro_batch_size: float) -> str:
-        """Return the phase in which the peak lies; the earliest of several."""
+        """Return the phase with the highest peak; the first one if several are equal."""
         return max(self.phases, key=lambda phase: phase.at(micro_batch_size)).phase
 
     def in_phase(self, phase: str, micro_batch_size: float) -> float:
-        """Return the peak of one phase, 0 if it did not occur."""
+        """Return the peak bytes of one phase; 0 if the phase did not occur."""
         return max((each.at(micro_batch_size) for each in self.phases if each.phase == phase), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """Calls of one kind of collective (``all_reduce``, ``all_gather``, ...), together.
+    """Total of one kind of collective, such as ``all_reduce``, in one phase.
 
-    ``num_bytes`` are of the whole tensor, which for all_gather and reduce_scatter is that of all ranks together.
+    ``num_bytes`` counts full tensors: for all_gather and reduce_scatter, the tensor of all ranks together.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of one micro batch on one rank, without and with recomputation."""
+    """FLOPs of a micro batch on one rank; only ``hardware`` includes recomputation."""
 
     model: Line
     hardware: Line
@@ -94,21 +94,23 @@ class Bypass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunRequest:
-    """What to run.
+    """A configuration to dry-run, on one of its ranks.
 
     Attributes:
         workload: ``module:callable``; called with ``shared_options``, returns a ``Workload``.
         options: keyword arguments of the workload's ``prepare``; JSON values.
-        deepspeed_config: merged DeepSpeed config. Its micro batch size is ignored; accumulation counts as 1 or more than 1.
+        deepspeed_config: merged DeepSpeed config. Its micro batch size is ignored, and its accumulation is shortened.
         world_size: number of virtual ranks.
         target: ``cpu`` has one kind of memory, the device's; ``cuda`` has device and host memory.
         micro_batch_sizes: two different sizes to run. Avoid 1, which many kernels treat specially.
         device_bytes: memory of the device on target ``cuda``, by which DeepSpeed decides where it flattens parameters; None for
             no limit.
-        is_real: run with real tensors, for user code that fake tensors do not support; needs the memory and time of a batch.
-        module_paths: directories that are first in ``sys.path``; relative paths start at the first.
-        rank: rank to run; for another stage of a pipeline, not 0.
-        shared_options: keyword arguments of the workload; JSON values. Requests with equal ones share the import of user code.
+        is_real: run with real tensors, for user code that fake tensors do not support; needs the memory and time of a real
+            batch.
+        module_paths: directories put first in ``sys.path``; the first is the working directory.
+        rank: rank to run; not 0 for a later stage of a pipeline.
+        shared_options: keyword arguments of the workload; JSON values. Requests with equal shared options share the import of
+            user code.
     """
 
     workload: str
@@ -124,7 +126,7 @@ class DryRunRequest:
     shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_begun_like(self, other: DryRunRequest) -> bool:
-        """Return whether both differ only in what comes after the import."""
+        """Return whether requests differ only in options, config and micro batch sizes."""
         own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
         return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
@@ -144,22 +146,23 @@ class DryRunResult:
     """The result of a dry run, for one configuration at any micro batch size.
 
     Attributes:
-        device: bytes on the device.
-        host: bytes on the host; nothing on target ``cpu``.
+        device: bytes on the device, by phase.
+        host: bytes on the host, by phase; empty on target ``cpu``.
         parameters: number of parameters of all engines' models, those of other ranks included.
-        inner_collectives: of a micro batch that ends no accumulation; empty without accumulation.
-        last_collectives: of the micro batch that ends it, with the optimizer step.
-        flops: of one micro batch.
-        tokens: of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        is_linear: whether both sizes did the same operations, so that the lines are exact; else they pass through two peaks.
-        bypasses: constants that user code read.
-        notes: sentences for a person.
-        inner_operations: of torch, in a micro batch that ends no accumulation; 0 without accumulation.
-        last_operations: in the micro batch that ends it, with the optimizer step.
+        inner_collectives: collectives of a micro batch without optimizer step; empty without accumulation.
+        last_collectives: collectives of the last micro batch of an accumulation, with the optimizer step.
+        flops: FLOPs of one micro batch.
+        tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
+        is_linear: whether both sizes ran the same operations. If so, the lines are exact; if not, each passes through two
+            peaks.
+        bypasses: places where user code read a constant.
+        notes: sentences for the user.
+        inner_operations: torch operations of a micro batch without optimizer step; 0 without accumulation.
+        last_operations: torch operations of the last micro batch of an accumulation, with the optimizer step.
         device_parts: bytes of parameters, gradients, optimizer state and buffers by name, each at its largest within a step.
         host_parts: the same on the host.
         activations: bytes on the device that a forward pass leaves, the micro batch included; None if unknown.
-        num_records: of a script's own micro batch; 0 for other workloads.
+        num_records: records in the micro batch that a script itself makes; 0 for other workloads.
     """
 
     device: MemoryForm
@@ -195,7 +198,7 @@ class DryRunResult:
         """Return model FLOPs over 6 * trainable parameters * tokens; None without tokens."""
         if self.tokens is None or not self.trainable_parameters:
             return None
-        # About 1 for a transformer.
+        # For a transformer, the model's FLOPs are about equal to this rule.
         rule = 6 * self.trainable_parameters * self.tokens.at(micro_batch_size)
         return self.flops.model.at(micro_batch_size) / rule if rule else None
 
@@ -239,7 +242,9 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return the lines, as (base, per_record), that are greatest somewhere.
+    """Return the lines that are the maximum at some size from ``smallest`` on.
+
+    ``lines`` are pairs (base, per_record).
 
     Source: the convex hull of lines by their slopes, as in any text on computational geometry.
     """
