@@ -206,7 +206,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _has_pickle_header(path: pathlib.Path) -> bool:
-    """Return whether a file is torch's archive or .tar, or a pickle from protocol 2 on."""
+    """Return whether a file is torch's archive or .tar, or a pickle of protocol 2+."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
     return head == _ARCHIVE or is_plain or _is_torch_tar(path)
