@@ -49,7 +49,7 @@ def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) 
 def saved_run_of_trial(info: Any) -> SavedRun | None:
     """Return the saved run that a cluster's trial resumes from.
 
-    None if the trial is new, or if the checkpoint's directory is missing on this machine or unreadable. Ranks verify every file.
+    None if the trial is new, or if the checkpoint's directory is missing here or unreadable. Ranks verify every file.
     ``info`` is Determined's cluster info.
     """
     storage = info.trial._config.get("checkpoint_storage") or {}
