@@ -1,8 +1,8 @@
 """Add a checksum or signature to JSON values, and verify both.
 
 The checksum protects small files that no manifest lists. The signature (HMAC-SHA256 with a secret in the account's data
-directory) proves that a run of this account wrote a manifest and the files in it; without a signature, anybody could write
-a manifest that matches its files.
+directory) proves that a run of this account wrote a manifest and the listed files. Without a signature, anybody could
+write a manifest that matches its files.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def key_path() -> pathlib.Path:
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values signed with the account's secret; create a missing secret."""
-    # If no secret can be stored, the values stay unsigned.
+    """Return JSON values with a signature by this account's secret."""
+    # A missing secret is created. If no secret can be stored, the values stay unsigned.
     key = _key(is_made=True)
     rest = {name: value for name, value in values.items() if name != SIGNATURE_KEY}
     return rest if key is None else {**rest, SIGNATURE_KEY: _digest(key, rest)}
@@ -66,7 +66,7 @@ def _key(*, is_made: bool) -> bytes | None:
         if is_made and not path.exists():
             _make(path)
         with path.open("rb") as stream:
-            # Check the open file: a file that another account can write or read is not secret.
+            # Check the open file, because a file that another account can write or read is not secret.
             found = os.fstat(stream.fileno())
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 logger.warning(
@@ -82,14 +82,14 @@ def _key(*, is_made: bool) -> bytes | None:
 
 
 def _make(path: pathlib.Path) -> None:
-    """Create the secret atomically; if processes race, the first one wins."""
+    """Create the secret's file atomically; if processes race, the first one wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         make_file(path, secrets.token_bytes(_NUM_BYTES))
 
 
 CHECKSUM_KEY = "sha256"
-"""Top-level key of the checksum."""
+"""Top-level key of the checksum in JSON values."""
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(values: Mapping[str, Any]) -> bool:
-    """Return whether values match their checksum; True if they have none."""
+    """Return whether values match their checksum; True if there is no checksum."""
     return CHECKSUM_KEY not in values or values[CHECKSUM_KEY] == _checksum(values)
 
 

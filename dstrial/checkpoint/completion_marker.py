@@ -1,4 +1,4 @@
-"""Write and read the completion mark, the last file of a checkpoint."""
+"""Write and read the completion mark, which is a checkpoint's last written file."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def is_uuid(name: str) -> bool:
-    """Return whether a name is a UUID in lower case with hyphens, as checkpoints have."""
+    """Return whether a name is a checkpoint's: a lower-case UUID with hyphens."""
     return _UUID.fullmatch(name) is not None
 
 
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
     """Flush ``path`` to disk, then write the completion mark with ``info``.
 
-    The mark is written atomically: after a crash it is either missing or valid.
+    The mark is written atomically. After a crash it is either missing or valid.
 
-    Ranks: one, after all ranks have written. Ranks of other machines call ``fsync_tree`` before.
+    Ranks: one, after all ranks have written. Before that, ranks of other machines call ``fsync_tree``.
     """
     root = pathlib.Path(path)
     fsync_tree(root)
@@ -45,10 +45,10 @@ def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = 
 
 
 def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the ``info`` of ``write_marker``.
+    """Return the ``info`` that ``write_marker`` wrote.
 
     Raises:
-        CheckpointNotFoundError: there is no mark.
+        CheckpointNotFoundError: the checkpoint has no mark.
         CheckpointDamagedError: the mark is invalid.
     """
     mark = pathlib.Path(path) / MARKER_NAME
@@ -73,14 +73,14 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def remove_marker(path: str | os.PathLike[str]) -> None:
-    """Remove the mark, as the first step of deleting a checkpoint."""
+    """Remove the completion mark, as the first step of deleting a checkpoint."""
     root = pathlib.Path(path)
     (root / MARKER_NAME).unlink(missing_ok=True)
     sync_path(root)
 
 
 def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the directories in ``root`` without a mark, sorted."""
+    """Return the directories in ``root`` without a completion mark, sorted."""
     parent = pathlib.Path(root)
     if not parent.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""Find a checkpoint file's content and writing rank from its name and the layout."""
+"""Determine a checkpoint file's content and writing rank, from name and layout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FileKind = Literal["weights", "optimizer", "rank state", "configuration", "code"
 """``optimizer`` includes DeepSpeed's master weights; ``rank state`` is the state that each rank of a trial saves."""
 
 KINDS: tuple[FileKind, ...] = ("weights", "optimizer", "rank state", "configuration", "code", "other")
-"""All kinds, in display order."""
+"""All kinds of files, in display order."""
 
 _RANK_STATE = re.compile(r"dstrial_rank(\d+)\.pt")
 _ENGINE = re.compile(r"(model(\d+)|pytorch_model(?:_(\d+))?|global_step\d+)/(.+)")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-# Files that transformers.Trainer writes beside an engine's folder, in its own directory.
+# Files that transformers.Trainer writes in its directory `checkpoint-N`, beside an engine's folder.
 _TRAINER = re.compile(r"checkpoint-\d+/([^/]+)")
 _TRAINER_RANK = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _TRAINER_WEIGHTS = re.compile(r"(?:adapter_)?(?:model|pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
@@ -34,7 +34,10 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_\d+)?-model_states\.pt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileRole:
-    """A file's content, engine (None: no engine's) and writing rank (None: unknown)."""
+    """A checkpoint file's kind of content, its engine, and the rank that wrote it.
+
+    ``engine_idx`` is None for files of no engine; ``writer_rank`` is None if unknown.
+    """
 
     kind: FileKind
     engine_idx: int | None = None
@@ -48,8 +51,8 @@ def rank_state_name(rank: int) -> str:
 def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
     """Return an engine's folder in a checkpoint, which is its DeepSpeed tag.
 
-    ``model<i>`` of ``DeepSpeedTrial.save``, ``pytorch_model`` or ``pytorch_model_<i>`` of Accelerate, or
-    ``global_step<n>`` of the Hugging Face Trainer; ``model<i>`` if none of them exists.
+    It is ``model<i>`` of ``DeepSpeedTrial.save``, ``pytorch_model`` or ``pytorch_model_<i>`` of Accelerate, or
+    ``global_step<n>`` of the Hugging Face Trainer. If no folder exists, ``model<i>`` is returned.
 
     Source: accelerate 1.15 ``Accelerator.save_state``; transformers 5.23 ``Trainer._save_checkpoint``, which leaves the tag
         to DeepSpeed.
@@ -85,7 +88,7 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
 
 
 def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
-    """Return a checkpoint file's role; without layouts its writer is unknown.
+    """Return a checkpoint file's role; if ``layouts`` is empty, the writer is unknown.
 
     Source: file names of DeepSpeed 0.19.8, ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
         ``PipelineModule.ckpt_layer_path``.
@@ -116,7 +119,7 @@ def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
 
 
 def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
-    """Return a file's engine index and its path in the engine's folder; else None."""
+    """Return (engine index, path in the engine's folder), or None for other files."""
     for engine_idx, layout in enumerate(layouts):
         if layout.folder and path.startswith(f"{layout.folder}/"):
             return engine_idx, path[len(layout.folder) + 1 :]

@@ -1,4 +1,4 @@
-"""Compare a checkpoint's files with its manifest, byte by byte."""
+"""Compare the size and SHA-256 of a checkpoint's files with its manifest."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference between a directory and its manifest.
+    """One difference between a checkpoint's directory and its manifest.
 
-    ``got`` and ``expected`` are display text; ``reader_ranks`` read the file when resuming in the same layout.
+    ``got`` and ``expected`` are display text. ``reader_ranks`` are the ranks that read the file in the same layout.
     """
 
     path: str
@@ -61,7 +61,10 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """Number and size of the manifest's files, and all differences in file order."""
+    """Result of comparing a checkpoint with its manifest.
+
+    ``num_files`` and ``num_bytes`` count the manifest's files; ``faults`` are all differences.
+    """
 
     num_files: int
     num_bytes: int
@@ -78,9 +81,9 @@ def verify_files(
     only: Iterable[str] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Fault]:
-    """Compare files with the manifest, size first; return the damaged ones.
+    """Compare files with the manifest; return one fault per damaged file.
 
-    ``only`` lists the paths to compare (None: all). ``on_bytes`` is called with the bytes read since its last call.
+    ``only`` lists the paths to compare (None: all). ``on_bytes`` is called with the number of bytes read since its last call.
     """
     wanted = manifest.files.keys() if only is None else set(only)
     found = (
@@ -92,11 +95,11 @@ def verify_files(
 
 
 def read_verified(root: str | os.PathLike[str], distributed: Any) -> Manifest:
-    """Read the manifest and verify every file; each local rank reads a share.
+    """Return the manifest after verifying every file; each local rank reads a share.
 
     Raises:
         CheckpointNotFoundError: there is no manifest.
-        CheckpointDamagedError: the manifest is unreadable, or files differ on any rank; names all of them.
+        CheckpointDamagedError: the manifest is unreadable, or files differ on any rank; the message names all files.
 
     Ranks: all, collectively.
     """
@@ -137,10 +140,10 @@ def check_integrity(
     needs_mark: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> IntegrityReport:
-    """Compare every file of a checkpoint with its manifest, several at a time.
+    """Compare every file of a checkpoint with the manifest, in several threads.
 
     The report lists damaged, unexpected and missing files. ``needs_mark``: whether a missing completion mark is a
-    difference. ``on_bytes`` is called, from several threads, with the bytes read since its last call.
+    fault. ``on_bytes`` is called from several threads with the number of bytes read since its last call.
     """
     path = pathlib.Path(root)
     manifest = read_manifest(path) if manifest is None else manifest

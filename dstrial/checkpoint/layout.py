@@ -1,7 +1,7 @@
 """Describe how an engine's state is split over ranks. Pure.
 
-The per-parameter table locates every element of every parameter in any ZeRO stage, so that another number of ranks can
-read a checkpoint. ``parameter_table`` builds the table from an engine.
+The table of parameters locates every element of every parameter in any ZeRO stage, so that another number of ranks can
+read a checkpoint. ``engine.parameter_table`` builds the table from an engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class FlatBuffer:
 
     Attributes:
         model_part: see ``ParameterPlace.model_part``.
-        index: position among the buffers of that part: the group of the optimizer for ZeRO 1 and 2, the
-            sub group for ZeRO 3.
+        index: position among the buffers of ``model_part``: the optimizer's group for ZeRO 1 and 2, the sub group
+            for ZeRO 3.
         group_idx: parameter group of the optimizer, 0-based.
-        numel: elements of all partitions together, paddings included.
-        partition_numel: elements of one rank's partition, paddings included; equal on all ranks.
+        numel: number of elements of all partitions, with padding.
+        partition_numel: number of elements of one rank's partition, with padding; equal on all ranks.
         num_partitions: number of ranks that hold a partition.
     """
 
@@ -37,25 +37,25 @@ class FlatBuffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """One parameter and the location of its elements.
+    """One parameter and the location of its elements in an optimizer's buffers.
 
     Attributes:
         name: full name in the module; in a pipeline it begins with the global index of its layer.
         shape: full shape, before any partitioning.
-        dtype: type of the module's copy, for example ``float32``.
-        trainable: whether it requires a gradient.
+        dtype: type of the module's weight, for example ``float32``.
+        trainable: whether the parameter requires a gradient.
         group_idx: parameter group of the optimizer, 0-based; None if the optimizer does not own the parameter.
-        tied_to: name of the parameter that shares and owns the storage; None if it is this one. A layer tied
-        across pipeline stages has one name: its copies on later stages are tied to the first one.
-        stage: pipeline stage, 0 where there is no pipeline.
-        model_part: model-parallel rank of its owner, as DeepSpeed counts in file names (``mp_rank_XX``);
+        tied_to: name of the other parameter that owns the shared storage; None if this parameter owns its storage.
+        A layer tied across pipeline stages has one name: copies on later stages are tied to the first copy.
+        stage: pipeline stage; 0 without a pipeline.
+        model_part: model-parallel rank that has the parameter, as DeepSpeed counts in file names (``mp_rank_XX``);
             a pipeline's stages count as model-parallel ranks.
         is_cut: whether ZeRO 3 partitions the parameter itself over the replicas.
         buffer_idx: ``FlatBuffer.index`` of the parameter's buffer; None without a buffer (no ZeRO).
-        offset: elements before the parameter: in the whole buffer for ZeRO 1 and 2, where partition p holds elements
+        offset: number of elements before the parameter: in the whole buffer for ZeRO 1 and 2, where partition p has elements
             ``[p * partition_numel, (p + 1) * partition_numel)``; within every rank's partition for ZeRO 3; in its
             parameter group if there is no buffer, which gives the optimizer's order of parameters.
-        partition_numel: elements of one rank's partition, padding included (ZeRO 3); rank p's partition begins
+        partition_numel: elements of one rank's partition, with padding (ZeRO 3); rank p's partition begins
         at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
     """
 
@@ -115,10 +115,10 @@ class Layout(EngineArrangement):
 
 
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
-    """Return whether ranks keep state ``key`` by whole matrix, not by partition.
+    """Return whether ranks store optimizer state ``key`` as whole matrices.
 
-    Source: Muon of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``; with the optimizer on the CPU,
-    in ZeRO 3 and in ``BF16_Optimizer`` the momentum is partitioned like the weights.
+    Otherwise state is partitioned like the weights. Only Muon's momentum in ZeRO 1 and 2 without offload is stored so.
+    Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``.
     """
     return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
         "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",

@@ -21,10 +21,10 @@ MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a checkpoint directory."""
 
 METADATA_NAME = "metadata.json"
-"""File name of a checkpoint's metadata, Determined's."""
+"""File name of a checkpoint's metadata, as in Determined."""
 
 MANIFEST_DIGEST = "manifest_sha256"
-"""Metadata key of a checkpoint: the SHA-256 of the manifest, reported to the master by the trial that wrote it."""
+"""Metadata key with the SHA-256 of the manifest, which the trial that wrote the checkpoint reports to the master."""
 
 FORMAT = 1
 """Version of the manifest's format that this release writes, and the newest that it reads."""
@@ -43,13 +43,13 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a checkpoint.
+    """Description of a checkpoint: progress, layouts of engines, and files.
 
     Attributes:
-        steps_completed: optimizer steps done when it was written.
-        created: time of writing, ISO 8601 in UTC.
+        steps_completed: optimizer steps completed before the checkpoint.
+        created: creation time, ISO 8601 in UTC.
         layouts: the ``Layout`` of each engine, as plain JSON values.
-        files: path relative to the checkpoint, with ``/``, -> the file; without manifest and completion mark.
+        files: path relative to the checkpoint, with ``/`` -> entry. The manifest and completion mark have no entry.
         uuid: name of the checkpoint in its store; None if unknown when the manifest was written.
         format: version of the manifest's format.
     """
@@ -72,7 +72,10 @@ class Manifest:
         uuid: str | None = None,
         created: datetime.datetime | None = None,
     ) -> Manifest:
-        """Build a manifest from the values gathered from all ranks."""
+        """Build a manifest from values gathered from all ranks.
+
+        ``readers`` maps a path to the ranks that read the file.
+        """
         readers = {} if readers is None else readers
         when = datetime.datetime.now(datetime.timezone.utc) if created is None else created
         return cls(
@@ -121,9 +124,9 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of the checkpoint directory ``root``.
 
     Raises:
-        CheckpointNotFoundError: there is no manifest, so dstrial wrote no checkpoint here.
+        CheckpointNotFoundError: ``root`` has no manifest.
         CheckpointDamagedError: the manifest is not JSON, a value is missing or has the wrong type, or the checksum differs.
-        CheckpointError: a newer release of dstrial wrote it.
+        CheckpointError: a newer release of dstrial wrote the manifest.
     """
     path = pathlib.Path(root) / MANIFEST_NAME
     try:
@@ -151,7 +154,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
 
 def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
-    """Return what a checkpoint's manifest and metadata say of its run."""
+    """Return the run that wrote a checkpoint, from manifest and metadata."""
     path = pathlib.Path(root)
     manifest = read_manifest(path)
     metadata: Any = {}
@@ -164,7 +167,7 @@ def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
                 "checkpoint."
             ) from error
     metadata = metadata if isinstance(metadata, dict) else {}
-    # The layouts count: the metadata only adds what they lack.
+    # Metadata only adds fields that the layouts lack.
     extras = metadata.get("engines")
     padded = [*(extras if isinstance(extras, list) else []), *([{}] * len(manifest.layouts))]
     try:
@@ -187,7 +190,7 @@ def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
 def is_own_manifest(root: str | os.PathLike[str]) -> bool:
     """Return whether the manifest is readable and signed by this account.
 
-    The signature covers only files that were verified against the manifest.
+    Files are covered by the signature only after they were verified against the manifest.
     """
     try:
         values = json.loads((pathlib.Path(root) / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -199,7 +202,7 @@ def is_own_manifest(root: str | os.PathLike[str]) -> bool:
 
 
 def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, FileEntry]:
-    """Return size and checksum of each file; ``paths`` are relative to ``root``."""
+    """Return path -> size and checksum; ``paths`` are relative to ``root``."""
     return {path: hash_file(pathlib.Path(root) / path) for path in paths}
 
 
@@ -217,7 +220,7 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return slice ``part`` of ``parts`` of a list; slice sizes differ by one at most."""
+    """Return every ``parts``-th file from index ``part`` on, one rank's share."""
     return list(files[part::parts])
 
 

@@ -1,7 +1,7 @@
-"""List the classes and functions that a pickle would import, without an import.
+"""List the classes and functions that a pickle would import, without importing.
 
-The standard library's unpickler runs with an inert stub in place of every class and function that the pickle names. So all
-protocols are supported, and nothing is imported.
+The standard library's unpickler runs with an inert stub in place of every class and function that the pickle names. All
+protocols are therefore supported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DTYPE = "numpy.dtype"
 _SHARED_INSTANCES = {"deepspeed.runtime.zero.config.ZeroStageEnum"}  # members exist once in a process
 
 _PLAIN_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
-"""Numeric dtypes: no objects, records or raw bytes."""
+"""Names of numeric NumPy dtypes; excludes objects, records and raw bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class PickleContents:
     """The globals that a pickle needs when it is loaded.
 
     Attributes:
-        names: of every class and function, as ``module.name``, sorted.
-        makes_objects: whether the pickle calls any of them, which no text or other data does by chance.
+        names: every class and function that the pickle names, as ``module.name``, sorted.
+        makes_objects: whether the pickle calls any of ``names``; text and other data do not by chance.
         has_odd_dtype: whether the pickle makes a NumPy dtype that is not a plain number, or sets a dtype's state in an unusual
         way. Arrays of such a dtype can treat data as addresses, which allows code execution.
     """
@@ -37,7 +37,7 @@ class PickleContents:
 
 
 def read_pickle(stream: BinaryIO) -> PickleContents:
-    """Scan a pickle up to its end or the first invalid opcode."""
+    """Return the contents of a pickle, up to its end or the first invalid opcode."""
     machine = _Inert(stream)
     # Hostile bytes may raise anything; names found before the error count.
     with contextlib.suppress(Exception):
@@ -47,7 +47,7 @@ def read_pickle(stream: BinaryIO) -> PickleContents:
 
 
 class _Stub:
-    """Inert stub for any class or function; supports every operation of a pickle."""
+    """Inert stub for any class or function; supports every operation of pickles."""
 
     name = ""
     made: ClassVar[list[_Stub]] = []
@@ -77,7 +77,7 @@ class _Stub:
     def add(self, value: Any) -> None: ...
 
 
-# The Python unpickler: the one in C allocates a memo of whatever size the pickle requests.
+# The base is Python's unpickler, because the C unpickler allocates a memo of whatever size the pickle requests.
 class _Inert(pickle._Unpickler):
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream, encoding="latin-1")
@@ -95,7 +95,7 @@ class _Inert(pickle._Unpickler):
         return type("Stub", (_Stub,), {"name": full, "made": self.made})
 
     def load_build(self) -> None:
-        """Name a class or an enumeration's member that would get a new state."""
+        """Record a class or enumeration member whose state the pickle would replace."""
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(changed, type) or getattr(changed, "name", "") in _SHARED_INSTANCES:
             self.named.add(f"a new state of {getattr(changed, 'name', changed)}")

@@ -1,7 +1,7 @@
-"""Locate a parameter's elements in files and in a rank's memory. Pure.
+"""Locate a parameter's elements in checkpoint files and in ranks' memory. Pure.
 
-A layout splits a flattened parameter into shards, each within one replica's partition of a flat buffer (one shard if there
-is no flat buffer). Resharding a checkpoint is then copying intervals.
+A layout splits a flattened parameter into shards, each within one replica's partition of a flat buffer. Without a flat buffer
+there is one shard. Resharding a checkpoint means copying intervals of elements.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Shard:
 
     @property
     def parameter_end(self) -> int:
-        """The end (exclusive) within the flattened parameter."""
+        """Index after the shard's last element within the flattened parameter."""
         return self.parameter_begin + self.numel
 
 
 class ShardMap:
-    """The shards of every parameter in the layout of a checkpoint or live engine."""
+    """The shards of every parameter in one layout, of a checkpoint or live engine."""
 
     def __init__(self, layout: Layout) -> None:
         self._buffers = {(buffer.model_part, buffer.index): buffer for buffer in layout.buffers}
@@ -59,14 +59,14 @@ class ShardMap:
         return list(_flat_shards(numel, place.offset, buffer))
 
     def on(self, place: ParameterPlace, replica: int) -> list[Shard]:
-        """Return the shards in one replica's partition; all if there are no partitions."""
+        """Return a parameter's shards in one replica's partition; all if unpartitioned."""
         buffer = self.buffer(place)
         if buffer is None or buffer.num_partitions == 1:
             return self.of(place)
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return the matrices, by name, that overlap a replica's partition."""
+        """Return name -> whole matrix, for matrices that overlap a replica's partition."""
         found: dict[str, Shard] = {}
         begin = 0
         for place in sorted(self._owned, key=lambda place: place.offset or 0):
@@ -86,10 +86,10 @@ def own_shard(place: ParameterPlace, replica: int) -> Shard | None:
 
 
 def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int, int]]:
-    """Return (group, position) of each parameter of an optimizer without flat buffers."""
+    """Return name -> (group, position) in an optimizer without flat buffers."""
     # `places` are the parameters of one model-parallel part.
     owned = [
-        # Of several parameters at one offset, all but the last are empty.
+        # If several parameters have the same offset, all but the last are empty.
         (place.group_idx, place.offset, math.prod(place.shape) > 0, place.name)
         for place in places
         if place.group_idx is not None and place.offset is not None and place.tied_to in (None, place.name)
@@ -103,7 +103,10 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
 
 
 def overlaps(pieces: Iterable[Shard], begin: int, numel: int) -> Iterator[tuple[Shard, int, int, int]]:
-    """Yield (shard, offset in the shard, offset in the interval, common elements)."""
+    """Yield the shards that overlap an interval of a flattened parameter.
+
+    Each item is (shard, offset in the shard, offset in the interval, number of common elements).
+    """
     end = begin + numel
     for piece in pieces:
         low, high = max(piece.parameter_begin, begin), min(piece.parameter_end, end)

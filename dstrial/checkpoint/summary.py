@@ -1,4 +1,4 @@
-"""Summarise a checkpoint by its manifest; compare two manifests. Pure."""
+"""Summarise a checkpoint from its manifest, and compare two manifests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ParameterCounts:
 
     Attributes:
         num_frozen: parameters that require no gradient.
-        num_not_optimized: parameters that require a gradient but that no optimizer owns.
-        tied: further name of a parameter -> its first name.
+        num_not_optimized: parameters that require a gradient but belong to no optimizer.
+        tied: other name of a tied parameter -> the parameter's first name.
     """
 
     num_parameters: int
@@ -33,7 +33,7 @@ class ParameterCounts:
 
 
 def own_places(layout: Layout) -> Iterator[ParameterPlace]:
-    """Yield every parameter once, without tied names and copies on later stages."""
+    """Yield every parameter once, without tied names or copies on later stages."""
     # If a parameter is split over a model-parallel axis, each slice is yielded.
     seen = set()
     for place in layout.parameters:
@@ -44,7 +44,7 @@ def own_places(layout: Layout) -> Iterator[ParameterPlace]:
 
 
 def tied_names(layout: Layout) -> dict[str, str]:
-    """Return tied name -> first name of a parameter."""
+    """Return other name -> first name, for each tied parameter."""
     return {
         place.name: place.tied_to
         for place in layout.parameters
@@ -66,7 +66,7 @@ def count_parameters(layout: Layout) -> ParameterCounts:
 
 
 def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """Return kind -> ``files`` and ``bytes``, in the order of ``KINDS``, if not 0."""
+    """Return kind of file -> ``files`` (count) and ``bytes``, for kinds with files."""
     sizes: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         of_kind = [
@@ -78,7 +78,7 @@ def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dic
 
 
 def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int]:
-    """Return rank -> bytes that the rank wrote, as far as known."""
+    """Return rank -> bytes that the rank wrote; files of unknown writers are left out."""
     sizes: dict[int, int] = {}
     for path, entry in manifest.files.items():
         rank = role_of(path, layouts).writer_rank
@@ -97,7 +97,7 @@ def layout_fields(layout: Layout) -> dict[str, Any]:
 
 
 def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
-    """Return a checkpoint's ``experiment_config`` and ``hparams``; empty without them."""
+    """Return a checkpoint's ``load_data.json``: experiment config and hyperparameters."""
     try:
         values = json.loads((pathlib.Path(root) / "load_data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -106,12 +106,12 @@ def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
 
 
 ABSENT = "absent"
-"""Placeholder for a value that one side lacks."""
+"""Placeholder for a value that only one of two checkpoints has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One value that differs between two checkpoints; ``ABSENT`` if one side lacks it."""
+    """One value that differs between two checkpoints; ``ABSENT`` if missing in one."""
 
     key: str
     a: Any
@@ -135,12 +135,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def compare_layouts(a: Layout, b: Layout) -> list[Difference]:
-    """Compare two layouts, versions included, without the locations of elements."""
+    """Compare two engines' layouts with versions, without the locations of elements."""
     return compare(layout_fields(a), layout_fields(b))
 
 
 def compare_parameters(a: Layout, b: Layout) -> list[Difference]:
-    """Compare two engines' parameters: shape, type, whether trained or tied."""
+    """Compare two engines' parameters: shape, dtype, whether frozen or tied."""
     return compare(_parameters(a), _parameters(b))
 
 

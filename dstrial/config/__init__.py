@@ -1,7 +1,7 @@
 """Experiment config and DeepSpeed JSON: load, merge, solve the batch, check.
 
-Reads files only: starts no process and never imports torch, deepspeed or determined. Names are resolved lazily, because this
-package and ``dstrial.resume`` import each other.
+This package only reads files. It starts no process and never imports torch, deepspeed or determined. Names are resolved
+lazily, because this package and ``dstrial.resume`` import each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Values with which the Trainer or Accelerate replaces ``"auto"``. Pure.
+"""Values that the Trainer or Accelerate fills in for ``"auto"``. Pure functions.
 
-Accelerate, which the Trainer uses too, rejects every ``"auto"`` that remains when it creates the engine, even if DeepSpeed
-would accept it. So an ``"auto"`` that is not listed here is an error for these entrypoints.
+The Trainer uses Accelerate. Accelerate rejects every ``"auto"`` that remains when it creates the engine, even if DeepSpeed
+would accept it. For entrypoints with these libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
 
 Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
 accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
@@ -30,8 +30,8 @@ class NumberPair:
     """A Trainer argument and the DeepSpeed keys that must have the same value."""
 
     argument: str
-    keys: tuple[str, ...]  # dotted; the first counts if two differ and neither is overwritten
-    also_removed: tuple[str, ...] = ()  # equivalent arguments, also removed if the key's value wins
+    keys: tuple[str, ...]  # dotted; if two keys differ and neither is overwritten, the first one counts
+    also_removed: tuple[str, ...] = ()  # equivalent arguments; if the key's value wins, they are removed too
     minimum: float | None = None  # lowest value that DeepSpeed accepts
     is_whole: bool = False
 
@@ -96,7 +96,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Replaces ``"auto"`` in a script's DeepSpeed config, as its library does."""
+    """Values with which a script's library replaces ``"auto"`` in a DeepSpeed config."""
 
     name: str  # for messages
     is_trainer: bool
@@ -104,14 +104,14 @@ class AutoValues:
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return None if the script's source shows neither library."""
+        """Return the values for a script; None if its source uses neither library."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"
         return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
 
     def says(self, key: str) -> str | None:
-        """Return a clause: the library that sets a dotted key, and its source; else None."""
+        """Return a clause about the library and source that set a dotted key, or None."""
         if key in _BY_PLUGIN:
             return f"Accelerate fills in {_BY_PLUGIN[key]}"
         if key in _BY_HIDDEN_SIZE:
@@ -130,10 +130,10 @@ class AutoValues:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Return the batch sizes; None if only the script knows the micro batch.
+        """Return the batch sizes; None if the source does not show the micro batch.
 
-        A number in the config wins over an argument, as in ``dstrial.dsat.get_hf_args_with_overwrites``.
-        ``where`` maps the name of each size to its ``file:line: key``.
+        A number in the config takes precedence over an argument, as in ``dstrial.dsat.get_hf_args_with_overwrites``. ``where``
+        maps the name of each size to its ``file:line: key``.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         given: dict[str, int | None] = {}

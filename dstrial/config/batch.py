@@ -1,7 +1,7 @@
-"""Solve DeepSpeed's batch equation for the sizes that are not given.
+"""Solve DeepSpeed's batch equation for the batch sizes that are not given.
 
-``train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas``; replicas is the data-parallel
-size, not the number of ranks.
+``train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas``. ``replicas`` is the
+data-parallel size, not the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSolution:
-    """Batch sizes for which the equation holds."""
+    """Batch sizes for which DeepSpeed's batch equation holds."""
 
     train_batch_size: int  # records of one optimizer step, over all replicas
     train_micro_batch_size_per_gpu: int  # records of one forward pass of one replica
@@ -48,8 +48,8 @@ def solve_batch(
 ) -> BatchSolution:
     """Compute the batch sizes that are None or ``"auto"``.
 
-    Of several solutions it returns DeepSpeed's: with only one of the first two sizes given, ``gradient_accumulation_steps`` is 1.
-    Where a size does not divide evenly, DeepSpeed fails an assertion; the ConfigError names the nearest settings that work.
+    If only one of the first two sizes is given, ``gradient_accumulation_steps`` is 1, as in DeepSpeed. If a size is not
+    divisible, DeepSpeed fails an assertion; here the ConfigError names the nearest settings that work.
     ``where`` maps the name of each size to its ``file:line: key``, for messages.
 
     Source: DeepSpeed 0.19.8 runtime/config.py, ``_set_batch_related_parameters``.
@@ -107,7 +107,7 @@ def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[st
 def resolve_batch(config: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any]:
     """Return a copy of a DeepSpeed config in which every batch size is a number.
 
-    DeepSpeed raises TypeError for ``"auto"`` at these three keys, unless another tool has replaced it.
+    DeepSpeed raises TypeError for ``"auto"`` at a batch size, unless another tool has replaced the value.
     """
     total, micro, steps = (config.get(key) for key in BATCH_KEYS)
     solution = solve_batch(total, micro, steps, data_parallel_size)
@@ -158,7 +158,7 @@ def _no_steps(places: Mapping[str, str], total: int, micro: int, replicas: int) 
 
 
 def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
-    """Suggest the divisor of the records per replica that is nearest to ``value``."""
+    """Return a hint with the divisor of the records per replica nearest to ``value``."""
     if total % replicas:
         return ""
     per_replica = total // replicas

@@ -1,9 +1,4 @@
-"""A command line as ``HfArgumentParser`` reads it: find, change, add flags. Pure.
-
-Source: transformers 4.56 and 5.23 ``hf_argparser.py`` (every field of a dataclass is an option spelled with underscores or with
-dashes; a boolean one needs no value) on top of the standard library's ``argparse`` (the last occurrence of a flag wins,
-``--`` ends the options, an unambiguous prefix abbreviates a name).
-"""
+"""Find, change and add flags in a command line for ``HfArgumentParser``. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ _FALSE = ("no", "false", "f", "n", "0")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenFlag:
-    """One parsed flag of a command line."""
+    """One occurrence of a flag in a command line."""
 
     word_idx: int
     spelling: str  # with its dashes
@@ -28,7 +23,7 @@ class GivenFlag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The arguments of a script, as the shell splits them."""
+    """The arguments of a script, as words after the shell's splitting."""
 
     words: tuple[str, ...]
 
@@ -37,7 +32,7 @@ class CommandLine:
         return cls(tuple(words))
 
     def find(self, name: str) -> GivenFlag | None:
-        """Return the last occurrence of a field's flag, which wins; None if absent."""
+        """Return the last occurrence of a flag, which takes effect; None if absent."""
         found = self._all(name)
         return found[-1] if found else None
 
@@ -55,7 +50,7 @@ class CommandLine:
         return False if flag.value.lower() in _FALSE else None
 
     def with_value(self, name: str, value: str) -> CommandLine:
-        """Return a copy in which a flag's last occurrence is changed, or one appended."""
+        """Return a copy with ``value`` in the flag's last occurrence, or in a new flag."""
         flag = self.find(name)
         words = [*self.words]
         if flag is None:
@@ -77,7 +72,10 @@ class CommandLine:
         return CommandLine(tuple(words))
 
     def abbreviations(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """Return (word, flag) for words that abbreviate a flag with at least two parts."""
+        """Return (word, name) for words that abbreviate one of ``names``.
+
+        Only words with an underscore or inner dash count.
+        """
         # A shorter prefix is more likely a flag of the script itself.
         known = list(names)
         found = []
@@ -108,7 +106,7 @@ class CommandLine:
 
 
 def _name(word: str) -> str | None:
-    """Return the field that a word names; None if it is not a long option."""
+    """Return a word's option name with underscores; None if it is no long option."""
     if not word.startswith("--") or len(word) == len("--"):
         return None
     return word[2:].partition("=")[0].replace("-", "_")

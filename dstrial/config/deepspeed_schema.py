@@ -1,10 +1,10 @@
-"""Read the committed tables of DeepSpeed's config keys and the installed version.
+"""Read the committed tables of DeepSpeed's config keys, and the installed version.
 
-``tools/generate_deepspeed_rules.py`` generates ``deepspeed_tables/RELEASE.json`` from each supported release. A table may
-hold only the differences from another table. ``root`` describes the top level as a
-:class:`dstrial.config.keys.Section`; ``removed`` lists keys that DeepSpeed rejects, by section; ``optimizers`` and
-``schedulers`` give for each type the names of its parameters (``params``, absent where any is accepted), those ``required``,
-and whether DeepSpeed lists the optimizer as tested with ZeRO.
+``tools/generate_deepspeed_rules.py`` generates ``deepspeed_tables/RELEASE.json`` from each supported release. A table may hold
+only the differences from another table. ``root`` describes the top level as a :class:`dstrial.config.keys.Section`. ``removed``
+lists the keys that DeepSpeed rejects, by section. For each type, ``optimizers`` and ``schedulers`` give the parameter names
+(``params``, absent if any name is accepted) and those ``required``. They also tell whether DeepSpeed lists an optimizer as
+tested with ZeRO.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class DeepSpeedRules:
 
 
 def deepspeed_rules(version: str | None = None) -> DeepSpeedRules:
-    """Return the rules of a DeepSpeed release, by default the installed one."""
+    """Return the rules of a DeepSpeed release, by default of the installed release.
+
+    A release without a table gets the newest table.
+    """
     # The newest table serves for a release without one.
     wanted = (version or installed_deepspeed_version() or "").split("+")[0]
     return _rules_of(wanted if wanted in releases() else releases()[-1])
@@ -64,10 +67,10 @@ def _rules_of(release: str) -> DeepSpeedRules:
 
 
 def read_table(release: str) -> dict[str, Any]:
-    """Return a release's table with the differences applied.
+    """Return a release's table; differences are applied to their base table.
 
-    Differences name a base release; ``set`` maps dotted paths to new values, and
-    ``absent`` lists the paths to delete.
+    In a table of differences, ``differs_from`` names the base release, ``set`` maps dotted paths to new values, and ``absent``
+    lists the paths to delete.
     """
     table: dict[str, Any] = json.loads(_TABLES.joinpath(f"{release}.json").read_text(encoding="utf-8"))
     if "differs_from" not in table:
@@ -85,7 +88,7 @@ def read_table(release: str) -> dict[str, Any]:
 
 @functools.cache
 def installed_deepspeed_version() -> str | None:
-    """Return the version of the installed DeepSpeed without an import; else None."""
+    """Return DeepSpeed's installed version without importing it; None if missing."""
     try:
         return importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Read an experiment's DeepSpeed config, its overwrites and its line numbers."""
+"""Read an experiment's DeepSpeed configs, with overwrites and line numbers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeedSource:
-    """A merged DeepSpeed config, before batch sizes are solved and defaults filled in."""
+    """A DeepSpeed config as given, with overwrites merged and without defaults."""
 
     path: Path | None  # None if the config is a mapping in the experiment config
     label: str  # the config's name in messages
     base: dict[str, Any]  # before the overwrites
-    overwrite: dict[str, Any]  # `overwrite_deepspeed_args` with dotted keys nested
-    merged: dict[str, Any]  # base with the overwrites in it
+    overwrite: dict[str, Any]  # `overwrite_deepspeed_args`, in which dotted keys are nested mappings
+    merged: dict[str, Any]  # `base` with `overwrite` applied
     lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
     overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite`
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names ``<engine>_deepspeed_config``: configs of further engines."""
+    """Return the hyperparameters ``<engine>_deepspeed_config`` of further engines."""
     return tuple(key for key in hyperparameters if key.endswith(f"_{MAIN_KEY}"))
 
 
@@ -46,8 +46,8 @@ def read_deepspeed(
 ) -> DeepSpeedSource | None:
     """Read and merge one DeepSpeed config of an experiment.
 
-    ``key`` is the hyperparameter that names the config; ``lines`` and ``label`` are the experiment config's. Returns None if the
-    experiment has no DeepSpeed config, or if the config cannot be read, which is recorded as a problem.
+    ``key`` is the hyperparameter with the config or its path. ``lines`` and ``label`` are the experiment config's. Returns None
+    if the experiment has no DeepSpeed config. If the config cannot be read, the problem is recorded and None returned.
     """
     overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
     if hyperparameters.get(key) is None:
@@ -85,8 +85,8 @@ def read_deepspeed(
 def _read_base(
     key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Diagnostics
 ) -> Document | None:
-    """Return a DeepSpeed config without its overwrites; None after a problem."""
-    # The config is in a file of its own or in the experiment config.
+    """Return a DeepSpeed config without overwrites; None if a problem was recorded."""
+    # The config is in a separate file or in the experiment config.
     where = f"hyperparameters.{key}"
     if isinstance(given, Mapping):
         return Document(label, dict(given), _below(lines, ("hyperparameters", key)))
@@ -131,7 +131,10 @@ def _merged_lines(
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
-    """Return a trial's readable DeepSpeed configs, merged, the main one first."""
+    """Return a trial's merged DeepSpeed configs, main config first.
+
+    Configs that cannot be read are left out.
+    """
     ignored = Diagnostics({}, "")
     found = [
         read_deepspeed(key, hyperparameters, context_dir, {}, "", ignored)
@@ -141,13 +144,13 @@ def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> 
 
 
 def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
-    """Return the lines of one part of a document, by paths relative to that part."""
+    """Return the lines of the keys below ``prefix``, by paths relative to ``prefix``."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
     inside.setdefault((), locate(lines, prefix, ""))
     # A value from the command line has no line, so its message needs the whole key.
     whole_key = f"{OVERRIDE_LABEL}: {dotted(prefix)}"
     inside = {path: whole_key if line == OVERRIDE_LABEL else line for path, line in inside.items()}
-    # A constant may be written {type: const, val: …}; its keys are then one level deeper.
+    # A constant may be written as {type: const, val: …}. The constant's keys are then one level deeper.
     for path, line in [*inside.items()]:
         if "val" in path:
             inside.setdefault(tuple(part for part in path if part != "val"), line)

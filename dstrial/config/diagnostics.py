@@ -11,7 +11,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 _T = TypeVar("_T")
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""Keys and list indexes from the root of a document to one value."""
+"""Keys and list indexes that lead from the root of a document to one value."""
 
 Lines: TypeAlias = Mapping[KeyPath, str]
 """Position of each key: ``file:line`` or another short label such as ``--config``."""
@@ -20,7 +20,7 @@ OVERRIDE_LABEL = "--config"
 """Label of values from the command line; ``--config: key`` if only the section ``key`` is checked."""
 
 MAX_PROBLEMS = 100
-"""Maximum number of problems before a check stops: a hostile config costs little, and the response stays short."""
+"""Number of problems at which a check stops, so that a hostile config costs little and the response stays short."""
 
 _MAX_RENDERED_CHARS = 80
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -35,7 +35,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def nested_form(parts: Sequence[str], value: Any) -> str:
-    """Return a value under several keys as YAML, for example ``a: {b: 3}``."""
+    """Return YAML of a value below nested keys, for example ``a: {b: 3}``."""
     *outer, last = parts
     text = f"{last}: {render(value)}"
     for part in reversed(outer):
@@ -44,7 +44,7 @@ def nested_form(parts: Sequence[str], value: Any) -> str:
 
 
 def key_path(text: str) -> KeyPath:
-    """Split a dotted key (without list positions); an empty text is the root path."""
+    """Split a dotted key (without list indexes) into a path; "" is the root."""
     return tuple(text.split(".")) if text else ()
 
 
@@ -52,7 +52,7 @@ def render(value: Any) -> str:
     """Return a value as JSON, shortened to about 80 characters."""
     text = ""
     try:
-        # In chunks: a whole config is large, and many problems may render the same part of it.
+        # Encoding stops early, because a config may be large and many problems may render the same part.
         for piece in _ENCODER.iterencode(value):
             text += piece
             if len(text) > _MAX_RENDERED_CHARS:
@@ -63,7 +63,7 @@ def render(value: Any) -> str:
 
 
 def locate(lines: Lines, path: KeyPath, default: str) -> str:
-    """Return the ``file:line`` of a key, or of its nearest parent that has one.
+    """Return the ``file:line`` of a key, or of its nearest parent with a line.
 
     The key need not exist; ``default`` is returned if no parent has a line either.
     """
@@ -75,7 +75,10 @@ def locate(lines: Lines, path: KeyPath, default: str) -> str:
 
 
 class Diagnostics:
-    """Problems and warnings about one document; ``where`` labels keys without a line."""
+    """Collects problems, warnings and notes about one document.
+
+    ``where`` labels keys without a line.
+    """
 
     def __init__(self, lines: Lines, where: str) -> None:
         self._lines = lines
@@ -95,7 +98,7 @@ class Diagnostics:
         return f"{label}{separator}{dotted(parts)}"
 
     def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
-        """Record an error; at ``MAX_PROBLEMS`` errors raise ConfigError with all of them."""
+        """Record an error; the ``MAX_PROBLEMS``-th raises ConfigError with all errors."""
         _add_new(self.problems, self._known[0], ConfigProblem(self.place(path), got, expected, fix))
         if len(self.problems) >= MAX_PROBLEMS:
             more = ConfigProblem(
@@ -111,7 +114,7 @@ class Diagnostics:
         _add_new(self.warnings, self._known[1], f"{self.place(path)} {text}")
 
     def note(self, path: KeyPath | str, text: str) -> None:
-        """Record what is worth knowing; ``text`` follows ``file:line: key``."""
+        """Record a note; the message is ``file:line: key`` and then ``text``."""
         _add_new(self.notes, self._known[2], f"{self.place(path)} {text}")
 
     def raise_if_any(self) -> None:
@@ -120,8 +123,8 @@ class Diagnostics:
 
 
 def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
-    """Append an item unless the list has it; ``known`` is the list as a set."""
-    # Other code appends to the list as well.
+    """Append ``one`` to ``found`` unless present; ``known`` is ``found`` as a set."""
+    # Other code appends to `found` without updating `known`.
     if len(known) != len(found):
         known.update(found)
     if one not in known:

@@ -1,9 +1,9 @@
-"""Parse users' YAML and JSON safely into plain values with line numbers.
+"""Parse untrusted YAML and JSON into plain values with line numbers.
 
 YAML follows the core schema of version 1.2, as in Determined's client: ``1e-5`` is a number and ``yes`` is a string. JSON is
-strict, as in ``overwrite_deepspeed_config``. A duplicate key is an error in both. A text of 700 bytes can expand to 19 GiB
-(nine levels of nine aliases), and 20,000 brackets overflow the stack of a recursive reader. So size, number of values and
-depth are limited. For any text, the only error raised is ConfigError.
+strict, as in ``overwrite_deepspeed_config``. A duplicate key is an error in both formats. A text of 700 bytes can expand to
+19 GiB (nine levels of nine aliases), and 20,000 brackets overflow the stack of a recursive reader. Therefore size, number of
+values and depth are limited. For any text, the only error raised is ConfigError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dstrial.config.diagnostics import MAX_PROBLEMS, KeyPath, dotted
 from dstrial.errors import ConfigError, ConfigProblem
 
 MAX_DEPTH = 100
-"""Maximum nesting of lists and mappings in user input; code that traverses configs recurses this deep."""
+"""Maximum nesting of lists and mappings in user input; also the recursion depth of code that traverses configs."""
 
 MAX_KEY_CHARS = 1024
 """Maximum length of a key; YAML has the same limit for keys without ``?``."""
@@ -57,7 +57,7 @@ class Document:
 
 
 class _InvalidError(ValueError):
-    """An illegal value; the arguments are parts of the message."""
+    """An illegal value; the arguments are (got, expected, fix) of the message."""
 
     def at(self, where: str) -> ConfigError:
         got, expected, fix = self.args
@@ -94,7 +94,7 @@ def _num_bytes(text: str) -> int:
 
 
 def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
-    """Raise ConfigError if values that were parsed elsewhere exceed the limits.
+    """Raise ConfigError if an already parsed value exceeds the limits.
 
     ``value`` must have no reference cycles.
 
@@ -150,7 +150,7 @@ def _float(text: str) -> float:
 
 
 def _number(value: float) -> float:
-    """Return the number; reject one that JSON or a database cannot represent."""
+    """Return ``value``; raise an error if JSON or a database cannot represent it."""
     if not (-(2**63) <= value < 2**64 if isinstance(value, int) else math.isfinite(value)):
         raise _InvalidError(str(value)[:40], "a finite number of 64 bits", "Put it into quotes.")
     return value
@@ -170,7 +170,7 @@ def _short(digits: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Return the string; reject characters illegal in UTF-8 or environment variables."""
+    """Return ``text``; reject characters illegal in UTF-8 or environment variables."""
     if "\0" in text:
         raise _InvalidError("a text with a NUL character", "text without NUL", "Remove the character.")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
@@ -199,20 +199,20 @@ _PLAIN = {
     "null": (r"~|null|Null|NULL|", ("~", "n", "N", "")),
     "merge": ("<<", "<"),
 }
-"""Tag -> pattern of its plain scalars in YAML 1.2's core schema, and their possible first characters."""
+"""Tag -> (pattern of the tag's plain scalars in YAML 1.2's core schema, possible first characters)."""
 
 
 class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml is ten times as fast
-    """A loader that resolves scalars by the core schema of YAML 1.2."""
+    """A YAML loader that resolves scalars by the core schema of YAML 1.2."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes strings which YAML 1.1 or 1.2 would read as another type."""
+    """A YAML dumper that quotes strings which YAML 1.1 or 1.2 reads as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Escape line breaks that YAML 1.2 does not know; other quotes would fold them."""
+        """Escape Unicode line breaks, which other quoting styles would fold."""
         style = '"' if re.search("[\x85\u2028\u2029]", text) else None
         return self.represent_scalar(f"{_TAG}str", text, style=style)
 
@@ -227,15 +227,15 @@ def parse_yaml_value(text: str, label: str = "the value") -> Any:
     """Parse a value as in a config: ``4`` is an int, ``1e-5`` a float, ``[1]`` a list.
 
     Raises:
-        ConfigError: the text is not YAML, has a duplicate key, or exceeds the limits; ``label`` names it.
+        ConfigError: the text is not YAML, has a duplicate key, or exceeds the limits. The message calls it ``label``.
     """
     return read_yaml_text(text, label).value
 
 
 def yaml_text(value: Any) -> str:
-    """Return plain values as YAML that has the same meaning in versions 1.1 and 1.2.
+    """Return plain values as YAML with the same meaning in YAML 1.1 and 1.2.
 
-    PyYAML alone would write the string ``"2e-3"`` without quotes, which version 1.2 reads as a number.
+    Without ``_Dumper`` PyYAML would write the string ``"2e-3"`` without quotes, which YAML 1.2 reads as a number.
     """
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)  # a SafeDumper
     return text
@@ -281,7 +281,7 @@ def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
 
 
 def _check_events(text: str, label: str, limits: TextLimits) -> None:
-    """Check the limits before nodes are composed, which recurses and takes memory."""
+    """Check the limits before composing nodes, which recurses and takes memory."""
     num_values = depth = 0
     for event in yaml.parse(text, Loader=YamlLoader):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -295,7 +295,10 @@ def _check_events(text: str, label: str, limits: TextLimits) -> None:
 
 
 class _YamlReader:
-    """Converts composed nodes to values; an alias becomes a copy and counts as one."""
+    """Converts composed YAML nodes to values; an alias becomes a copy.
+
+    The copy's values count towards the limit.
+    """
 
     def __init__(self, label: str, limits: TextLimits) -> None:
         self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
@@ -341,7 +344,10 @@ class _YamlReader:
         self._open.append(node)
 
     def _pairs(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[Any, yaml.Node, yaml.Node]]:
-        """Return a mapping's items by key text; its own keys override merged ones."""
+        """Return key text -> (key, key node, value node) of a mapping.
+
+        The mapping's own keys override keys merged with ``<<``.
+        """
         own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         texts: dict[Any, str] = {}
@@ -423,7 +429,7 @@ def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Do
 def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
     _check_text(text, label, limits)
     try:
-        # The parser recurses in C and raises RecursionError long before the stack ends; other documents are checked for depth.
+        # The parser recurses in C and raises RecursionError long before the stack overflows; check_value checks the depth.
         value = json.loads(text, parse_constant=_float, parse_int=_int, parse_float=_float)
     except json.JSONDecodeError as error:
         raise _InvalidError(
@@ -472,7 +478,7 @@ def _json_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
 def _read_text(path: Path, label: str, limits: TextLimits) -> str:
     try:
         with path.open("rb") as file:
-            # Not the file's size, which is 0 for devices and pipes.
+            # The file's size is not used, because it is 0 for devices and pipes.
             content = file.read(limits.text_bytes + 1)
         if len(content) > limits.text_bytes:
             raise _too_large(f"more than {limits.text_bytes} bytes", limits).at(f"{label}: the text")

@@ -1,8 +1,4 @@
-"""Dotted keys in ``--config key=value`` and in overwrites of old configs. Pure.
-
-Old configs write ``zero_optimization.stage: 3`` for a nested key. Determined puts such an overwrite at the top level of the
-DeepSpeed config, where old DeepSpeed releases ignored it.
-"""
+"""Nest dotted keys of ``--config key=value`` and of DeepSpeed overwrites. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ _OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
 
 
 def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
-    """Return the value at a dotted key or path of nested mappings; else ``default``."""
+    """Return the value at a dotted key or path; ``default`` if there is none."""
     for part in key_path(path) if isinstance(path, str) else path:
         if not isinstance(config, Mapping) or part not in config:
             return default
@@ -43,7 +39,7 @@ def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield path and value of each leaf of a mapping; an empty mapping is a leaf."""
+    """Yield (path, value) of each leaf of a mapping; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -52,7 +48,7 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return ``data.dstrial``, dstrial's section of an experiment config; else empty."""
+    """Return ``data.dstrial`` of an experiment config; empty if it is no mapping."""
     section = value_at(config, "data.dstrial")
     return section if isinstance(section, Mapping) else {}
 
@@ -62,7 +58,7 @@ def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
 
 
 def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed overwrites with dotted keys nested; later keys win.
+    """Return overwrites with dotted keys as nested mappings; later keys win.
 
     Only keys that begin with the name of a DeepSpeed section are nested. Unchanged values are shared, not copied.
     """
@@ -70,7 +66,7 @@ def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Report hyperparameters with dotted names that never reach DeepSpeed."""
+    """Record hyperparameters with dotted names, which never reach DeepSpeed."""
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
         if not (dot and rest):
@@ -131,7 +127,7 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge two mappings at every depth; ``other`` wins, and null is a value."""
+    """Merge two mappings at every depth; ``other`` wins, also with null values."""
     result = dict(one)
     for key, value in other.items():
         below = result.get(key)
@@ -145,9 +141,10 @@ def _is_section(name: str, section: Section) -> bool:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
-    """Return a copy of an experiment config with values from the command line.
+    """Return a copy of an experiment config with overrides from the command line.
 
-    Each override is ``key=value``: a dotted key, and a value in YAML. A value with commas outside brackets is a list.
+    Each override is ``key=value``: a dotted key, and a value in YAML. A value with commas that does not begin with a bracket is
+    a list.
     ``+key=value`` adds a key below ``hyperparameters`` or ``data`` that the file does not have.
     """
     if not overrides:

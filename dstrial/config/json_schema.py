@@ -1,4 +1,4 @@
-"""Convert the experiment config's table to a JSON Schema for editors. Pure."""
+"""Convert the table of experiment config keys to a JSON Schema for editors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Check a document's keys, types and bounds against a table; fill in defaults.
+"""Check a config's keys, types and bounds against a table; fill in defaults.
 
-The same code checks DeepSpeed's JSON and the experiment config; a :class:`Dialect` has their differences.
+The same code checks DeepSpeed's JSON and the experiment config. A :class:`Dialect` describes the differences between the two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """The legal values of one key."""
+    """Rule of one config key: legal values, default, and texts for messages."""
 
     types: tuple[str, ...]  # keys of _WORDS, or "any"
     default: Any = None
@@ -55,10 +55,10 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """The legal keys of one mapping."""
+    """The legal keys of one mapping, each with its rule."""
 
     keys: Mapping[str, Rule]
-    # Whether the consumer rejects unknown keys and converts quoted numbers (DeepSpeed's pydantic models).
+    # Whether the config's consumer rejects unknown keys and converts quoted numbers (DeepSpeed's pydantic models).
     strict: bool = False
     required: tuple[str, ...] = ()
     is_open: bool = False  # whether unknown keys are legal
@@ -67,7 +67,7 @@ class Section:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Section:
-        """Build a section from the rule generator's JSON table."""
+        """Build a section from a JSON table in ``deepspeed_tables``."""
         return cls({key: _rule_from_table(rule) for key, rule in table["keys"].items()}, table["strict"])
 
 
@@ -83,7 +83,7 @@ def _rule_from_table(table: Mapping[str, Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dialect:
-    """How the consumer of a document treats unknown keys, null and ``"auto"``."""
+    """How the consumer of a config treats unknown keys, null and ``"auto"``."""
 
     name: str  # the consumer, for messages: "DeepSpeed 0.19.8"
     consequence: str = ""  # clause: the effect of an unknown key in a section that is not strict
@@ -98,11 +98,13 @@ class Dialect:
 def check_keys(
     section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Diagnostics, path: KeyPath = ()
 ) -> dict[str, Any]:
-    """Check the mapping at ``path`` and everything in it; fill in defaults.
+    """Check a mapping and everything in it; return a copy with defaults.
+
+    ``path`` is the mapping's key path in the document.
 
     Returns:
-        A new mapping with every key of the table that is not deprecated: the given value if legal, else the
-        default. Given keys that are deprecated or unknown are kept.
+        A new mapping with every key of the table that is not deprecated: the given value if legal, otherwise the
+        default. Deprecated and unknown keys are kept if given.
     """
     spelled = {other: key for key, rule in section.keys.items() for other in (key, *rule.also)}
     effective: dict[str, Any] = {}
@@ -172,7 +174,7 @@ def _unknown_key(
 def _check_value(
     rule: Rule, value: Any, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
-    """Return whether a value is legal, and the value with its defaults filled in."""
+    """Return (whether the value is legal, the value with its defaults filled in)."""
     if (
         value == AUTO
         and dialect.auto != "value"
@@ -283,7 +285,7 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Convert a quoted or numeric value as the consumer does; None if impossible."""
+    """Convert a quoted or numeric value as the config's consumer does, or return None."""
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

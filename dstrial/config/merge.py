@@ -1,4 +1,4 @@
-"""Merge overwrites into a DeepSpeed config, and experiment configs over templates.
+"""Merge overwrites into DeepSpeed configs, and experiment configs into templates.
 
 Merging sets no defaults and validates nothing.
 
@@ -21,10 +21,10 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 
 def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two DeepSpeed configs, key by key at every depth, into a new one.
+    """Merge overwrites into a copy of a DeepSpeed config, key by key at every depth.
 
-    A mapping merges into a mapping; any other value (lists too) replaces the old one; ``None`` deletes the key. A dotted
-    key in the overwrite, such as ``zero_optimization.stage``, means the nested key.
+    A mapping merges into a mapping. Any other value (also a list) replaces the old value. ``None`` deletes the key. A
+    dotted key in the overwrite, such as ``zero_optimization.stage``, means the nested key.
     """
     return _merged(base, nested(overwrite))
 
@@ -47,14 +47,14 @@ def overwrite_deepspeed_config(
 ) -> dict[str, Any]:
     """Return a DeepSpeed config with the experiment config's overwrites applied.
 
-    Unlike Determined's function of this name, a ``None`` deletes the key.
+    Unlike in Determined's function of this name, ``None`` deletes a key.
 
     Args:
         base_ds_config: path of a DeepSpeed JSON file, or its content.
         source_ds_dict: values to set, usually ``hyperparameters.overwrite_deepspeed_args``.
 
     Returns:
-        A new dictionary, to hand to ``deepspeed.initialize``; neither argument is changed.
+        A new dictionary for ``deepspeed.initialize``; neither argument is changed.
 
     Raises:
         ConfigError: the file cannot be read, is not a JSON object, or has a duplicate key.
@@ -90,10 +90,10 @@ _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest
 def merge_template(template: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in which a template's values replace missing or null ones.
 
-    Mappings are merged at every depth. Exceptions: the union of labels; bind mounts, devices and proxy ports of the template
-    are added unless the config uses their container path or port; environment variables of the template come before the
-    config's; log policies are merged by name; hyperparameters are not merged, unless both are groups; of another type of
-    searcher or storage only the fields common to all types are merged; periods are not merged, as units may differ.
+    Mappings are merged at every depth, with these exceptions. Labels are united. Bind mounts, devices and proxy ports of the
+    template are added unless the config uses the same container path or port. Environment variables of the template come before
+    the config's. Log policies are merged by name. Hyperparameters are merged only if both are groups. If the types of searcher
+    or storage differ, only fields common to all types are merged. Periods are not merged, because units may differ.
     Both arguments are unchecked partial configs; neither is modified.
     """
     return _mapping(template, config, ())
@@ -132,7 +132,7 @@ def _whole(_base: Any, over: Any) -> Any:
 
 
 def _union_of(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
-    """Return the merge rule of a section whose fields depend on its field ``kind``."""
+    """Return the merge function of a section whose other fields depend on ``kind``."""
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, Mapping) or not isinstance(over, Mapping):
@@ -166,7 +166,7 @@ def _frozen(item: Any) -> Hashable:
 
 
 def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the merge rule of a list whose items are identified by ``name(item)``."""
+    """Return the merge function of a list with items identified by ``name(item)``."""
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, list) or not isinstance(over, list):
@@ -178,7 +178,7 @@ def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _container_path(item: Any) -> Any:
-    """Return a container path: a field, or the middle of ``host:container[:mode]``."""
+    """Return a mount's container path, from a mapping or ``host:container[:mode]``."""
     if isinstance(item, Mapping):
         return item.get("container_path")
     return item.split(":")[1] if isinstance(item, str) and ":" in item else item
@@ -189,7 +189,7 @@ def _proxy_port(item: Any) -> Any:
 
 
 def _variables(base: Any, over: Any) -> Any:
-    """Concatenate environment variables, per device unless both are lists."""
+    """Concatenate environment variables; by device kind unless both are lists."""
     if isinstance(base, list) and isinstance(over, list):
         return [*base, *over]
     if not isinstance(base, (list, Mapping)) or not isinstance(over, (list, Mapping)):
@@ -205,7 +205,7 @@ def _of_device(given: Any, device: str) -> list[Any]:
 
 
 def _image(base: Any, over: Any) -> Any:
-    """Merge images per device; a string applies to all devices."""
+    """Merge images by device kind; a string applies to all kinds."""
     if isinstance(over, Mapping):
         below = with_new_names(base) if isinstance(base, Mapping) else dict.fromkeys(DEVICES, base)
         return _shallow(below, with_new_names(over))

@@ -1,4 +1,4 @@
-"""The parallel dimensions of a job, computed once and passed everywhere."""
+"""The parallel dimensions of a job: data, pipeline, tensor, sequence, expert."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp"}
 """Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for each dimension of a replica."""
-# Fields that multiply the ranks of a replica.
+# Fields whose product is the number of ranks of a replica.
 _IN_REPLICA = ("pp", "tp", "sp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Parallel dimensions of a job, checked: ``world_size = dp x pp x tp x sp``."""
+    """Parallel dimensions of a job, for which ``world_size = dp x pp x tp x sp``.
+
+    Raises:
+        ValueError: a size is below 1, or the equation has no whole ``dp``.
+    """
 
     world_size: int
     pp: int = 1  # pipeline stages
     tp: int = 1  # ranks that share each layer, through an mpu
     sp: int = 1  # ranks that share each sequence (`sequence_parallel_size`)
-    ep: int = 1  # ranks that share a layer's experts; these belong to different replicas
-    is_pipeline: bool = False  # a `PipelineModule`, even of a single stage
+    ep: int = 1  # ranks that share a layer's experts; these ranks belong to different replicas
+    is_pipeline: bool = False  # whether the model is a `PipelineModule`, even with a single stage
 
     def __post_init__(self) -> None:
         unit = self.ranks_per_replica
@@ -52,19 +56,19 @@ class ParallelDims:
 
     @property
     def has_pipeline_engine(self) -> bool:
-        """Whether DeepSpeed uses its PipelineEngine."""
+        """Whether DeepSpeed trains the model with a ``PipelineEngine``."""
         return self.is_pipeline or self.pp > 1
 
     @property
     def has_mpu(self) -> bool:
-        """Whether DeepSpeed uses an ``mpu``, either a pipeline's or the trial's."""
+        """Whether DeepSpeed uses an ``mpu`` (model-parallel unit) of pipeline or trial."""
         return self.has_pipeline_engine or self.tp > 1
 
     def on(self, world_size: int) -> ParallelDims:
         """Return the same replica layout on another number of ranks.
 
         Raises:
-            ValueError: the ranks are no multiple of the replica's.
+            ValueError: ``world_size`` is no multiple of the ranks of a replica.
         """
         return dataclasses.replace(self, world_size=world_size)
 
@@ -73,7 +77,7 @@ class ParallelDims:
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return one replica with the sizes from ``data.dstrial``."""
+        """Return a single replica; sizes in ``section`` (``data.dstrial``) override."""
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
         for key, field in DIM_KEYS.items():
@@ -83,7 +87,7 @@ class ParallelDims:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
 
     def to_layout(self) -> dict[str, Any]:
-        """Return the dimensions as fields of an engine's ``Layout``, in its order."""
+        """Return the dimensions as fields of an engine's ``Layout``, in its field order."""
         return {
             "world_size": self.world_size,
             "data_parallel_size": self.dp,
@@ -94,10 +98,10 @@ class ParallelDims:
 def replicas_of(
     data_config: Mapping[str, Any], world_size: int, asked: int | None = None, *, otherwise: int = 1
 ) -> int:
-    """Return the data-parallel size, or raise ConfigError, as ``dstrial check`` does.
+    """Return the data-parallel size; raise ConfigError as ``dstrial check`` does.
 
-    ``data_config`` is the ``data`` section. ``asked`` is the number of ranks per replica from user code. ``otherwise`` is the
-    resumed checkpoint's, used if neither the section nor user code has one.
+    ``data_config`` is the ``data`` section. ``asked`` is the ranks per replica from user code. ``otherwise`` is that of
+    the resumed checkpoint, used if neither the section nor user code has a number.
     """
     section = data_config.get("dstrial")
     given = section if isinstance(section, Mapping) else {}

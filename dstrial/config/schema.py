@@ -1,7 +1,7 @@
-"""The table of the experiment config: Determined's version 0 and ``data.dstrial``.
+"""Table of experiment config keys: Determined's version 0 and ``data.dstrial``.
 
-Types, bounds, defaults and a description of each key. The check, the completed config, the reference page and the JSON
-Schema (``dstrial check --schema``) are derived from it. Source: Determined 0.38.1 schemas/expconf/v0. Fields that only
+It has types, bounds, default and description of each key. The check, the completed config, the reference page and the JSON
+Schema (``dstrial check --schema``) are derived from the table. Source: Determined 0.38.1 schemas/expconf/v0. Fields that only
 affect Determined's containers are passed through.
 """
 
@@ -17,12 +17,12 @@ import re2
 from dstrial.config.keys import Dialect, Rule, Section
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 600
-"""Grace period of ranks to save and exit after a stop request, seconds. Determined's hour lets a hung rank hold its
-slots too long."""
+"""Grace period of ranks to save and exit after a stop request, in seconds. With Determined's default of an hour, a hung rank
+keeps its slots too long."""
 
 _MAX_PATTERN_CHARS = 2000
 _MAX_PATTERN_BYTES = 2**23
-"""Memory limit of one compiled pattern; RE2's default."""
+"""Memory limit of one compiled pattern, in bytes; RE2's default."""
 
 Unit = Literal["batches", "epochs", "records"]
 
@@ -68,10 +68,10 @@ def _is_count(value: object) -> bool:
 
 
 def compile_pattern(text: str) -> Any:
-    """Compile a RE2 pattern in multi-line mode.
+    """Compile a RE2 pattern in multi-line mode; the result has ``search(str)``.
 
-    Python's own search backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours.
-    The result has ``search(str)``. An invalid pattern raises ValueError.
+    Python's ``re`` backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours.
+    An invalid pattern raises ValueError.
     Syntax: https://github.com/google/re2/wiki/Syntax.
     """
     options = re2.Options()
@@ -132,7 +132,7 @@ def _check_digest(value: Any) -> str | None:
 
 
 def _parse_device(text: str) -> Any:
-    """Split ``host:container[:mode]`` into its fields; return other values unchanged."""
+    """Split ``host:container[:mode]`` into a mapping; return other text unchanged."""
     parts = text.split(":")
     return (
         dict(zip(("host_path", "container_path", "mode"), parts, strict=False))
@@ -188,12 +188,14 @@ _WORD = Rule(types=("string",), fix="Put it into quotes.")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearcherKeys:
-    """The config keys of one searcher."""
+    """The config keys of one searcher, and properties of its trials."""
 
     keys: tuple[str, ...] = ()  # in addition to the keys of every searcher
     requires: tuple[str, ...] = ()  # required keys
     is_timed: bool = False  # whether `max_time` and `time_metric` are required
-    is_independent: bool = False  # no trial depends on another, so trials can continue after the search
+    is_independent: bool = (
+        False  # whether no trial depends on another, so that trials can continue after the search
+    )
 
 
 _ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
@@ -206,7 +208,7 @@ SEARCHERS: dict[str, SearcherKeys] = {
     ),
     "async_halving": SearcherKeys((*_ASHA, "num_rungs"), ("max_trials", "num_rungs"), is_timed=True),
 }
-"""Name -> keys of its config; ``dstrial.search.searcher`` maps names to implementations."""
+"""Name of a searcher -> its config keys; ``dstrial.search.searcher`` maps names to implementations."""
 ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),

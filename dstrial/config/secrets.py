@@ -1,8 +1,8 @@
-"""Mask secrets in a shown config; restore them when it is submitted again.
+"""Mask secrets in a displayed config; restore them when the config is resubmitted.
 
-Names decide what is secret. Patterns for environment variables are broad, because most secrets are passed in them and a
-false positive costs little. Patterns for other fields are narrow: ``num_key_value_heads`` and ``pad_token`` are
-hyperparameters. Pure; the caller keeps the real config.
+Secrets are recognised by name. Patterns for environment variables are broad, because most secrets are passed in variables and
+a false positive costs little. Patterns for other fields are narrow, because ``num_key_value_heads`` and ``pad_token`` are
+hyperparameters. Functions are pure; the caller keeps the real config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dstrial.config.documents import DEFAULT_LIMITS, TextLimits, YamlLoader, rea
 from dstrial.errors import ConfigError, ConfigProblem
 
 MASK = "********"
-"""Placeholder of a secret, as in Determined 0.38.1 ``checkpoint_storage_config.go``."""
+"""Text shown in place of a secret, as in Determined 0.38.1 ``checkpoint_storage_config.go``."""
 
 Path: TypeAlias = "tuple[str | int, ...]"
 
@@ -45,7 +45,7 @@ _FIELD = re.compile(
     r"|github|gitlab|git|wandb|sas|login|bot)_?tokens?)$"
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.\s]+")
-# Pre-filter: a text without a match has no secrets and is not parsed, like most configs.
+# Pre-filter: a text without any of these hints has no secrets and is not parsed. Most configs have none.
 _HINTS = (
     "key",
     "token",
@@ -67,12 +67,12 @@ _ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SecretNames:
-    """Decides by name whether a value is secret; ``patterns`` are further globs."""
+    """Decides by name whether a value is secret; ``patterns`` are additional globs."""
 
     patterns: tuple[str, ...] = ()
 
     def has_variable(self, name: str, value: str = "") -> bool:
-        """Return whether a variable is secret, by its name or as a URL with a password."""
+        """Return whether a variable's name is secret, or its value a URL with a password."""
         upper = _CAMEL.sub("_", name).upper()
         if _VARIABLE.search(upper):
             return not (_PLURAL.search(upper) and _is_number(value))
@@ -105,12 +105,12 @@ class Secret:
     """One secret value in a config."""
 
     path: Path
-    identity: Path  # the path with a variable's name in place of its list index
+    identity: Path  # `path`, in which a variable's list index is replaced by its name
     prefix: str  # text before the secret in the same scalar, `NAME=` for a variable
     value: Any
 
     def __repr__(self) -> str:
-        return f"Secret({self.path})"  # never the value, which would reach logs
+        return f"Secret({self.path})"  # without the value, which would reach logs
 
 
 def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
@@ -120,7 +120,7 @@ def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Finder:
-    """Finds the secrets of a config; values that ``takes`` accepts always count."""
+    """Finds the secrets of a config; also every value that ``takes`` accepts."""
 
     names: SecretNames
     takes: Callable[[Any], bool]
@@ -179,14 +179,14 @@ def _is_leaf(value: Any) -> bool:
 
 
 def masked(value: Any, names: SecretNames) -> Any:
-    """Return a config with its secrets masked; the same object if there are none."""
+    """Return a config with secrets masked; the same object if there are no secrets."""
     found = secrets_in(value, names)
     return _replaced(value, [(secret, MASK) for secret in found]) if found else value
 
 
 def _may_have_secrets(text: str) -> bool:
     """Return whether a config may contain secrets and must be parsed."""
-    # Every complete config has the key `registry_auth`, mostly null.
+    # Every completed config has the key `registry_auth`, which is mostly null.
     lower = _NO_REGISTRY.sub("", text.lower())
     return any(hint in lower for hint in (*_HINTS, *_RARE_HINTS))
 
@@ -195,7 +195,7 @@ _MAX_CACHED_CHARS = 2**16
 
 
 def _cached_mask(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
-    """Mask a text; cache the result if it is small."""
+    """Mask a text; cache the result if the text is small."""
     # A thousand large cached texts would fill the memory.
     return _mask_once(mask, text, names) if len(text) <= _MAX_CACHED_CHARS else mask(text, names)
 
@@ -243,9 +243,9 @@ def masked_shell(text: str, names: SecretNames) -> str:
 
 
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
-    """Return a config with each mask replaced by the first source's secret.
+    """Return a config with each mask replaced by the real secret.
 
-    The sources are configs of a parent or a template. A ConfigError names every mask for which no source has a secret.
+    ``sources`` are configs of a parent or template; the first with the secret counts. ConfigError names every mask without one.
     """
     found = _put_back(value, sources, where)
     return _replaced(value, found) if found else value
@@ -254,7 +254,7 @@ def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> A
 def unmasked_yaml(
     text: str, sources: Sequence[Any], where: str = "the config", limits: TextLimits = DEFAULT_LIMITS
 ) -> str:
-    """Unmask a YAML config, comments and order kept; return invalid YAML unchanged."""
+    """Unmask a YAML text, keeping comments and order; return invalid YAML unchanged."""
     if MASK not in text:
         return text
     try:
@@ -288,7 +288,10 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
 
 
 def _without_device(identity: Path) -> Path:
-    """Return an identity without the device, as a plain list is for every device."""
+    """Return a variable's identity without its device kind.
+
+    A plain list of variables applies to every kind.
+    """
     if _VARIABLES in identity:
         return (_VARIABLES, identity[-1])
     return identity
@@ -316,7 +319,7 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
 
 
 def _replaced_yaml(text: str, value: Any, changes: Sequence[tuple[Secret, Any]]) -> str:
-    """Replace scalars in a YAML text; if that fails, dump ``value`` instead."""
+    """Replace scalars in a YAML text; if impossible, dump the changed ``value``."""
     if not changes:
         return text
     shown = None if text.startswith("\ufeff") else _replaced_text(text, changes)  # offsets omit a BOM
@@ -333,7 +336,7 @@ def _replaced_text(text: str, changes: Sequence[tuple[Secret, Any]]) -> str | No
         # A JSON string is valid YAML and never has another type.
         written = json.dumps(f"{secret.prefix}{new}" if secret.prefix else new, ensure_ascii=False)
         scalar = text[node.start_mark.index : node.end_mark.index]
-        # Keep the anchor: aliases may refer to it.
+        # Keep the anchor, because aliases may refer to it.
         properties = _PROPERTIES.match(scalar)
         start = node.start_mark.index + (properties.end() if properties is not None else 0)
         end = node.start_mark.index + len(scalar.rstrip())

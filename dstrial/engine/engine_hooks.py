@@ -1,6 +1,6 @@
-"""Report DeepSpeed's forward, backward and step on this rank to a listener.
+"""Report forward, backward and step calls of DeepSpeed engines to a listener.
 
-The only place where methods of DeepSpeed's classes are patched for measurements; the patches are undone at the end.
+Only this module patches methods of DeepSpeed's classes for measurements. The patches are undone at the end.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dstrial.errors import TrialContractError
 
 
 class EngineListener(Protocol):
-    """Listener for calls of engines, in the same order on all ranks with an engine."""
+    """Receives calls of engines on this rank, in the same order on all their ranks."""
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
         """Execute one call of an engine and return its result.
 
-        ``phase`` is ``forward``, ``backward``, ``step``, or ``train_batch`` of a pipeline; ``call`` is DeepSpeed's own
+        ``phase`` is ``forward``, ``backward``, ``step``, or ``train_batch`` of a pipeline. ``call()`` runs DeepSpeed's own
         method with its arguments.
         """
 
     def stepped(self, engine: Any) -> None:
-        """Called after each optimizer step, including steps skipped for overflow."""
+        """Handle the end of an optimizer step, including steps skipped for overflow."""
 
 
 @contextlib.contextmanager
@@ -60,10 +60,10 @@ def _wrapped(phase: str, method: Callable[..., Any], listener: EngineListener) -
 
 
 class LostGradientCheck:
-    """Raises an error at a step if ZeRO has dropped gradients of ``backward`` calls.
+    """Listener that raises an error at a step if ZeRO has dropped gradients.
 
-    Only ``engine.backward`` is counted, because ``loss.backward()`` may also pass through engines that do not step. ZeRO 0 and
-    ``BF16_Optimizer`` accumulate every call.
+    It counts only calls of ``engine.backward``; ``loss.backward()`` may also pass through engines that do not step. ZeRO 0 and
+    ``BF16_Optimizer`` accumulate the gradients of every call.
     """
 
     def __init__(self) -> None:

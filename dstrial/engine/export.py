@@ -1,6 +1,6 @@
 """Export a saved engine's weights as one model, without ranks or an accelerator.
 
-Names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
+Exported names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
 requested dtype. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory does not
 grow with the model.
 
@@ -37,17 +37,20 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-"""Name of an element type in a safetensors file -> torch's type."""
+"""Name of an element type in a safetensors file -> torch dtype."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 OnBytes = Callable[[int], None]
-"""Callback with the number of bytes written since its last call."""
+"""Callback that receives the number of bytes written since the callback's last call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, type, shape of a tensor in a file; ``dtype`` is a key of ``DTYPES``."""
+    """Name, element type and shape of one tensor in a file.
+
+    ``dtype`` is a key of ``DTYPES``.
+    """
 
     name: str
     dtype: str
@@ -63,12 +66,15 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Sort tensors by element size, largest first, so that each is aligned; stable."""
+    """Sort tensors by element size, largest first, so that each tensor is aligned.
+
+    The sort is stable.
+    """
     return sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of length and header; the tensors' bytes follow in this order."""
+    """Return length and header of a safetensors file with the tensors in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for spec in specs:
@@ -81,7 +87,10 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Divide tensors into files of ``max_bytes``; a larger tensor has its own file."""
+    """Divide tensors into files of at most ``max_bytes``, in order.
+
+    A tensor larger than ``max_bytes`` gets a file of its own.
+    """
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -94,13 +103,13 @@ def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSp
 
 
 class ModelWeights:
-    """The consolidated weights of a saved engine, read in chunks.
+    """Whole weights of a saved engine, merged from all ranks' files, read in chunks.
 
     Floating-point tensors are converted to ``dtype``, by default the module's dtype; others are unchanged.
 
     Attributes:
-        specs: every tensor, each storage once, in module order, buffers last.
-        aliases: further name of a tied weight -> its name in ``specs``.
+        specs: one entry per stored tensor, in module order, buffers last; tied weights have one entry.
+        aliases: other name of a tied weight -> the weight's name in ``specs``.
         unequal: parameters whose copies on several pipeline stages differ; the first stage's copy is used.
 
     Raises:
@@ -131,7 +140,7 @@ class ModelWeights:
         return sum(spec.num_bytes for spec in self.specs)
 
     def pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in chunks; a chunk is valid until the next one is read."""
+        """Yield a tensor's bytes in chunks; each chunk is overwritten by the next one."""
         scratch = torch.empty(min(spec.numel, _BUFFER_NUMEL), dtype=DTYPES[spec.dtype])
         buffer = self._buffers.get(spec.name)
         for begin in range(0, spec.numel, _BUFFER_NUMEL):
@@ -149,7 +158,10 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a new safetensors file; its metadata has the aliases of tied weights."""
+    """Write a new safetensors file of ``specs``, by default of all tensors.
+
+    The metadata maps aliases of tied weights to names in the file.
+    """
     ordered = in_file_order(weights.specs if specs is None else specs)
     names = {spec.name for spec in ordered}
     aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
@@ -162,8 +174,8 @@ def write_safetensors(
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
     """Write a ``state_dict`` for ``torch.load``, in which tied weights share storage.
 
-    torch can only save tensors in memory, so the bytes are first written to a temporary file beside ``path``, which is mapped
-    and then removed. It is as large as the result.
+    torch can save only tensors in memory. The bytes are therefore first written to a temporary file beside ``path``, which is
+    mapped into memory and removed at the end. The temporary file is as large as the result.
     """
     beside = path.with_name(f"{path.name}.mapped")
     ordered = in_file_order(weights.specs)
@@ -191,8 +203,8 @@ def write_hugging_face(
 ) -> None:
     """Write a new model directory in the format of Transformers' ``save_pretrained``.
 
-    Tensors of more than ``max_shard_bytes`` are split into several files with an index. ``files`` are config and tokenizer
-    files to copy.
+    If all tensors together exceed ``max_shard_bytes``, they are divided into several files with an index. ``files`` are config
+    and tokenizer files to copy into ``directory``.
 
     Source: file names and index of Transformers 4, ``PreTrainedModel.save_pretrained``.
     """
@@ -234,9 +246,9 @@ def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype 
 
 
 def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Map a file of consecutive tensors; each tensor has its own storage."""
+    """Map a file of consecutive tensors to memory; each tensor has separate storage."""
     total = sum(spec.num_bytes for spec in specs)
-    # Never written, but torch requires writable memory.
+    # torch requires writable memory, although nothing is written.
     mapped: Any = mmap.mmap(descriptor, total, access=mmap.ACCESS_COPY) if total else b""
     tensors, begin = {}, 0
     for spec in specs:
@@ -272,7 +284,7 @@ _OTHER_NAMES = (
 
 
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return config and tokenizer files; for each name, the first directory wins.
+    """Return the model's config and tokenizer files, the first found of each name.
 
     A ``config.json`` counts only if it names a model's type or class.
     """

@@ -1,6 +1,6 @@
-"""Find the files of a DeepSpeed checkpoint that a rank writes and reads.
+"""Find the files of a DeepSpeed checkpoint that a rank writes or reads.
 
-Paths are relative to the ``save_dir`` of ``save_checkpoint``; a tag is a folder in it.
+Paths are relative to the ``save_dir`` of ``save_checkpoint``; a tag is a folder in ``save_dir``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from dstrial.errors import CheckpointDamagedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """The engine files that one rank writes, and reads in the same layout."""
+    """One engine's files that a rank writes, and those that the rank reads."""
 
     written: tuple[str, ...]
     read: tuple[str, ...]
 
 
 def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
-    """Return the files that this rank writes and reads.
+    """Return the checkpoint files that this rank writes and reads under ``tag``.
 
-    With model-parallel parts or stages, every rank also reads the first part's file, from which DeepSpeed gets the number of
-    parts. Files of experts and of tensors offloaded to NVMe are not included, because it is not known which ranks read them.
+    With model-parallel parts or stages, every rank also reads the first part's file, because DeepSpeed reads the number of
+    parts from it. Files of experts and of tensors offloaded to NVMe are not included, because it is not known which ranks read
+    them.
 
     Source: ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``.
     """
@@ -49,13 +50,13 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
 
 
 def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> str | None:
-    """Return the tag in the file ``latest``; None if the file is missing.
+    """Return the tag that the file ``latest`` names; None if the file is missing.
 
-    ``is_universal``: whether to read the separate file of universal checkpoints.
+    ``is_universal``: whether to read ``latest_universal`` instead.
 
     Raises:
-        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check it, so ``../../x`` would load
-        files outside the manifest.
+        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check the tag, so ``../../x`` would
+        load files outside the manifest.
 
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
     """
@@ -75,7 +76,7 @@ def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]
 
 
 def describe_rank(engine: DeepSpeedEngine) -> str:
-    """Return this rank and its pipeline stage for a message."""
+    """Return text for messages with this rank and, in a pipeline, its stage."""
     if isinstance(engine, PipelineEngine):
         return f"rank {comm.get_rank()} (stage {engine.stage_id})"
     return f"rank {comm.get_rank()}"

@@ -1,4 +1,4 @@
-"""Check this rank's weights for NaN and infinity; read the step counters."""
+"""Check this rank's weights for NaN and infinity; read an engine's step counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepCounts:
 
     @classmethod
     def of(cls, engine: Any) -> StepCounts:
-        """Read the counters of an engine without device synchronisation.
+        """Read an engine's counters without synchronising with the device.
 
         Source: DeepSpeed 0.19.8 runtime/engine.py, ``_take_model_step``; ZeRO also skips steps with non-finite
         gradients in bfloat16 or float32 (``check_grad_overflow``).
@@ -38,10 +38,10 @@ class StepCounts:
 
 
 class FiniteWeights:
-    """Detects weights that become NaN or infinite during training.
+    """Detects weights of this rank that become NaN or infinite during training.
 
-    Weights that were not finite before the first batch (uninitialised memory) do not count, nor do frozen weights and buffers,
-    which may contain infinity on purpose (attention masks).
+    Weights that are not finite at construction (uninitialised memory) are ignored. Frozen weights and buffers are ignored too,
+    because they may contain infinity on purpose (attention masks).
     """
 
     def __init__(self, engines: Sequence[Any]) -> None:
@@ -49,7 +49,10 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return the name of a weight that is no longer finite, or None. Synchronises."""
+        """Return the name of a weight that has become non-finite, or None.
+
+        Synchronises with the device.
+        """
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:
@@ -72,7 +75,7 @@ class FiniteWeights:
 
 
 def _local_values(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's part of a parameter; None if missing or not comparable."""
+    """Return this rank's part of a weight; None if absent or not comparable."""
     weights = parameter.detach()
     if optimizers.is_cut(parameter):
         weights = optimizers.held_part(parameter)

@@ -1,4 +1,4 @@
-"""Memory of this machine that a process may take, within its control groups."""
+"""Read how much memory of this machine the process may still allocate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def available_bytes(
     own_cgroups: pathlib.Path = _OWN_CGROUPS,
     cgroup_root: pathlib.Path = _CGROUP_ROOT,
 ) -> int | None:
-    """Return the bytes that can be allocated without swapping; None if unknown.
+    """Return how many bytes this process can allocate without swapping, or None.
 
-    The least of the kernel's own estimate for the machine and of what is left in each control group of this process, where the
-    group's page cache counts as free.
+    This is the minimum of the kernel's estimate for the machine and of the rest in each control group of this process. A
+    group's inactive page cache counts as free.
 
     Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2 and of the memory controller of v1.
     """
@@ -35,7 +35,7 @@ def _of_machine(meminfo: pathlib.Path) -> int | None:
 
 
 def _groups(own_cgroups: pathlib.Path, root: pathlib.Path) -> list[pathlib.Path]:
-    """Return the directories of this process's memory groups, ancestors included."""
+    """Return the directories of this process's memory control groups, with ancestors."""
     groups = []
     for line in _lines(own_cgroups):
         _, controllers, path = line.split(":", 2)

@@ -1,6 +1,7 @@
-"""Measure memory of engines by part: parameters, gradients, optimizer, buffers.
+"""Measure engines' memory by part: parameters, gradients, optimizer, buffers.
 
-``MemorySplit`` measures the peak of each part within a batch: with fake tensors in a dry run, with real ones in the first batch.
+``MemorySplit`` measures the peak of each part within a batch: with fake tensors in a dry run, with real ones in the first
+batch.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ ALL_PARTS = ("parameters", "gradients", "optimizer", ACTIVATIONS, "buffers")
 _MAX_OBJECTS = 1_000_000  # limit of a search through DeepSpeed's objects
 
 _NOTABLE_GROWTH = 1.05
-"""Growth factor from which a backward pass is measured again, because it has allocated gradients or a bucket."""
+"""If memory grows by this factor during a backward pass, parts are measured again: gradients or a bucket were allocated."""
 
 
 def memory_parts(
     engines: Sequence[Any], is_host: Callable[[torch.device], bool], seen: set[int] | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return bytes by part, on the device and on the host.
+    """Return the bytes of each part of the engines: (on the device, on the host).
 
-    Each storage counts once, in the first part in which it is found. Master weights count as optimizer state. Buffers are module
-    buffers, weights that ZeRO 3 has gathered, and other tensors of DeepSpeed's objects, such as communication buckets.
+    Each storage counts once, in the first part in which it is found; ``seen`` has the storages to skip, and is extended. Master
+    weights count as optimizer state. Buffers are module buffers, weights that ZeRO 3 has gathered, and other tensors of
+    DeepSpeed's objects, such as communication buckets.
     """
     on_device, on_host = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen = set() if seen is None else seen
@@ -45,7 +47,7 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (part, tensor) of engines; tensors may share a storage."""
+    """Yield (part, tensor) for the tensors of engines; tensors may share a storage."""
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -72,7 +74,7 @@ def _trained(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
         yield from engine.module.parameters()
         for group in _base(engine).param_groups if engine.optimizer is not None else ():
             yield from group["params"]
-        # ZeRO 3 gives them to the optimizer only during a step.
+        # ZeRO 3 passes the master weights to the optimizer only during a step.
         yield from optimizers.flat_masters(engine.optimizer) or ()
 
 
@@ -88,7 +90,7 @@ def _gradients(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
-    # Parameters of the module are counted already or gathered by ZeRO 3, which also marks its master weights as partitioned.
+    # The module's parameters are already counted or gathered by ZeRO 3, which also marks its master weights as partitioned.
     of_modules = {id(one) for engine in engines for one in engine.module.parameters()}
     yield from (one.data for one in _trained(engines) if id(one) not in of_modules)
     for engine in engines:
@@ -106,7 +108,7 @@ def _buffers(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _tensors(holders: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield tensors inside containers and DeepSpeed's objects, except modules."""
+    """Yield the tensors inside containers and DeepSpeed's objects, except modules."""
     waiting = list(holders)
     seen: set[int] = set()
     while waiting and len(seen) < _MAX_OBJECTS:
@@ -129,11 +131,11 @@ def _base(engine: Any) -> Any:
 
 
 class MemorySplit:
-    """Measures each part at the moment of a batch at which it is largest.
+    """Measures the peak bytes of each part of the engines over a batch.
 
     Attributes:
         device: peak bytes by part on the device; ``activations`` only if operations are reported.
-        host: the same on the host, without activations.
+        host: peak bytes by part on the host, without activations.
         peak_bytes: peak of all parts together on the device; valid only if operations are reported.
     """
 
@@ -153,9 +155,9 @@ class MemorySplit:
         self._has_operations = False
 
     def operation(self, result: Any, args: Any) -> None:
-        """Record an operation's result and arguments, which may be nested.
+        """Record the result and arguments of one torch operation; both may be nested.
 
-        Hot path: microseconds. The first operation of a backward pass ends the forward pass; at the first operation after the
+        Hot path: microseconds. The first operation of a backward pass ends the forward pass. At the first operation after the
         backward pass all gradients exist.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
@@ -192,15 +194,17 @@ class MemorySplit:
         self._alive.clear()
 
     def take_activations(self) -> int:
-        """Return the peak bytes of activations since the last call, and reset it."""
+        """Return the peak bytes of activations since the last call, then reset the peak."""
         self._most_before_backward = -1
         return self.device.pop(ACTIVATIONS, 0)
 
     # ---- moments -------------------------------------------------------------------------------------
 
     def _end_forward(self) -> None:
-        """Measure activations: live tensors of no other part when backward begins."""
-        if self._now_bytes <= self._most_before_backward:  # inspecting all engines is slower
+        """Measure activations when backward begins: live tensors of no other part."""
+        if (
+            self._now_bytes <= self._most_before_backward
+        ):  # skips an inspection of all engines, which is slower
             return
         self._most_before_backward = self._now_bytes
         known: set[int] = set()

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a call by operation, with recomputation as a separate count.
+"""Count the FLOPs of a call by operation; recomputed FLOPs are counted separately.
 
 Counting does not change training results. The count is marked as unknown if an operation has no formula, or if a compiler or
 fused kernel hides operations from torch's dispatcher.
@@ -44,8 +44,8 @@ class FlopCount:
 
     Attributes:
         total: FLOPs of matrix products, convolutions and attention; a multiply-add counts as two.
-        recomputed: the part of them that backward recomputed (activation checkpointing).
-        unknown: why the numbers are invalid; None if they are valid.
+        recomputed: the part of ``total`` that backward passes recomputed (activation checkpointing).
+        unknown: why the numbers are invalid; None if the numbers are valid.
     """
 
     total: float
@@ -58,10 +58,12 @@ class FlopCount:
 
 
 class FlopCounter(FlopCounterMode):
-    """Context manager that counts FLOPs; operations without a formula raise no error.
+    """Context manager that counts the FLOPs of torch operations.
+
+    An operation without a formula raises no error; it makes the count unknown.
 
     Attributes:
-        on_result: called with each operation's result and arguments, in an optimizer's step too.
+        on_result: if set, called with each operation's result and arguments, also during an optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class FlopCounter(FlopCounterMode):
         self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and exited, but not used
         self.total = 0.0
         self._checkpointed = 0.0
-        # By backward pass: whether it records gradients, and FLOPs of foreign functions that recorded gradients in it.
+        # By backward pass: whether the pass records gradients; FLOPs of foreign functions that recorded gradients in the pass.
         self._records: dict[int, bool] = {}
         self._by_code: dict[int, float] = {}
         self._code: dict[int, str] = {}
@@ -83,7 +85,7 @@ class FlopCounter(FlopCounterMode):
         return self
 
     def paused(self, call: Callable[[], ResultT]) -> ResultT:
-        """Execute a call that is not part of the model, such as an optimizer's step."""
+        """Execute a call without counting it, such as an optimizer's step."""
         before, self._is_paused = self._is_paused, True
         try:
             return call()
@@ -122,20 +124,20 @@ class FlopCounter(FlopCounterMode):
 
     @property
     def recomputed(self) -> float:
-        """FLOPs that backward passes recomputed.
+        """FLOPs that backward passes recomputed so far.
 
-        These are operations of checkpointed functions in backward, and operations of other functions that record gradients in
-        a pass that itself records none.
+        These are operations of checkpointed functions in a backward pass. If the pass itself records no gradients, operations
+        of other functions that record gradients count too.
         """
         own = sum(flops for task, flops in self._by_code.items() if not self._records.get(task, False))
         return self._checkpointed + own
 
     @property
     def count(self) -> FlopCount:
-        """Return the count so far.
+        """The count so far.
 
-        It is unknown if a pass records gradients (``create_graph=True``) and a foreign function computes in it, because its
-        gradient and recomputation cannot be distinguished.
+        It is unknown if a backward pass records gradients (``create_graph=True``) and a foreign function computes in the pass,
+        because the function's gradient and recomputation cannot be distinguished.
         """
         told = [
             f"{code}, called in a backward pass with create_graph=True, may compute gradients or recompute"
@@ -147,7 +149,7 @@ class FlopCounter(FlopCounterMode):
 
 
 def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Execute a call; return its result, its FLOPs, and the recomputed FLOPs."""
+    """Execute a call; return (the call's result, its FLOPs, its recomputed FLOPs)."""
     with FlopCounter() as counter:
         result = call()
     return result, counter.total, counter.recomputed
@@ -157,13 +159,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module is compiled, which hides its operations."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    # Importing torch's compiler is slower than the rest of torch; if it is not imported, nothing has been compiled.
+    # Importing torch's compiler is slower than the rest of torch. If the compiler is not imported, nothing has been compiled.
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     return loaded is not None and isinstance(module, loaded.OptimizedModule)
 
 
 def why_uncountable(engines: Iterable[Any]) -> str | None:
-    """Return why the FLOPs of engines cannot be counted; None if nothing hides them."""
+    """Return why the engines' FLOPs cannot be counted; None if they can."""
     for engine in engines:
         for module in engine.module.modules():
             if is_compiled(module):
@@ -174,10 +176,10 @@ def why_uncountable(engines: Iterable[Any]) -> str | None:
 
 
 class Origin(enum.Enum):
-    """The kind of code that requests an operation of a backward pass.
+    """The kind of code that requests an operation within a backward pass.
 
-    It is found by the functions on the stack, because a backward pass may record gradients too (``create_graph=True``), like a
-    forward pass. Nothing is patched or hooked.
+    It is determined from the functions on the stack, because a backward pass may record gradients too (``create_graph=True``),
+    like a forward pass. Nothing is patched or hooked.
     """
 
     GRADIENT = "torch's own formula of a gradient"
@@ -193,25 +195,25 @@ _CHECKPOINTS = frozenset(
         (engines_of_deepspeed.CHECKPOINT_MODULE, "backward"),
     }
 )
-"""Module -> its functions that recompute checkpointed activations.
+"""(Module, function) pairs that recompute checkpointed activations.
 
 ``backward`` of reentrant checkpoints then also computes gradients (``torch/utils/checkpoint.py:278``), which do not count.
 """
 
 _TRANSPARENT = ("torch.", *engines_of_deepspeed.GRADIENT_MODULES, __name__)
-"""Prefixes of modules that are ignored on the stack, because they request nothing themselves or only gradients."""
+"""Prefixes of modules that are ignored on the stack, because they only forward requests or compute gradients."""
 
 _DISPATCHERS = ("__torch_dispatch__", "__torch_function__")
-"""Methods of modes and tensor subclasses, which only forward operations."""
+"""Methods of torch modes and tensor subclasses that only forward operations."""
 
 _NEW_PASS: CodeType = _engine_run_backward.__code__
 
 
 def origin() -> tuple[Origin, str]:
-    """Return which kind of code requests the operation in backward, and its function.
+    """Return the origin of the current operation in backward, and the function's name.
 
-    Takes some microseconds: all functions on this thread's stack are inspected, because a differentiated function may be part of
-    a recomputed one.
+    The name is empty unless the origin is ``Origin.CODE``. Takes some microseconds: all functions on this thread's stack are
+    inspected, because a differentiated function may be part of a recomputed one.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""  # module of the function that this frame called

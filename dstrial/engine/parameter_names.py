@@ -1,4 +1,4 @@
-"""Strip the prefix of ``torch.compile`` from names of parameters and buffers."""
+"""Remove the prefix that ``torch.compile`` adds to parameter and buffer names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _WRAPPER = "_orig_mod"  # attribute of torch._dynamo.OptimizedModule that holds the compiled module
-_NAMED = ("module", "frozen_param_fragments")  # entries of DeepSpeed's model files with a value for each name
+_NAMED = ("module", "frozen_param_fragments")  # entries of DeepSpeed's model files that map parameter names
 
 
 def plain_name(name: str) -> str:
@@ -17,7 +17,7 @@ def plain_name(name: str) -> str:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield all parameters with plain names; shared ones once per name."""
+    """Yield (plain name, parameter); a shared parameter once for each name."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 
@@ -27,7 +27,7 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dictionary, or DeepSpeed's model file, with plain names."""
+    """Copy a state dictionary, or DeepSpeed's model file, with plain parameter names."""
     return {
         plain_name(key): with_plain_names(value) if key in _NAMED and isinstance(value, Mapping) else value
         for key, value in state.items()
@@ -35,7 +35,7 @@ def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(module: torch.nn.Module, state: Any) -> Any:
-    """Return DeepSpeed's model file with the current names of ``module``."""
+    """Copy DeepSpeed's model file with the parameter names that ``module`` has now."""
     if not isinstance(state, Mapping):
         return state
     named = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())

@@ -19,7 +19,10 @@ from dstrial.engine.parameter_names import named_parameters
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-    """Location of one parameter in the optimizer; fields as in ``ParameterPlace``."""
+    """Location of one parameter in the optimizer's groups and flat buffers.
+
+    The fields are those of ``ParameterPlace``.
+    """
 
     group_idx: int
     buffer_idx: int | None
@@ -53,7 +56,7 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
     is_wrapped = optimizer is not None and optimizer is not engine.optimizer
     return Layout(
         engine_kind="pipeline" if dims.is_pipeline else "data_parallel",
-        # Sequence-parallel ranks also partition the optimizer's state if an mpu puts both into one group.
+        # If an mpu puts data- and sequence-parallel ranks into one group, all of them partition the optimizer's state.
         **{**dims.to_layout(), "data_parallel_size": int(engine.seq_dp_world_size)},
         zero_stage=int(engine.zero_optimization_stage()),
         offload_optimizer=_offload_device(engine.zero_offload_optimizer()),
@@ -81,7 +84,7 @@ def _offload_device(offload: Any) -> str:
 
 
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
-    """Return the slots of the optimizer's parameters by ``id``, and its flat buffers."""
+    """Return the optimizer's slots by ``id(parameter)``, and its flat buffers."""
     sub_groups = optimizers.sub_groups(engine.optimizer)
     flat = optimizers.flat_groups(engine.optimizer)
     groups: Iterable[Sequence[Any]]
@@ -115,7 +118,7 @@ def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[F
 
 
 def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
-    """Return this rank's parameters in module order; shared ones once per name."""
+    """Return this rank's parameters in module order; a shared parameter once per name."""
     first_names: dict[int, str] = {}
     places = []
     for name, param in named_parameters(engine.module):
@@ -142,7 +145,10 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Set ``tied_to`` for copies of layers tied across stages, which share one name."""
+    """Yield places; set ``tied_to`` for copies of a tied layer on later stages.
+
+    Copies on different stages have the same name.
+    """
     first_stages: dict[str, int] = {}
     for place in places:
         first = first_stages.setdefault(place.name, place.stage)

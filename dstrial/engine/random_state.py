@@ -1,4 +1,4 @@
-"""The state of this process's random generators."""
+"""Read, restore and serialise the state of this process's random generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RngState:
-    """State of Python's, NumPy's and torch's generators, and of one accelerator's."""
+    """State of the generators of Python, NumPy, torch and at most one accelerator."""
 
     of_python: Any
     of_numpy: Any
@@ -36,7 +36,10 @@ class RngState:
             _accelerator().set_rng_state(self.of_device, device.index)
 
     def to_saved(self) -> dict[str, Any]:
-        """Return values for a checkpoint, without arrays, which no listed class loads."""
+        """Return the state as values for a checkpoint: tensors instead of NumPy arrays.
+
+        No class in ``safe_load.LISTED`` loads arrays.
+        """
         algorithm, keys, position, has_gauss, cached = self.of_numpy
         saved: dict[str, Any] = {
             "python": self.of_python,

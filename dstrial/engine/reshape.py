@@ -1,7 +1,7 @@
-"""Reshard a checkpoint: other ranks, ZeRO stage, offload or pipeline split.
+"""Load a checkpoint into another layout: ranks, ZeRO stage, offload or stages.
 
-Each rank copies its own elements from the mapped files into its live tensors, parameter by parameter; extra memory is at most
-one shard of a parameter. Afterwards all values are read back through DeepSpeed's own mapping and compared bit by bit.
+Each rank copies the elements that it owns from the mapped files into its live tensors, parameter by parameter. Extra memory is
+at most one shard of a parameter. Afterwards all values are read back through DeepSpeed's own mapping and compared bit by bit.
 ``deepspeed_internals.optimizers`` finds the live tensors.
 """
 
@@ -26,7 +26,7 @@ from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.resume.plan import reshape_problems
 
 _SCRATCH_NUMEL = 1 << 20
-# Settings of the implementation that do not change results; each engine keeps its own.
+# Optimizer settings that select an implementation and do not change results; each engine keeps its values.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "step"})
 
 
@@ -36,9 +36,9 @@ class _Target:
 
     Attributes:
         begin: first element within the flattened parameter.
-        master: the flat tensor with the elements, which the optimizer updates.
+        master: the flat tensor of master weights that has the elements.
         offset: position of the first element in ``master``.
-        owner: the tensor that is the key of their state in the base optimizer.
+        owner: the tensor that is the key of the elements' state in the base optimizer.
     """
 
     name: str
@@ -80,7 +80,9 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
     targets = list(live.targets())
     for target in targets:
         for key in saved.state_keys(target.name):
-            saved.dtype(target.name, key)  # raises for state of unknown layout before anything is changed
+            saved.dtype(
+                target.name, key
+            )  # raises an error for state of unknown layout before anything is changed
     with torch.no_grad():
         for target in targets:
             saved.copy(
@@ -98,7 +100,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
 
 
 class _Live:
-    """The tensors of a running engine, by parameter."""
+    """The live tensors of a running engine, by parameter."""
 
     def __init__(self, engine: DeepSpeedEngine, now: Layout) -> None:
         self._now = now
@@ -110,7 +112,7 @@ class _Live:
         self.parameters = dict(named_parameters(engine.module))
 
     def targets(self) -> Iterator[_Target]:
-        """Yield the elements that this rank's optimizer updates, each once."""
+        """Yield the elements that this rank's optimizer updates, each element once."""
         masters = optimizers.flat_masters(self._optimizer)
         own_masters = _own_masters(self._optimizer, self.places)
         for name, place in self.places.items():
@@ -129,9 +131,9 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return the elements of a target of which this rank stores the state ``key``.
+        """Return the elements whose state ``key`` this rank stores, and the state's size.
 
-        The second value is the numel of the state tensor, or None if that has the shape of the master.
+        The size is the numel of the state tensor, or None if the state tensor has the shape of the master weights.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
@@ -142,7 +144,7 @@ class _Live:
         return whole, sum(matrix.numel for matrix in matrices.values())
 
     def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
-        """Yield the elements of each parameter in this rank's module."""
+        """Yield (name, flat tensor, shard) of each parameter in this rank's module."""
         for name, parameter in self.parameters.items():
             place = self.places[name]
             if place.is_cut:
@@ -176,7 +178,10 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return saved settings by group; append conflicts between groups to ``problems``."""
+    """Return the saved settings for each group of the live optimizer.
+
+    Appends conflicts within a group to ``problems``.
+    """
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for name, place in live.places.items():
@@ -242,14 +247,14 @@ def _load_base_state(
 
 
 def _counts_on_device(optimizer: Any) -> bool:
-    """Return whether ``load_state_dict`` moves the step to the parameter's device."""
+    """Return whether the optimizer's ``load_state_dict`` moves ``step`` to the device."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
     """Load the module's weights: rounded master weights, and frozen weights."""
     for name, tensor, piece in live.module_tensors():
-        # If the module's weight is the master itself, copying again changes nothing.
+        # If the module's weight is itself the master weight, copying again changes nothing.
         saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
 
 
@@ -272,7 +277,7 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Restore a dynamic loss scale; a static one and the settings are the config's."""
+    """Restore a dynamic loss scale; static scale and settings come from the config."""
     state = saved.loss_scale_state()
     holder = optimizers.loss_scale_holder(engine.optimizer)
     if holder is None or not state.get("dynamic_loss_scale"):
@@ -289,7 +294,7 @@ def _verify(
     targets: list[_Target],
     settings: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Read the checkpoint again and compare it bit by bit with the engine."""
+    """Read the checkpoint again and raise an error if any bit in the engine differs."""
     wrong = []
     optimizer = optimizers.base_optimizer(engine.optimizer)
     for target in targets:

@@ -1,9 +1,10 @@
-"""Snapshot state in host memory, so that another thread can write it later.
+"""Copy state to host memory, so that another thread can write it to files later.
 
-A written file is bitwise equal to one written at the time of the snapshot: ``torch.save`` first pickles the value with a pickle
-module that captures the bytes and the storages, which are copied; later it gets a pickle module that replays both. DeepSpeed's
-``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that takes snapshots. Files that DeepSpeed
-writes without a checkpoint engine (``latest``, the conversion script, swap files of NVMe offload) are written at once.
+The later file is bitwise equal to a file written at the time of the snapshot. First ``torch.save`` pickles the value with a
+pickle module that captures the bytes and the storages; the storages are copied. Later ``torch.save`` gets a pickle module that
+replays both. DeepSpeed's ``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that takes
+snapshots. Files that DeepSpeed writes without a checkpoint engine (``latest``, the conversion script, swap files of NVMe
+offload) are written at once.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostBuffers:
-    """Host memory for the snapshots of one rank, reused by every save.
+    """Host memory for the snapshots of one rank, reused by later saves.
 
-    It grows to one copy of the state: one chunk for each file. Chunks that the newest save did not use are freed.
+    The memory grows to one copy of the state, with one chunk for each file. Chunks that the newest save did not use are freed.
 
     Args:
         num_sharers: ranks on this machine that allocate at the same time.
-        available: returns how many bytes the machine has left; None if unknown.
-        device: chunks are page-locked if this is a CUDA device, for faster copies.
+        available: function that returns the bytes available on the machine; None if unknown.
+        device: the device of the state. For a CUDA device, chunks are page-locked for faster copies.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class HostBuffers:
         return sum(chunk.nbytes for chunk in [*self._free, *self._taken])
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage] | None:
-        """Return uninitialised buffers of these sizes; None if they do not fit."""
+        """Return uninitialised buffers of ``sizes`` bytes; None if memory is insufficient."""
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
         # A small file must not take the chunk of a large one, which would then allocate another.
@@ -104,14 +105,14 @@ class HostBuffers:
     def _allocate(self, num_bytes: int) -> Any:
         device = self._device
         if device is None or not self._locks_pages or num_bytes < _LOCKED_BYTES:
-            # NumPy asks the kernel for huge pages: the first copy is several times faster than into torch's own memory.
+            # NumPy requests huge pages from the kernel. The first copy is several times faster than into torch's own memory.
             return np.empty(num_bytes, dtype=np.uint8)
         # Not torch's pinned memory, which rounds sizes up to a power of two. A page can be registered once only.
         num_paged = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         whole = np.empty(num_paged + mmap.PAGESIZE - 1, dtype=np.uint8)
         start = -whole.ctypes.data % mmap.PAGESIZE
         address = whole.ctypes.data + start
-        with torch.cuda.device(device):  # else the runtime makes a context on the thread's device 0
+        with torch.cuda.device(device):  # otherwise the runtime creates a context on the thread's device 0
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             error = int(runtime.cudaHostRegister(address, num_paged, 0))
             if error:
@@ -131,7 +132,7 @@ class HostBuffers:
         return whole[start : start + num_bytes]
 
     def release(self) -> None:
-        """Release all buffers for the next save; free those that this one did not use."""
+        """Make all buffers available for the next save; free unused chunks."""
         self._free, self._taken = self._taken, []
 
     def clear(self) -> None:
@@ -150,12 +151,12 @@ def _storage(array: Any) -> torch.UntypedStorage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _File:
-    """One file to write.
+    """One file to write later.
 
     Attributes:
-        through_python: write through a Python file, whose name is not kept in the archive.
-        pickled: what ``torch.save`` made of the value, without the content of its storages.
-        storages: copies of these, by their number.
+        through_python: write through a Python file object, whose name the archive does not contain.
+        pickled: pickle of the value by ``torch.save``, without the content of its storages.
+        storages: copies of the value's storages, by ``torch.save``'s number.
     """
 
     path: str
@@ -165,10 +166,10 @@ class _File:
 
 
 class StateCopies:
-    """Snapshots of the values that a rank will write.
+    """Copies of the values that a rank will write to files.
 
-    ``add`` raises no error, because the caller may be between two barriers; ``write`` raises it later. Without ``buffers``
-    ``add`` writes every value at once.
+    ``add`` raises no error, because the caller may be between two barriers; ``write`` raises the error later. If ``buffers`` is
+    None, ``add`` writes every value at once.
     """
 
     def __init__(self, buffers: HostBuffers | None) -> None:
@@ -178,16 +179,16 @@ class StateCopies:
 
     @property
     def has_failed(self) -> bool:
-        """Whether ``write`` will raise a failure of copying."""
+        """Whether a copy has failed, so that ``write`` will raise the error."""
         return self._error is not None
 
     def add(self, value: Any, path: str, *, through_python: bool = False) -> None:
         """Copy ``value``, or write it at once if there is no memory for a copy.
 
         Args:
-            value: what ``torch.save`` can write; its tensors are copied with the whole storage that they are views of.
-            path: the file.
-            through_python: whether to write through a Python file, which says why a write fails.
+            value: a value for ``torch.save``. Tensors are copied with the whole storage that they are views of.
+            path: the file to write.
+            through_python: whether to write through a Python file object, whose errors state the cause.
         """
         if self._error is not None:
             return
@@ -213,9 +214,9 @@ class StateCopies:
         return True
 
     def write(self) -> None:
-        """Write the copies in order, release the buffers, and raise the first failure.
+        """Write the copies in order, release the buffers, and raise the first error.
 
-        Any thread, one at a time.
+        May be called from any thread, by one thread at a time.
         """
         try:
             if self._error is not None:
@@ -248,7 +249,7 @@ class _Pickled(Exception):  # noqa: N818  # not an error: ends torch.save once i
 
 
 def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
-    """Return what ``torch.save`` pickles, and by number the storages it would write."""
+    """Return ``torch.save``'s pickle of ``value``, and the storages by number."""
     try:
         torch.save(value, io.BytesIO(), pickle_module=_CapturingModule)
     except _Pickled as done:
@@ -257,7 +258,7 @@ def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ..
 
 
 class _TorchPickler:
-    """Base of ``torch.save``'s pickler, whose ``persistent_id`` numbers storages."""
+    """Pickler for ``torch.save``, which replaces ``persistent_id`` to number storages."""
 
     persistent_id: Callable[[Any], Any]
 
@@ -267,7 +268,7 @@ class _TorchPickler:
 
 
 class _Recorder(pickle.Pickler):
-    """Pickles as torch does, and keeps the storages that torch numbers."""
+    """Pickles as torch does, and records the storages that torch numbers."""
 
     def __init__(self, file: io.BytesIO, protocol: int, persistent_id: Callable[[Any], Any]) -> None:
         super().__init__(file, protocol=protocol)
@@ -283,7 +284,7 @@ class _Recorder(pickle.Pickler):
 
 
 class _Capturing(_TorchPickler):
-    """Pickles, and ends ``torch.save`` before it writes."""
+    """Pickles the value, then raises ``_Pickled`` to stop ``torch.save``."""
 
     def dump(self, value: Any) -> None:
         recorder = _Recorder(self._file, self._protocol, self.persistent_id)
@@ -292,7 +293,7 @@ class _Capturing(_TorchPickler):
 
 
 class _Replaying(_TorchPickler):
-    """Writes the captured pickle, and numbers the copies like the storages."""
+    """Writes the captured pickle, and makes torch number the copies like the storages."""
 
     def dump(self, file: _File) -> None:
         for storage in file.storages:
@@ -301,13 +302,13 @@ class _Replaying(_TorchPickler):
 
 
 class _CapturingModule:
-    """A pickle module for ``torch.save``."""
+    """Pickle module for ``torch.save`` that captures the pickle."""
 
     Pickler = _Capturing
 
 
 class _ReplayingModule:
-    """A pickle module for ``torch.save``."""
+    """Pickle module for ``torch.save`` that replays a captured pickle."""
 
     Pickler = _Replaying
 
@@ -318,13 +319,13 @@ class _ReplayingModule:
 def copy_engine(
     engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str, copies: StateCopies
 ) -> tuple[str, ...]:
-    """Copy what ``save_engine`` would write, between two optimizer steps.
+    """Copy the state that ``save_engine`` would write, for ``copies.write()``.
 
-    An engine whose files DeepSpeed writes by other means than ``torch.save`` (its fast, decoupled or DataStates checkpoint
-    engine), or in torch's old format, is saved at once.
+    Call between two optimizer steps. An engine is saved at once if DeepSpeed does not write with ``torch.save`` (fast,
+    decoupled or DataStates checkpoint engine), or writes torch's old format.
 
     Returns:
-        The files, relative to ``path``, that this rank must have there after ``copies.write()``.
+        The files, relative to ``path``, that this rank must have written after ``copies.write()``.
 
     Ranks: all, collectively.
     """
@@ -342,7 +343,7 @@ def copy_engine(
 
 
 class _CopyingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deepspeed ships no types
-    """Copies what ``TorchCheckpointEngine`` would write with ``torch.save``."""
+    """Copies values that ``TorchCheckpointEngine`` would write with ``torch.save``."""
 
     def __init__(self, own: TorchCheckpointEngine, copies: StateCopies) -> None:
         self.name = own.name

@@ -1,4 +1,4 @@
-"""Save and load an engine, including state that DeepSpeed 0.19.8 omits."""
+"""Save and load an engine, with the state that DeepSpeed 0.19.8 does not save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampen
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` in ``path/tag`` between two steps, and check that files exist.
+    """Save ``engine`` in ``path/tag`` between two steps; check that its files exist.
 
     Ranks: all, collectively.
     """
@@ -45,7 +45,10 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Load ``path/tag`` into a new ``engine`` of the same layout, or raise.
+    """Load ``path/tag`` into a new ``engine`` of the same layout.
+
+    Raises:
+        CheckpointError: a file is missing, or DeepSpeed finds nothing to load.
 
     Ranks: all, collectively.
     """
@@ -67,14 +70,14 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return this rank's state for exact resuming that DeepSpeed does not save.
 
-    - ``micro_steps``: forward passes so far.
-    - ``global_grad_norm``: of the last step, as ``get_global_grad_norm`` returns it.
+    - ``micro_steps``: micro batches that the engine has processed.
+    - ``global_grad_norm``: gradient norm of the last step, as ``get_global_grad_norm`` returns it.
     - ``buffers``: this rank's module buffers. DeepSpeed saves only the persistent buffers of replica 0, and
       running statistics differ between replicas.
-    - ``micro_offset``: forward passes of a pipeline, the seed of ``seed_layers``.
+    - ``micro_offset``: number of forward passes of a pipeline, the seed of ``seed_layers``.
     - ``tied_modules``: layers tied between pipeline stages. DeepSpeed writes no file for a layer that is only called
-      through a ``forward_fn``, and does not record the file of other tied layers.
-    - ``rng_tracker``: generators of activation checkpointing.
+      through a ``forward_fn``, and does not record which file has another tied layer.
+    - ``rng_tracker``: states of activation checkpointing's random generators.
     - ``grad_scalers``: state of torch autocast's gradient scalers.
 
     Tensors are on the CPU; everything can be loaded with ``torch.load(weights_only=True)``.
@@ -100,7 +103,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Restore this rank's extra state after loading. Ranks: all, collectively."""
+    """Restore ``engine_extra_state`` after a load. Ranks: all, collectively."""
     engine.micro_steps = state["micro_steps"]
     engines.set_global_grad_norm(engine, state["global_grad_norm"])
     _restore_buffers(engine, state["buffers"])
@@ -120,10 +123,11 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Build this rank's extra state from the extra states of another layout's ranks.
+    """Build this rank's extra state from the extra states that another layout saved.
 
-    The result is for ``restore_engine_extra_state``. A replica gets the buffers of the saved replica with the same index, or
-    of another one if there were fewer; a pipeline stage gets those of its layers.
+    ``extras`` has the extra state of each saved rank. The result is for ``restore_engine_extra_state``. A replica gets the
+    buffers of the saved replica with the same index, modulo the number of saved replicas. A pipeline stage gets the buffers of
+    its layers.
     """
     replica = engines.replica(engine) % saved.data_parallel_size
     parts = [
@@ -160,7 +164,7 @@ def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the state of a pipeline's tied layers from every rank's extra state.
 
     Raises:
-        CheckpointLayoutError: the ranks have different values of one layer.
+        CheckpointLayoutError: ranks have different values for the same tied layer.
     """
     tied: dict[str, Any] = {}
     unequal: set[str] = set()
@@ -185,11 +189,11 @@ def describe_untied(names: Sequence[str]) -> str:
 
 
 def bind_load_checkpoint(engine: PipelineEngine) -> None:
-    """Fix ``load_checkpoint`` of a bfloat16 pipeline without ZeRO.
+    """Fix ``load_checkpoint`` of a bfloat16 pipeline without ZeRO; a no-op for others.
 
-    DeepSpeed 0.19.8 wraps such an optimizer in ``BF16_Optimizer``, which is partitioned and saved per replica.
-    Its load passes replica 0's state in a wrong format (``KeyError: 0``). The replaced method loads each replica's
-    own file. Other engines are not changed.
+    DeepSpeed 0.19.8 wraps this pipeline's optimizer in ``BF16_Optimizer``, which is partitioned and saved per replica.
+    DeepSpeed's ``load_checkpoint`` passes replica 0's state in a wrong format (``KeyError: 0``). The replacement loads each
+    replica's own file.
     """
     if not optimizers.has_file_per_replica(engine.optimizer) or engine.zero_optimization():
         return
@@ -225,9 +229,9 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    """Return the optimizer settings that a load replaces, by parameter group.
+    """Return for each parameter group the optimizer settings that a load overwrites.
 
-    Settings controlled by a learning-rate scheduler are left out. DeepSpeed's schedulers read the config again.
+    Settings that a learning-rate scheduler controls are left out. DeepSpeed's schedulers read the config again after a load.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED
     groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
@@ -236,7 +240,7 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
 
 
 def describe_optimizer(engine: DeepSpeedEngine) -> str:
-    """Return a description of an engine's optimizer: ``AdamW (lr 0.1, eps 1e-08)``."""
+    """Return text about an engine's optimizer: ``AdamW (lr 0.1, eps 1e-08)``."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     group = optimizer.param_groups[0]
     settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]
@@ -253,15 +257,15 @@ def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool
 def differing_settings(
     engine: DeepSpeedEngine, before: Sequence[Mapping[str, Any]], *, overrides: bool
 ) -> list[str]:
-    """Compare a loaded engine's optimizer settings with those before the load.
+    """Return how a load has changed an engine's optimizer settings.
 
-    ``overrides``: restore the settings from before the load.
+    ``before`` is the result of ``optimizer_settings`` before the load. ``overrides``: restore these settings.
 
     Returns:
-        Each difference as ``lr 0.0001, in the checkpoint 0.01``.
+        Each difference as text: ``lr 0.0001, in the checkpoint 0.01``.
 
     Raises:
-        CheckpointError: ``overrides`` is set, and the trial's own scheduler has another base learning rate.
+        CheckpointError: ``overrides`` is set, and the trial's own scheduler has loaded another base learning rate.
     """
     found: list[str] = []
     for idx, (wanted, loaded) in enumerate(zip(before, optimizer_settings(engine), strict=False)):
@@ -287,7 +291,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
-    """Return this stage's tied layers without a file, in an order common to all ranks."""
+    """Return keys of this stage's tied layers without a file, in sorted order."""
     with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 
@@ -306,7 +310,7 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Update ``get_last_lr()`` to the loaded rates, which schedulers do not save."""
+    """Set ``get_last_lr()`` to the loaded rates, which schedulers do not save."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

@@ -15,10 +15,10 @@ _PIECE_NUMEL = 1 << 20  # elements of each engine in memory at a time
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightDifference:
-    """The difference of one parameter's weights or optimizer state in two checkpoints.
+    """Difference of one parameter's weights or optimizer state in two checkpoints.
 
-    ``key`` is ``master`` for master weights, else the optimizer's state key. NaN equals NaN in ``num_differing``. Norms are
-    Euclidean.
+    ``key`` is ``master`` for master weights, otherwise the optimizer's state key. NaN counts as equal to NaN in
+    ``num_differing``. Norms are Euclidean.
     """
 
     name: str
@@ -32,13 +32,16 @@ class WeightDifference:
 
     @property
     def relative(self) -> float:
-        """Norm of the difference divided by the larger norm; 0 if both are 0."""
+        """Norm of the difference divided by the larger norm; 0 if both norms are 0."""
         larger = max(self.norm_a, self.norm_b)
         return self.norm_difference / larger if larger else 0.0
 
 
 def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
-    """Return parameters of equal shape in both, each storage once, in ``a``'s order."""
+    """Return the parameters with equal shape in ``a`` and ``b``, in ``a``'s order.
+
+    Tied parameters are listed once.
+    """
     return [
         name
         for name, place in a.places.items()
@@ -53,10 +56,10 @@ def weight_differences(
     with_optimizer: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[WeightDifference]:
-    """Compare two engines in double precision; yield every parameter.
+    """Compare two engines in double precision; yield each parameter's differences.
 
-    With ``with_optimizer`` also compare the optimizer's state, if both have it. ``on_bytes`` is called with the bytes compared
-    since its last call.
+    ``with_optimizer``: also compare optimizer state that both engines have. ``on_bytes`` is called with the number of bytes
+    compared since its last call.
     """
     for name in comparable(a, b):
         keys = [MASTER]

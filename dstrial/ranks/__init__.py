@@ -1,1 +1,1 @@
-"""Identify this process's rank; set up rendezvous and communication between ranks."""
+"""Rank identity, rendezvous and communication between the ranks of a job."""

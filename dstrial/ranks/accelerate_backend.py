@@ -1,10 +1,10 @@
-"""Patch accelerate so that it sees all ranks of a CPU job.
+"""Patch accelerate so that it recognises all ranks of a job on CPUs.
 
 ``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``), which Hugging Face's Trainer also uses, chooses a backend
 only for accelerators, or with ``cpu=True``, which disables DeepSpeed. Without a backend every rank behaves as a single-rank
-job and trains on all data, even if a process group exists; releases up to 1.10 chose gloo. A script may pass
-``InitProcessGroupKwargs(backend="gloo")``; this module does the same for all other scripts. There is no environment variable
-for it, so the method is patched in the rank's process when ``accelerate`` is imported.
+job and trains on all data, even if a process group exists. Releases up to 1.10 chose gloo. A script may pass
+``InitProcessGroupKwargs(backend="gloo")``; this module has the same effect for all other scripts. No environment variable
+selects the backend, so the method is patched in the rank's process when ``accelerate`` is imported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _change(module: Any) -> None:
         if (found is None or kind is kinds.NO) and _has_ranks_on_gloo():
             found, kind = "gloo", kinds.MULTI_CPU
         if kind is kinds.MULTI_CPU and self.device is None:
-            # accelerate would choose "cpu:0", which torch.load rejects: transformers 4.56 could not resume.
+            # accelerate would choose "cpu:0", which torch.load rejects, so that transformers 4.56 could not resume.
             self.device = _cpu()
         return found, kind
 
@@ -76,7 +76,7 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Create the process group without compiled CPU operators. Ranks: all."""
+    """Create the job's gloo process group without compiling operators. Ranks: all."""
     import deepspeed
     import torch.distributed
 

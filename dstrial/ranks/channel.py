@@ -1,4 +1,4 @@
-"""Exchange pickled objects over a separate gloo group.
+"""Exchange pickled objects between ranks over a separate gloo group.
 
 Each operation has a deadline; its timeout error names the missing ranks.
 """
@@ -24,20 +24,20 @@ from dstrial.ranks.job_secret import SECRET_VARIABLE, TAG_BYTES, is_same_tag, ke
 
 TIMEOUT_VARIABLE = "DSTRIAL_TIMEOUT_S"
 
-# The first collective has each message's length and first bytes; only longer messages need a second collective.
+# The first collective transfers each message's length and first bytes. Only longer messages need a second collective.
 _HEAD_BYTES = 1024
 _LENGTH_BYTES = 8
 _SHORT_BYTES = _HEAD_BYTES - _LENGTH_BYTES
 _MAX_BYTES = 2**30  # limit of a message; the length is read before the tag is verified
 
 _QUIET_WAIT_S = 5.0  # after this time a waiting rank writes a key to the store
-_LEFT = "left"  # store key under which a rank writes that it has left
+_LEFT = "left"  # store key that a rank sets when it leaves the group
 _START = "start of the control channel"
 
 
 @dataclasses.dataclass(slots=True)
 class _Transfer:
-    """A started collective; ``received`` is its output buffer."""
+    """A started collective operation; ``received`` is its output buffer."""
 
     name: str
     number: int
@@ -48,7 +48,7 @@ class _Transfer:
 
 
 class PendingGather:
-    """Handle of a started all-gather."""
+    """Handle of a started all-gather; ``wait`` returns the values."""
 
     def __init__(self, channel: GroupChannel, transfer: _Transfer) -> None:
         self._channel = channel
@@ -57,7 +57,7 @@ class PendingGather:
     def wait(self) -> list[Any]:
         """Return the values of all ranks, by rank. Ranks: all, at the same place.
 
-        A value that is too long for one message needs a second collective here.
+        If a value is too long for one message, this starts a second collective.
         """
         return [self._channel._decode(payload) for payload in self._channel._finish(self._transfer)]
 
@@ -65,13 +65,13 @@ class PendingGather:
 class GroupChannel:
     """Collectives on pickled values over one gloo group.
 
-    A message is an HMAC tag over sender, operation and content, then the pickle. ``name`` must be unique in the job.
+    A message consists of an HMAC tag over sender, operation and content, and the pickle. ``name`` must be unique in the job.
 
     Raises:
-        RankTimeoutError: a rank missed the deadline; names the missing ranks.
+        RankTimeoutError: a rank missed the deadline; the message names the missing ranks.
         RankError: a peer has exited.
 
-    Ranks: those of ``ranks``, collectively, as are all methods but ``leave`` and ``close``.
+    Ranks: those in ``ranks``, collectively, also for all methods except ``leave`` and ``close``.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
@@ -82,15 +82,17 @@ class GroupChannel:
         self._quiet_s = min(_QUIET_WAIT_S, timeout_s / 3)
         self._num_operations = 0
         self._store = PrefixStore(name, _get_default_store())
-        self.key: bytes | None = None  # None until the ranks have exchanged one; until then messages are JSON
-        # gloo's timeout is later than ours, which can name the missing ranks. It limits how long an abandoned operation
-        # blocks the group's threads, and so the process's exit.
+        self.key: bytes | None = (
+            None  # None until the ranks have exchanged a key; until then messages are JSON
+        )
+        # gloo's timeout is longer than timeout_s, whose error can name the missing ranks. gloo's timeout limits how long an
+        # abandoned operation blocks the group's threads, and so the process's exit.
         timeout = datetime.timedelta(seconds=timeout_s + 3 * self._quiet_s)
         start = self._next(_START)
         self._announce(start)
         with self._start_errors(start):
             # Not `new_group`: if the default group is bound to a CUDA device, as DeepSpeed does for NCCL, `new_group` splits
-            # NCCL's communicator on ranks that are not members, and they wait for members that never call it (torch 2.13
+            # NCCL's communicator on ranks that are not members, and these ranks wait for members that never call it (torch 2.13
             # distributed_c10d.py:2030-2058). `use_local_synchronization` avoids that, but names the group by the number of
             # groups of a rank (`_hash_ranks_to_str`), which differs between ranks of a pipeline.
             self._group: Any = dist.ProcessGroupGloo(  # torch's type stub lacks the inherited methods
@@ -98,13 +100,13 @@ class GroupChannel:
             )
 
     def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
-        """Return all ranks' identities; works before a key is set."""
+        """Return the identities of all ranks, by rank; works before a key is set."""
         payload = json.dumps(dataclasses.asdict(identity)).encode()
         messages = self._finish(self._begin(_START, payload, self._ranks))
         return [RankIdentity(**json.loads(bytes(message))) for message in messages]
 
     def agree_on_key(self, stack: contextlib.ExitStack) -> bytes:
-        """Distribute the first rank's key; ``stack`` keeps the key file until its exit."""
+        """Return the first rank's key on all ranks; ``stack``'s exit deletes the key file."""
         block = key_through_file(PrefixStore("key", self._store), is_writer=self._rank == self._ranks[0])
         with self._start_errors(self._next(_START)):
             return stack.enter_context(block)
@@ -115,7 +117,7 @@ class GroupChannel:
     def begin_allgather(self, value: Any, name: str) -> PendingGather:
         """Start an ``allgather`` without blocking.
 
-        Other operations may run before ``wait``, in the same order on all ranks.
+        Other operations may run before ``PendingGather.wait``, in the same order on all ranks.
         """
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         return PendingGather(self, self._begin(name, payload, self._ranks))
@@ -128,7 +130,7 @@ class GroupChannel:
         return value if is_root else self._decode(message)
 
     def leave(self, reason: str) -> None:
-        """Leave the group; ranks that wait for this one fail with ``reason``."""
+        """Leave the group; ranks that wait for this rank raise RankError with ``reason``."""
         self._store.set(_LEFT, f"rank {self._rank}: {reason}")
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class GroupChannel:
         return transfer
 
     def _finish(self, transfer: _Transfer) -> list[memoryview]:
-        """Return each sender's payload after its tag is verified."""
+        """Return each sender's payload, after verifying the payload's tag."""
         self._wait(transfer)
         heads = self._parts(transfer)
         lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]

@@ -1,9 +1,9 @@
-"""The control channel: small Python objects between ranks.
+"""The control channel, which exchanges small Python objects between ranks.
 
-It replaces Determined's ``DistributedContext``, whose ZMQ sockets need two fixed ports per machine and have no timeout. This
-channel uses a separate gloo group, so it works with any accelerator's backend and needs no port. At the deadline it raises an
-error that names the missing ranks. Values are pickled; a message is unpickled only after its HMAC tag, which only this job's
-ranks can create, is verified.
+It replaces Determined's ``DistributedContext``, whose ZMQ sockets need two fixed ports per machine and have no timeout. The
+control channel uses a separate gloo group. It works with any accelerator's backend, needs no port, and raises an error at the
+deadline that names the missing ranks. Values are pickled. A message is unpickled only after its HMAC tag is verified; only
+this job's ranks can create the tag.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def timeout_from_environ() -> float:
 class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determined ships no types
     """A ``DistributedContext`` over gloo, to pass to ``determined.core.init``.
 
-    Every method is collective over all ranks (``_local`` methods over the ranks of a machine) and has a deadline (``timeout_s``,
-    else ``DSTRIAL_TIMEOUT_S``, else 1800). All ranks must call the methods in the same order, from one thread each. On a
-    single rank there is no communication.
+    Every method is collective over all ranks (``_local`` methods: over a machine's ranks) and has a timeout. The timeout is
+    ``timeout_s``, by default ``DSTRIAL_TIMEOUT_S`` or 1800 seconds. All ranks must call the methods in the same order, from one
+    thread per rank. A single rank does not communicate.
 
     Raises:
-        RankTimeoutError: a rank did not create its channel in time; names the missing ranks.
+        RankTimeoutError: a rank did not create its channel in time; the message names the missing ranks.
         RankIdentityError: the ranks' identities contradict each other.
 
     Ranks: all, collectively, after ``init_process_group``.
@@ -97,7 +97,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
             self._local_group_channel = local
 
     def _agree_on_key(self, channel: GroupChannel) -> None:
-        """Set the channel's key for message tags, the same on all ranks. Ranks: all."""
+        """Set the same key for message tags on all ranks. Ranks: all, collectively."""
         key = key_from_environ(os.environ)
         if key is None and self.cross_size > 1:
             if self.rank == 0:
@@ -143,7 +143,10 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return _broadcast(self._local_group_channel, stuff, "broadcast_local")
 
     def leave(self, reason: str) -> None:
-        """Leave the channel; ranks that wait for this one fail with ``reason`` in seconds."""
+        """Leave the channel; ranks that wait for this rank fail within seconds.
+
+        Their error has ``reason``.
+        """
         if self._group_channel is not None:
             self._group_channel.leave(reason)
 

@@ -8,7 +8,7 @@ from dstrial.errors import RankError
 from dstrial.ranks.identity import RankIdentity
 
 SHARE_VARIABLE = "DSTRIAL_SHARE_DEVICE"
-"""``1`` allows several ranks on one accelerator, over gloo, for tests and small experiments."""
+"""Environment variable: ``1`` allows several ranks on one accelerator, over gloo, for tests and small experiments."""
 
 
 def may_share(environ: Mapping[str, str]) -> bool:
@@ -22,9 +22,9 @@ def may_share(environ: Mapping[str, str]) -> bool:
 
 
 def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> bool:
-    """Return whether ranks share an accelerator; all ranks get the same result.
+    """Return whether ranks share an accelerator; the result is equal on all ranks.
 
-    On several machines this is ``may_share``, because a machine does not know the others' devices.
+    On several machines the result is ``may_share``, because a rank does not know the devices of other machines.
     """
     return (
         may_share
@@ -34,10 +34,10 @@ def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> b
 
 
 def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
-    """Return the index of this rank's accelerator among the visible ones."""
+    """Return the index of this rank's accelerator among the visible accelerators."""
     if num_devices and may_share:
         return identity.local_rank % num_devices
-    # Some launchers make only one accelerator visible to each rank; its index is 0.
+    # Some launchers make only one accelerator visible to each rank, with index 0.
     index = 0 if num_devices == 1 and identity.local_world_size > 1 else identity.local_rank
     if index >= num_devices:
         raise RankError(
@@ -49,7 +49,7 @@ def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_sha
 
 
 def refuse_instances(identity: RankIdentity, environ: Mapping[str, str]) -> None:
-    """Raise an error for several ranks on several MIG instances of GPUs.
+    """Raise RankError for several ranks on several MIG instances of GPUs.
 
     A process sees only the first MIG instance of ``CUDA_VISIBLE_DEVICES``, so all ranks would use it, and NCCL does not
     support MIG instances. Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".

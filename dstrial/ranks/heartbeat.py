@@ -1,11 +1,11 @@
-"""Write this rank's heartbeat (phase and batch) to a file that the launcher maps.
+"""Write this rank's heartbeat (phase and batch) to a file that the launcher reads.
 
-The rank writes and the launcher reads, without locks or system calls. Without dstrial's launcher the rank writes to private
-memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine: a lane for the main thread, a lane for the
-background save thread, the owner's pid, and the longest duration of each phase.
+Rank and launcher map the file, and use neither locks nor system calls. Without dstrial's launcher the rank writes to private
+memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine. A slot has a lane for the main thread, a lane for
+the background save thread, the owner's pid, and the longest duration of each phase.
 
-The cost of a beat is cache misses, because a training step fills the caches. So the hot path writes through memory views,
-which touch half as much memory as ``struct``.
+A heartbeat costs cache misses, because a training step fills the caches. So the hot path writes through memory views, which
+touch half as much memory as ``struct``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from dstrial.process_state import start_ticks
 
 HEARTBEAT_VARIABLE = "DSTRIAL_HEARTBEAT"
-"""Environment variable with the slot of a rank and the file, as ``SLOT:PATH``."""
+"""Environment variable with a rank's slot index and the heartbeat file, as ``SLOT:PATH``."""
 
 # A slot is 32 words of eight bytes in native byte order. Times are from CLOCK_MONOTONIC.
 SLOT_BYTES = 256
@@ -35,10 +35,10 @@ _LONGEST = 24
 
 
 class Phase(enum.IntEnum):
-    """The activity of a thread of a rank."""
+    """Current activity of a rank's thread."""
 
     NONE = 0
-    """Unknown: start, script or end; in the save lane: no save is running."""
+    """Unknown activity: start, script or end. In the save lane: no save is running."""
     BATCH = 1
     BETWEEN = 2
     """Exchanges and reports between batches."""
@@ -56,8 +56,8 @@ class Phase(enum.IntEnum):
 class Beat:
     """A heartbeat: the content of one lane (thread) of a rank's slot.
 
-    ``since_s`` is the start time of the phase, or of the latest batch. ``longest_s`` is the longest duration so far of each phase
-    (0: none has ended); of consecutive batches only the last one is measured.
+    ``since_s`` is the start time of the phase, or of the latest batch. ``longest_s`` has the longest duration of each phase
+    (0 if none has ended); of consecutive batches only the last batch is measured.
     """
 
     phase: Phase
@@ -79,7 +79,7 @@ class Heartbeat:
         self._seconds = words.cast("d")
 
     def begin_batch(self, batch: int) -> None:
-        """Record the start of the next batch after ``batch`` trained batches. Hot path."""
+        """Record that the batch after ``batch`` trained batches starts. Hot path."""
         # Order matters: a concurrent reader may see the old batch with the new time, never the new batch with the old time.
         self._seconds[_SINCE] = time.monotonic()
         self._integers[_BATCH] = batch
@@ -103,20 +103,20 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Enter a phase for a block; if the block succeeds, return to ``BETWEEN``."""
+        """Enter a phase for the block; if the block succeeds, enter ``BETWEEN``."""
         self.begin(phase, batch)
         yield
         self.begin(Phase.BETWEEN, batch)
 
     def begin_save(self, batch: int) -> None:
-        """Record that this thread saves the checkpoint after ``batch`` batches."""
+        """Record that this thread starts to save the checkpoint of batch ``batch``."""
         self._begin(SAVE_LANE, Phase.SAVE, batch)
 
     def end_save(self) -> None:
         self._begin(SAVE_LANE, Phase.NONE, self._integers[SAVE_LANE + _BATCH])
 
     def end(self, phase: Phase = Phase.NONE) -> None:
-        """Set the phase ``NONE`` or ``LEAVING``; the number of trained batches stays."""
+        """Enter the phase ``NONE`` or ``LEAVING``; the number of trained batches stays."""
         self.begin(phase, self._integers[_BATCH])
 
     def _begin(self, lane: int, phase: Phase, batch: int) -> None:
@@ -152,7 +152,7 @@ def _opened(named: str, pid: int) -> Heartbeat:
     except (OSError, ValueError):  # the launcher was killed and its directory deleted
         return Heartbeat()
     integers = words.cast("q")
-    # Child processes inherit the variable and must not write to the rank's slot.
+    # Child processes inherit the environment variable, but must not write to the rank's slot.
     if integers[_PID] not in (0, pid) and start_ticks(integers[_PID]) == integers[_TICKS]:
         return Heartbeat()
     integers[_THREAD] = threading.main_thread().ident or 0
@@ -173,7 +173,7 @@ def make_heartbeat_file(path: Path, num_slots: int) -> mmap.mmap:
 
 
 def read_beat(buffer: mmap.mmap | bytearray, slot: int, lane: int = MAIN_LANE) -> Beat | None:
-    """Return one lane of a slot; None until a rank has claimed the slot."""
+    """Return the heartbeat in one lane of a slot; None until a rank claims the slot."""
     words = memoryview(bytes(_slot(buffer, slot)))
     integers, seconds = words.cast("q"), words.cast("d")
     if not integers[_PID]:

@@ -1,8 +1,8 @@
 """Find this process's rank, world size and rendezvous in the environment.
 
-Each launcher has its own variables. They are tried in a fixed order, most explicit first: torchrun, DeepSpeed's
+Each launcher sets different variables. They are tried in a fixed order, most explicit first: torchrun, DeepSpeed's
 launcher (both also under Determined's launch layers), Slurm's ``srun``, Open MPI's ``mpirun``, then Hydra (MPICH
-and Intel MPI). Without any of them this is a single rank.
+and Intel MPI). If no launcher's variables are set, the process is a single rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "mpich", "none"]
 LOOPBACK_ADDR = "127.0.0.1"
 
 DEVICE_VARIABLE = "DSTRIAL_LOCAL_RANK"
-"""Original ``LOCAL_RANK``, which ``init_process_group`` replaces by the index of the rank's device."""
+"""Environment variable with the original ``LOCAL_RANK``, which ``init_process_group`` replaces by the rank's device index."""
 
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port
-# before rank 0 binds it, and clear of the well-known 29400 (torchrun) and 29500 (torch, DeepSpeed).
+# before rank 0 binds it. The default ports 29400 (torchrun) and 29500 (torch, DeepSpeed) are excluded.
 _FIRST_DERIVED_PORT = 15_000
 _NUM_DERIVED_PORTS = 14_000
 
-# Slurm numbers its own steps (batch script, interactive shell, extern) from here upwards; they are
-# one process whatever SLURM_NTASKS says (slurm.h, SLURM_MAX_NORMAL_STEP_ID).
+# Slurm's internal steps (batch script, interactive shell, extern) have ids from here on. Such a step is
+# one process, whatever SLURM_NTASKS says (slurm.h, SLURM_MAX_NORMAL_STEP_ID).
 _SLURM_FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
 
 
@@ -40,15 +40,15 @@ class RankIdentity:
     Attributes:
         rank: global rank, from 0.
         world_size: number of ranks in the job.
-        local_rank: rank on this machine, from 0; also the index of its accelerator, if all are visible.
+        local_rank: rank on this machine, from 0; also the index of the rank's accelerator, if all are visible.
         local_world_size: number of ranks on this machine.
         node_rank: index of this machine, from 0 (the cross rank in Determined and DeepSpeed).
         num_nodes: number of machines (the cross size).
         master_addr: address at which rank 0 can be reached.
-        master_port: TCP port on which rank 0 serves the rendezvous; 0 on a single rank without a given port:
-        a free port is chosen with the process group.
+        master_port: TCP port on which rank 0 serves the rendezvous. 0 on a single rank without a given port;
+        ``init_process_group`` then chooses a free port.
         launcher: the launcher whose variables were used.
-        nodes: candidates for rank 0's node: all nodes of a Slurm step in list order, if no address is known.
+        nodes: nodes on which rank 0 may run: all nodes of a Slurm step in list order, if no address is known.
     """
 
     rank: int
@@ -71,10 +71,10 @@ class RankIdentity:
 def identify(environ: Mapping[str, str]) -> RankIdentity:
     """Return this process's rank identity from environment variables.
 
-    A job on one machine needs no master address: the rendezvous is on the loopback interface (for ``dstrial.launch`` in a
-    file), on a port derived from the job's id (one of 14,000; ``process_group`` handles a port that is taken). Several
-    machines need ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither: its nodes are known, and
-    rank 0 is searched on them, the first node first.
+    A job on one machine needs no master address. The rendezvous is on the loopback interface (for ``dstrial.launch`` in a
+    file), on one of 14,000 ports derived from the job's id. ``process_group`` handles a port that is taken. Several
+    machines need ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither, because its nodes are known;
+    rank 0 is searched on the nodes, beginning with the first.
 
     Args:
         environ: usually ``os.environ``; not modified.
@@ -109,7 +109,7 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 
 
 def device_variable(identity: RankIdentity, device_idx: int) -> str:
-    """Return the value of ``DSTRIAL_LOCAL_RANK``, which is invalid in child processes."""
+    """Return ``DSTRIAL_LOCAL_RANK``'s value: rank, device index and local rank."""
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
 
@@ -121,7 +121,7 @@ def _local_rank_before(view: _EnvView, rank: int) -> int | None:
 
 
 class _EnvView:
-    """Environment that records which variables were read, for error messages."""
+    """Environment that records the variables read, for error messages."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -202,7 +202,7 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
     nodes = () if num_nodes == 1 or _given_master_addr(view) else _slurm_nodes(view, num_nodes)
     addr = _master_addr(view, num_nodes) if not nodes else nodes[0]
     if nodes and rank == 0:
-        # Not always the first node: heterogeneous steps and hostfiles place tasks in another order than the node list.
+        # Rank 0 is not always on the first node. Heterogeneous steps and hostfiles place tasks in another order than the list.
         addr = view.text("SLURMD_NODENAME") or addr
     job_id = f"slurm.{view.text('SLURM_JOB_ID') or view.text('SLURM_JOBID')}.{view.text('SLURM_STEP_ID')}"
     return RankIdentity(
@@ -222,7 +222,7 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
 def _slurm_local_world_size(view: _EnvView, world_size: int, node_rank: int, num_nodes: int) -> int:
     """Return the number of the step's tasks on this node.
 
-    ``SLURM_GTIDS`` lists them. The counts of all nodes are in list order, but ``SLURM_NODEID`` is not in a heterogeneous step
+    ``SLURM_GTIDS`` lists the tasks. Counts of nodes are in list order, but ``SLURM_NODEID`` is not in a heterogeneous step
     (22.05: ``srun -w host3 : -w host1``).
     """
     own_tasks = view.text("SLURM_GTIDS")

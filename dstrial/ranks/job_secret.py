@@ -1,8 +1,8 @@
-"""A job's shared secret for message tags, and its private rendezvous file.
+"""A job's shared secret for message tags, and the job's private rendezvous file.
 
-Other accounts (on loopback) or machines (on a network) can connect to a rank and send arbitrary bytes. Unpickling those could
-run code, so every message has an HMAC tag that is verified first. The rendezvous of the ranks of one machine is the file in
-``DSTRIAL_STORE``.
+Other accounts (on loopback) or machines (on a network) can connect to a rank and send arbitrary bytes. Unpickling these bytes
+could run code, so every message has an HMAC tag that is verified first. ``DSTRIAL_STORE`` names the rendezvous file of the
+ranks of one machine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SECRET_VARIABLE = "DSTRIAL_SECRET"  # noqa: S105  # the variable's name
 """Environment variable with a job's secret; ``dstrial.launch`` creates one for the ranks of one machine."""
 
 STORE_VARIABLE = "DSTRIAL_STORE"
-"""Environment variable with the file and its job; nested launchers inherit the variable, so ranks must check the job."""
+"""Environment variable with the rendezvous file and its job. Nested launchers inherit it, so ranks must check the job."""
 
 TAG_BYTES = 32
-"""Length of a tag, bytes."""
+"""Length of a message tag, in bytes."""
 
-# The allocation's session token: equal in all its containers and unknown outside (Determined 0.38.1,
+# The allocation's session token, equal in all containers of the allocation and unknown outside (Determined 0.38.1,
 # master/internal/task: StartAllocationSession once per allocation).
 _CLUSTER_VARIABLE = "DET_SESSION_TOKEN"
 _KEY_NAME = "dstrial-key-"
@@ -43,14 +43,14 @@ def new_secret() -> str:
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Return the key from ``DSTRIAL_SECRET``, else from a cluster's token, else None."""
+    """Return the tag key from ``DSTRIAL_SECRET`` or a cluster's token; None without."""
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
 
 
 def tag(key: bytes, *parts: bytes | memoryview) -> bytes:
     """Return a message's tag: HMAC-SHA256 over its parts, each prefixed by its length."""
-    # One call is ten times as fast as several updates.
+    # One call of digest is ten times as fast as several updates.
     message = b"".join(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
     return hmac.digest(key, message, "sha256")
 
@@ -64,18 +64,18 @@ def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
 def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
     """Exchange a key between the ranks of a machine through a private file.
 
-    The writer puts the key into a file that only this account can read, and the file's path into the store. Other accounts may
-    be able to change the path in the store; the ranks then reject the file or get different keys.
+    The writer puts the key into a file that only this account can read, and the file's name into the store. Other accounts may
+    be able to change the name in the store; the ranks then reject the file or get different keys.
 
     Args:
-        store: the process group's store, with a prefix of the caller.
+        store: the process group's store, with a prefix that the caller chooses.
         is_writer: True on one rank.
 
     Raises:
         RankError: the file cannot be read here, or another account owns it.
         RuntimeError: from torch, if the writer does not arrive or has exited.
 
-    Ranks: all of a machine; leave the block only after all have read the key.
+    Ranks: all of a machine. The writer must not leave the block before all ranks have read the key.
     """
     if not is_writer:
         yield _read_key(store.get("key").decode(errors="replace"))
@@ -116,10 +116,10 @@ def _read_key(name: str) -> bytes:
 
 
 def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
-    """Return the value of ``DSTRIAL_STORE``.
+    """Return the JSON value of ``DSTRIAL_STORE``.
 
     Args:
-        path: of a file that does not exist yet, in a directory private to this account.
+        path: a file that does not exist yet, in a directory private to this account.
         port: ``MASTER_PORT`` of the ranks.
         num_ranks: ``WORLD_SIZE`` of the ranks.
     """
@@ -127,11 +127,11 @@ def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
 
 
 def private_path(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
-    """Return the job's private rendezvous file; None if the launcher created none.
+    """Return the path of the job's private rendezvous file; None if there is none.
 
     Args:
         environ: this rank's environment.
-        identity: this rank's identity; a file for another port or world size, or for several machines, is not this job's.
+        identity: this rank's identity. A file for another port or world size, or for several machines, belongs to another job.
     """
     value = environ.get(STORE_VARIABLE)
     if not value:

@@ -45,7 +45,7 @@ _ACCELERATOR_PLUGINS = (
 
 
 _Replaced: TypeAlias = "tuple[tuple[Any, str, Any], ...]"
-"""Replaced attributes as (owner, name, old value)."""
+"""Attributes that were replaced, as (owner, name, old value)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def num_torch_accelerators() -> int:
-    """Return torch's number of accelerators without breaking CUDA in later forks.
+    """Return torch's number of accelerators, without breaking CUDA in later forks.
 
     torch initialises the CUDA driver, which a fork cannot use afterwards, unless a variable selects NVML; DeepSpeed sets the
     variable too (deepspeed/__init__.py:14), but later. ``torch.accelerator`` of torch 2.6 ignores the variable. So does
@@ -101,13 +101,13 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
     """Create torch's default process group through DeepSpeed, unless it exists.
 
     A no-op if torch.distributed is initialised or ``DET_MANUAL_INIT_DISTRIBUTED`` is set (Determined's
-    variable for users who initialise it themselves). Otherwise missing environment variables of torch and
-    DeepSpeed are set until ``shutdown``. The backend is that of DeepSpeed's accelerator, gloo on CPU.
+    variable for user code that initialises torch.distributed). Otherwise missing environment variables of torch
+    and DeepSpeed are set until ``shutdown``. The backend is that of DeepSpeed's accelerator, gloo on CPU.
 
     The rendezvous of ``dstrial.launch`` on one machine is a private file; a single rank needs none. Otherwise rank 0 or
     torchrun serves the rendezvous at ``identity.master_port``, on loopback if the job is on one machine. If another
     program uses a port that was derived from the job's id, rank 0 fails at once with an error that names the port;
-    ``MASTER_PORT`` sets another one. On one machine gloo and NCCL use loopback unless ``GLOO_SOCKET_IFNAME`` and
+    ``MASTER_PORT`` sets another port. On one machine gloo and NCCL use loopback unless ``GLOO_SOCKET_IFNAME`` and
     ``NCCL_SOCKET_IFNAME`` are set.
 
     Args:
@@ -196,7 +196,7 @@ def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str
         "LOCAL_RANK": str(identity.local_rank),
         "MASTER_ADDR": addr,
         "MASTER_PORT": str(port),
-        # DeepSpeed's CPU accelerator reads its device count from it, and runs numactl if it is unset.
+        # DeepSpeed's CPU accelerator reads its device count from LOCAL_SIZE, and runs numactl if the variable is unset.
         "LOCAL_SIZE": str(identity.local_world_size),
         **(loopback_only(os.environ) if identity.num_nodes == 1 else {}),
     }
@@ -207,8 +207,8 @@ def _share_timeout(timeout: datetime.timedelta) -> _Replaced:
     """Make the default group's timeout the default of groups created later.
 
     ``new_group`` does not inherit the default group's timeout, and DeepSpeed passes none: its groups would use torch's 30 minutes
-    (10 with NCCL). torch calls the replaced function if a caller passes no timeout (2.6 to 2.13 distributed_c10d.py:
-    ``new_group``, ``split_group``). If the user has set no timeout, torch's own is kept if it is shorter.
+    (10 with NCCL). If a caller passes no timeout, torch calls the replaced function (2.6 to 2.13 distributed_c10d.py:
+    ``new_group``, ``split_group``). If the user has set no timeout and torch's default is shorter, torch's default is kept.
     """
     theirs = getattr(distributed_c10d, _DEFAULT_TIMEOUT, None)
     if theirs is None:  # another torch release
@@ -223,7 +223,7 @@ def _share_timeout(timeout: datetime.timedelta) -> _Replaced:
 
 
 def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> dict[str, str]:
-    """Return variables for a device whose index is not the local rank.
+    """Return environment variables for a device whose index is not the local rank.
 
     DeepSpeed 0.19.8 uses ``LOCAL_RANK`` as the index (comm/torch.py:280, runtime/engine.py:1966,
     runtime/zero/partition_parameters.py:1138), and Open MPI's variable must be equal (runtime/engine.py:1962).
@@ -239,10 +239,10 @@ def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> di
 def _share_device(
     identity: RankIdentity, own_device: torch.device, init_method: str, timeout: datetime.timedelta
 ) -> _Replaced:
-    """Create a gloo group for ranks that share a device, before DeepSpeed uses NCCL.
+    """Create a gloo group for ranks that share a device, instead of DeepSpeed's NCCL.
 
-    NCCL rejects two ranks on one device. DeepSpeed uses an existing group with any backend (comm/comm.py:878). It would bind a
-    group of its own to the device, and gloo has no ``perform_nocolor_split`` (torch 2.13 distributed_c10d.py:2057). Gloo's
+    NCCL rejects two ranks on one device. DeepSpeed uses an existing group with any backend (comm/comm.py:878). A group that it
+    creates is bound to the device, and gloo has no ``perform_nocolor_split`` (torch 2.13 distributed_c10d.py:2057). Gloo's
     collectives copy CUDA tensors through the host; reduce-scatter is an all-reduce of a copy (ProcessGroupGloo.cpp,
     ``_reduce_scatter_base``). But ``send`` and ``recv`` pass the device address to the socket unchecked, so pipelines' calls are
     copied through the host here. DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137), made for MPS, does not work: it also copies
@@ -281,7 +281,7 @@ def device(identity: RankIdentity) -> torch.device:
     """Make this rank's accelerator current and return the device, such as ``cuda:1``.
 
     Raises:
-        RankError: there are more ranks on this machine than accelerators, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
+        RankError: this machine has more ranks than accelerators, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
     """
     prepare_accelerator()
     from deepspeed.accelerator import get_accelerator
@@ -301,7 +301,7 @@ def device(identity: RankIdentity) -> torch.device:
 
 
 def shutdown() -> None:
-    """Destroy the process group and restore the environment variables.
+    """Undo ``init_process_group``: destroy the group and restore the variables.
 
     Safe to call more than once, without a group, and after an error.
     """
@@ -326,8 +326,8 @@ def shutdown() -> None:
 def keep() -> None:
     """Keep the process group until the process exits; ``shutdown`` becomes a no-op.
 
-    For a group created for a library that still uses it after dstrial has finished. It is destroyed at interpreter
-    exit, before torch's threads end.
+    Used if a library still needs the group after dstrial has finished. The group is destroyed at interpreter exit, before
+    torch's threads end.
 
     Ranks: each its own; no communication.
     """
@@ -347,9 +347,9 @@ def _end_kept_group() -> None:
 def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
     """Prevent DeepSpeed from compiling its shared-memory collective for a CPU group.
 
-    Only inference uses it (``inference_all_reduce``, with gloo as fallback), yet 0.19.8 builds it on every
-    CPU rank. The build needs a C++ compiler and most of a minute, a rank killed during it leaves a stale
-    lock file that blocks all later runs, and each rank leaves 67 MB in /dev/shm.
+    Only inference uses the collective (``inference_all_reduce``, with gloo as fallback), yet 0.19.8 builds it on every CPU
+    rank. The build needs a C++ compiler and most of a minute. A rank killed during the build leaves a stale lock file
+    that blocks all later runs. Each rank leaves 67 MB in /dev/shm.
 
     A no-op unless ``is_cpu`` (DeepSpeed trains on the CPU). Ranks: any; no communication.
     """
@@ -358,9 +358,9 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
 
 
 def ask_torch_for_free_memory() -> None:
-    """Make DeepSpeed query torch for free memory if devices are given by UUID.
+    """Make DeepSpeed read free device memory from torch if devices are given by UUID.
 
-    ZeRO 1 and 2 query it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) parses ``CUDA_VISIBLE_DEVICES`` as integers, but
+    ZeRO 1 and 2 read it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) parses ``CUDA_VISIBLE_DEVICES`` as integers, but
     MIG instances have only UUIDs, and users may list whole devices by UUID too.
 
     Ranks: each its own; no communication.

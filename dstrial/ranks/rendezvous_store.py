@@ -1,7 +1,7 @@
 """Open the store with which the ranks of a job create their process group.
 
-Nothing in it is ever unpickled. Ranks of ``dstrial.launch`` on one machine use a ``FileStore`` in a private directory; a
-single rank needs no shared store; all others use a ``TCPStore``, which listens on loopback if the job is on one machine.
+Values in the store are never unpickled. Ranks of ``dstrial.launch`` on one machine use a private ``FileStore``. A
+single rank needs no shared store. All others use a ``TCPStore``, which listens on loopback if the job is on one machine.
 torch's ``env://`` listens on all interfaces, whatever ``MASTER_ADDR`` is (torch 2.13
 ``rendezvous.py:_create_c10d_store``).
 """
@@ -38,19 +38,19 @@ _stores = vars(torch.distributed)
 
 _group_numbers = itertools.count()
 _opened: dict[str, tuple[Any, int, int]] = {}
-# Servers live as long as the process: other ranks may use them after this rank has left its group.
+# Stores are served until the process exits, because other ranks may use them after this rank has left its group.
 _served: dict[tuple[str, int], Any] = {}
 
-# libuv of torch 2.6 listens on all interfaces and rejects an existing socket; 2.13 accepts one. Older releases get
-# ``use_libuv=False``.
+# With libuv, torch 2.6 listens on all interfaces and rejects an existing socket; torch 2.13 accepts one. Older releases
+# get ``use_libuv=False``.
 _LIBUV_TAKES_SOCKETS = Version(torch.__version__) >= Version("2.13")
 
 
 def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
-    """Return a new store shared by all ranks, after all have connected.
+    """Return a new store that all ranks share, after all ranks have connected.
 
     Raises:
-        RankTimeoutError: a rank did not connect in time; names the missing ranks.
+        RankTimeoutError: a rank did not connect in time; the message names the missing ranks.
         RankError: rank 0's port is taken.
         torch.distributed.DistNetworkError: rank 0 cannot be reached.
 
@@ -62,7 +62,7 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
     if identity.world_size == 1:
         return _stores["HashStore"]()
     if path is not None:
-        # The last rank to leave deletes the file, so every group has its own.
+        # The last rank to leave deletes the file, so every group has a separate file.
         store = _stores["FileStore"](f"{path}-{number}", identity.world_size)
     else:
         store = _stores["PrefixStore"](f"dstrial-{number}", _tcp_store(identity, timeout_s))
@@ -106,7 +106,7 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 
 
 def meet_privately(identity: RankIdentity) -> None:
-    """Make ``env://`` use the store of :func:`open_store`.
+    """Make torch's ``env://`` rendezvous use the store of :func:`open_store`.
 
     For user code that creates the process group itself, if the launcher serves no store.
     """
@@ -153,7 +153,7 @@ def _tcp_store(identity: RankIdentity, timeout_s: float) -> Any:
 
 
 def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Return a ``TCPStore`` that this process serves at one address."""
+    """Return a ``TCPStore`` that this process serves at ``addr:port``."""
     with rendezvous_socket(addr, port) as listener:
         return serve_store_on(listener, addr, timeout)
 

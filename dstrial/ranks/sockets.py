@@ -1,4 +1,4 @@
-"""Listening sockets of ranks, and the limit of open files.
+"""Listening sockets and free ports for ranks, and the limit of open files.
 
 The ranks of one machine listen on loopback.
 """
@@ -17,8 +17,8 @@ from dstrial.errors import RankError
 from dstrial.ranks.identity import LOOPBACK_ADDR
 
 _BACKLOG = 1024
-# Below Linux's default ephemeral range (32768-60999): the listener may bind seconds later, after importing torch,
-# and no outgoing connection may take the port until then.
+# Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port before the listener
+# binds it, which may be seconds later, after importing torch.
 _PORTS = range(20_000, 29_000)
 # The loopback interface of Linux, and that of macOS and the BSDs.
 _LOOPBACK_NAMES = ("lo", "lo0")
@@ -30,7 +30,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _GROUPS = 2
 _FILES_PER_GROUP = 9
 _OTHER_FILES = 128
-_RAISED_FILES = 65_536  # not the hard limit: containers allow 2**30, and some children close every descriptor number in a loop
+_RAISED_FILES = 65_536  # lower than the hard limit (2**30 in containers), as some children close every descriptor in a loop
 
 
 def raise_file_limit(num_ranks: int) -> None:
@@ -57,7 +57,7 @@ def raise_file_limit(num_ranks: int) -> None:
 def free_port() -> int:
     """Return a free TCP port on loopback, outside the ephemeral range.
 
-    The trial's random generators are not used.
+    The choice does not change the state of the trial's random generators.
     """
     start = random.Random().randrange(len(_PORTS))
     for port in itertools.chain(_PORTS[start:], _PORTS[:start]):
@@ -71,8 +71,8 @@ def listening_socket(addr: str, port: int) -> socket.socket:
     """Return a socket that listens on one address only, if possible.
 
     For a host name the socket listens on all interfaces, because the name may resolve to loopback here (Debian's
-    ``127.0.1.1``) and to another interface elsewhere. The same holds for an address that this machine does not have, behind
-    a container's NAT.
+    ``127.0.1.1``) and to another interface elsewhere. The socket also listens on all interfaces for an address that this
+    machine does not have, as behind a container's NAT.
     """
     if addr == "localhost":
         addr = LOOPBACK_ADDR
@@ -91,7 +91,7 @@ def listening_socket(addr: str, port: int) -> socket.socket:
 
 
 def rendezvous_socket(addr: str, port: int) -> socket.socket:
-    """Return the socket that listens at a job's rendezvous address.
+    """Return a socket that listens at a job's rendezvous address.
 
     Raises:
         RankError: another program has taken the port.
@@ -107,7 +107,7 @@ def rendezvous_socket(addr: str, port: int) -> socket.socket:
 
 
 def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables, if not in ``environ``, that bind gloo and NCCL to loopback."""
+    """Return the variables missing in ``environ`` that bind gloo and NCCL to loopback."""
     present = {name for _, name in socket.if_nameindex()}
     interface = next((name for name in _LOOPBACK_NAMES if name in present), None)
     if interface is None:

@@ -1,6 +1,6 @@
 """Write this rank's Python stacks when the launcher sends a signal.
 
-faulthandler writes them in a C signal handler, even while the rank is blocked in a collective and runs no Python.
+faulthandler writes the stacks in a C signal handler, even while the rank is blocked in a collective and runs no Python.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import IO
 STACKS_FILE_VARIABLE = "DSTRIAL_STACKS_FILE"
 """Environment variable with the file to which this rank appends its stacks."""
 
-# A real-time signal has no other use: SIGUSR1 and SIGUSR2 belong to users (Slurm sends them before a time limit). It would end
-# a process without a handler, so the launcher sends it only to processes that catch it.
+# A real-time signal has no other use. SIGUSR1 and SIGUSR2 belong to users (Slurm sends them before a time limit). The signal
+# ends a process without a handler, so the launcher sends it only to processes that catch it.
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 9
 
 _kept: list[IO[bytes]] = []
 
 
 def dump_stacks_on_signal() -> None:
-    """Install the handler that writes stacks on ``STACKS_SIGNAL``.
+    """Install the handler that writes this rank's stacks on ``STACKS_SIGNAL``.
 
     A no-op without dstrial's launcher.
     """
@@ -39,7 +39,7 @@ def dump_stacks_on_signal() -> None:
 
 
 def name_threads() -> None:
-    """Write the names of non-daemon threads, which delay the exit, for the launcher."""
+    """Write the names of non-daemon threads, which delay the exit, to the stacks file."""
     # Stack dumps of Python 3.13 and earlier have no thread names.
     for thread in threading.enumerate():
         if _kept and not thread.daemon and thread is not threading.main_thread():

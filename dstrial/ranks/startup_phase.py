@@ -1,6 +1,6 @@
 """Report a rank's startup phase to the launcher through a file.
 
-The launcher shows the phases. Each rank writes its own file; without dstrial's launcher nothing is written.
+The launcher displays the phases. Each rank writes a separate file. Without dstrial's launcher nothing is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
 FIRST_BATCH = "training the first batch"
 
 TRAINING = "training"
-"""The last phase: batches are being trained, so builds of extensions no longer block this rank."""
+"""The last phase, in which batches are trained and builds of extensions no longer block this rank."""
 
 
 def begin_phase(text: str) -> None:
@@ -28,12 +28,12 @@ def begin_phase(text: str) -> None:
 
 
 def end_phases() -> None:
-    """Clear this rank's phase."""
+    """Clear this rank's startup phase in its file."""
     _write({"phase": "", "since_s": time.time()})
 
 
 def read_phase(path: Path) -> tuple[str, float] | None:
-    """Return a rank's phase and its start in epoch seconds; None without a phase."""
+    """Return a rank's phase and its start in epoch seconds; None if unreadable."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return str(fields["phase"]), float(fields["since_s"])

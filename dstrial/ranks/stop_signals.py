@@ -1,4 +1,4 @@
-"""Turn stop signals into a flag that the loop polls, or into a list."""
+"""Record stop signals in a flag that the training loop polls, or in a list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAUNCHER_PID_VARIABLE = "DSTRIAL_LAUNCHER_PID"
 
 
 class StopSignals:
-    """Context manager that turns SIGTERM and Ctrl-C into a flag.
+    """Context manager in which SIGTERM and Ctrl-C set a flag.
 
     A rank of ``dstrial.launch`` ignores SIGINT: the launcher forwards Ctrl-C as SIGTERM. Without the launcher the first SIGINT
     sets the flag and the second one raises KeyboardInterrupt. The block's end restores the previous handlers. Outside the main
@@ -25,7 +25,7 @@ class StopSignals:
     last batches. The flag may differ between ranks until the loop synchronises it.
 
     Args:
-        is_deferred: whether only ``listen`` installs the handlers. Before that a signal ends the process.
+        is_deferred: whether entering the block leaves signals alone until ``listen`` installs the handlers.
     """
 
     def __init__(self, *, is_deferred: bool = False) -> None:
@@ -45,7 +45,7 @@ class StopSignals:
         return self
 
     def listen(self) -> None:
-        """Install the handlers; a no-op the second time."""
+        """Install the signal handlers; a no-op if they are installed."""
         if threading.current_thread() is threading.main_thread() and not self._previous:
             self._owner_pid = os.getpid()
             for signal_ in (signal.SIGTERM, signal.SIGINT):
@@ -75,7 +75,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def noted_signals(*more: signal.Signals) -> Iterator[list[signal.Signals]]:
-    """Collect SIGINT, SIGTERM, SIGHUP and ``more`` in a list; none ends the block.
+    """Collect SIGINT, SIGTERM, SIGHUP and ``more`` in a list, without raising errors.
 
     For commands that start or follow processes and handle stop requests themselves; ranks use :class:`StopSignals`.
     """

@@ -1,1 +1,1 @@
-"""Decide whether and how a run resumes: ``plan`` and ``batch`` are pure."""
+"""Decide whether and how a run resumes from a checkpoint."""

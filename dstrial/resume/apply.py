@@ -1,4 +1,4 @@
-"""Keep the batch of a resumed run in its trial's configs and its engines."""
+"""Keep ``train_batch_size`` of a resumed run in its DeepSpeed configs and engines."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 class ResumedRun:
     """Keeps ``train_batch_size`` when a run resumes with another number of replicas.
 
-    DeepSpeed asserts the batch equation while it makes an engine, so the sizes are solved before: the trial gets them
-    as ``hyperparameters.overwrite_deepspeed_args``, which the usual ways of reading a config merge. An engine that
-    still has other sizes is corrected when it is wrapped.
+    DeepSpeed asserts the batch equation when it creates an engine, so the sizes are solved before. The trial gets the sizes
+    in ``hyperparameters.overwrite_deepspeed_args``, which the usual ways of reading a config merge. An engine that still
+    has other sizes is corrected when the trial wraps it.
     """
 
     def __init__(self, saved: SavedRun, world_size: int, data_config: Mapping[str, Any]) -> None:
         self.saved = saved
         self._world_size = world_size
         self._section = data_config.get("dstrial")
-        # Solved sizes -> the sizes of configs that they replace: different configs may resolve to the same sizes.
+        # Solved sizes -> the given sizes that they replace; different configs may resolve to the same sizes.
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of hyperparameters whose DeepSpeed configs keep the batch.
+        """Return hyperparameters whose DeepSpeed configs keep the checkpoint's batch size.
 
         Raises:
-            ConfigError: a config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
+            ConfigError: a config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
         """
         result = copy.deepcopy(dict(hparams))
         overwrite = hparams.get(OVERWRITE_KEY) or {}
@@ -62,7 +62,7 @@ class ResumedRun:
         return result
 
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
-        """Return a config with the checkpoint's batch, solved for these replicas.
+        """Return a config with the checkpoint's batch size, solved for these replicas.
 
         None if the config belongs to no engine of the checkpoint.
         """
@@ -80,7 +80,7 @@ class ResumedRun:
         return {**merged, **self._sizes(merged, solution)}
 
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
-        """Set a new engine's batch sizes to those that keep the checkpoint's batch.
+        """Set a new engine's batch sizes to keep the checkpoint's ``train_batch_size``.
 
         Called on all ranks.
 
@@ -88,7 +88,7 @@ class ResumedRun:
             ``EngineRecord.given`` of the engine's config, with the sizes that the user gave.
 
         Raises:
-            ConfigError: the config asks for another batch than the checkpoint's, or DeepSpeed cannot change its sizes.
+            ConfigError: the config sets another batch size than the checkpoint's, or DeepSpeed cannot change the sizes.
         """
         config = engines.config_of(engine)
         if engine_idx >= len(self.saved.engines):
@@ -121,7 +121,10 @@ class ResumedRun:
         return given
 
     def explain(self, error: AssertionError, num_wrapped: int) -> ConfigError | None:
-        """Return why the batch equation's assertion failed; None for other assertions."""
+        """Return why DeepSpeed's assertion of the batch equation failed, or None.
+
+        None means that ``error`` is another assertion. ``num_wrapped`` engines are already wrapped.
+        """
         text = str(error)
         if not any(word in text for word in ("batch related parameters", "Gradient accumulation steps: 0",
                                              "Micro batch size per gpu: 0")):  # fmt: skip
@@ -167,7 +170,7 @@ class ResumedRun:
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
-        """Return a solution's three sizes, and record the given ones that they replace."""
+        """Return a solution's three batch sizes; record the given sizes that they replace."""
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         given = {key: value for key, value in given_settings(merged).items() if key in BATCH_KEYS}
         known = self._given.setdefault(given_sizes(sizes), [])
@@ -175,9 +178,9 @@ class ResumedRun:
         return sizes
 
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
-        """Return settings of a config with the batch sizes that the user gave.
+        """Return a config in which the batch sizes are those that the user gave.
 
-        If several given sizes were replaced by the same ones, those with which ``engine`` began count.
+        If several given sizes were replaced by the same solved sizes, the sizes with which ``engine`` began are used.
         """
         originals = self._given.get(given_sizes(config))
         if not originals:
@@ -188,7 +191,7 @@ class ResumedRun:
 
 
 def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
-    """Return a merged DeepSpeed config; None if the trial itself will fail on it."""
+    """Return a merged DeepSpeed config; None if unreadable, on which the trial fails."""
     if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
         return None
     if isinstance(source, str) and not Path(source).is_file():
@@ -201,6 +204,6 @@ def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
 
 
 def _resolves_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
-    """Return whether DeepSpeed solves a config to the same sizes."""
+    """Return whether DeepSpeed solves a config to the sizes in ``solution``."""
     own = own_solution(given_sizes(config), solution.data_parallel_size)
     return own is not None and all(getattr(own, key) == getattr(solution, key) for key in BATCH_KEYS)

@@ -1,7 +1,7 @@
-"""Keep a run's ``train_batch_size`` on any number of replicas.
+"""Keep a resumed run's ``train_batch_size`` on any number of replicas.
 
-Counters, schedule and order of records are those of batches of one size. So the batch of the checkpoint is kept, and
-micro batch and accumulation are solved for the current replicas.
+A run's counters, schedules and order of records assume a constant batch size. So the checkpoint's batch size is kept, and
+micro batch size and accumulation steps are solved for the current replicas.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ def keep_batch(
     where: Mapping[str, str] | None = None,
     ranks_per_replica: int = 1,
 ) -> BatchSolution:
-    """Return the batch sizes of a resumed run.
+    """Return the batch sizes with which a resumed run keeps its ``train_batch_size``.
 
-    A given micro batch with which the equation comes to the checkpoint's ``train_batch_size`` is taken as it is, and so are
-    sizes that were changed to come to it. Otherwise the micro batch is the largest one that divides a replica's share and is not
-    larger than the run's, which is known to fit into memory.
+    Given sizes that solve to the checkpoint's ``train_batch_size`` are used if they have a micro batch size or changed since
+    the run's start. Otherwise the micro batch size is the largest that divides a replica's share and is not above the
+    run's limit, which is known to fit into memory.
 
     Args:
-        config: the three sizes as the DeepSpeed config has them; others are ignored.
+        config: the DeepSpeed config; only its three batch sizes are read.
         saved: the engine in the checkpoint.
-        data_parallel_size: replicas now.
+        data_parallel_size: current number of replicas.
         checkpoint: the checkpoint's name in messages.
         where: ``file:line: key`` of each size by its name, for messages.
-        ranks_per_replica: for messages about slots.
+        ranks_per_replica: number of ranks of a replica, to express replicas as slots in messages.
 
     Raises:
-        ConfigError: the config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
+        ConfigError: the config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
     """
     wanted = saved.train_batch_size
     given = given_sizes(config)
@@ -68,7 +68,7 @@ def keep_batch(
 
 
 def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
-    """Return whether sizes are those of the run's start, or give the same batch."""
+    """Return whether sizes equal those at the run's start, or give the same batch."""
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
     then = own_solution(given, saved.batch_replicas(saved.world_size))
@@ -76,9 +76,10 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
 
 
 def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
-    """Return the engine of a checkpoint that a merged config is for; None if unclear.
+    """Return the saved engine to which a merged config belongs; None if unclear.
 
-    The experiment's main config (``is_main``) is the first engine's if no engine began with its sizes.
+    A config belongs to the engine that began with its batch sizes. If there is none, the main config (``is_main``) belongs to
+    the first engine.
     """
     sizes = given_sizes(config)
     for engine in saved.engines:
@@ -88,7 +89,7 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> E
 
 
 def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
-    """Return how the replicas share a run's batch now, and did before, for the log."""
+    """Return text about the batch equation now and at the checkpoint, for the log."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
         f"{saved.batch_replicas(saved.world_size)})"
@@ -98,7 +99,7 @@ def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
 def own_solution(
     given: tuple[int | None, int | None, int | None], data_parallel_size: int
 ) -> BatchSolution | None:
-    """Return DeepSpeed's own solution of the sizes; None if it has none."""
+    """Return DeepSpeed's own solution for given sizes; None if there is none."""
     try:
         return solve_batch(*given, data_parallel_size)
     except ConfigError:

@@ -1,6 +1,7 @@
-"""Find the checkpoint that a run resumes from, and read what it says of its run.
+"""Find the checkpoint that a run resumes from, and read the run that wrote it.
 
-Before ranks start, ``saved_run_to_resume`` does so off a cluster and ``saved_run_of_trial`` on one; in ranks, ``resumed_run``.
+Before ranks start, ``saved_run_to_resume`` is used off a cluster and ``saved_run_of_trial`` on a cluster. Ranks use
+``resumed_run``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) -> SavedRun | None:
-    """Return the saved run that starting ranks resume from, off a cluster.
+    """Return the saved run that ranks about to start resume from, off a cluster.
 
-    ``resume`` is a uuid, a directory, or ``latest``; the environment has what is left out. None for a new run, and if the
-    checkpoint cannot be found or read: the ranks report that when they load it.
+    ``resume`` is a uuid, a directory, or ``latest``. Arguments that are None are read from the environment. Returns None for a
+    new run, and if the checkpoint cannot be found or read; the ranks report that when they load the checkpoint.
     """
     asked = resume or os.environ.get(RESUME_VARIABLE)
     directory = run_dir or os.environ.get(RUN_DIR_VARIABLE)
@@ -48,7 +49,7 @@ def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) 
 def saved_run_of_trial(info: Any) -> SavedRun | None:
     """Return the saved run that a cluster's trial resumes from.
 
-    None if the trial is new, or if the checkpoint's directory is not on this machine or unreadable: the ranks verify every file.
+    None if the trial is new, or if the checkpoint's directory is missing here or unreadable. Ranks verify every file.
     ``info`` is Determined's cluster info.
     """
     storage = info.trial._config.get("checkpoint_storage") or {}
@@ -68,9 +69,9 @@ def saved_run_of_trial(info: Any) -> SavedRun | None:
 
 
 def resumption_problems(info: Any, context_dir: Path | None = None) -> list[ConfigProblem]:
-    """Return what is known to keep a cluster's trial from resuming on its slots.
+    """Return known problems that prevent a cluster's trial from resuming on its slots.
 
-    Without ``context_dir`` paths of DeepSpeed configs are relative to the current directory.
+    If ``context_dir`` is None, paths of DeepSpeed configs are relative to the current directory.
     """
     saved = saved_run_of_trial(info)
     if saved is None:
@@ -87,7 +88,7 @@ def resumption_problems(info: Any, context_dir: Path | None = None) -> list[Conf
 def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
     """Return the trial id that checkpoints record.
 
-    It stays the same if a run is resumed in another experiment of the master, or only rewrites a checkpoint.
+    The id stays the same if a run resumes in another experiment of the master, or only rewrites a checkpoint.
     """
     rewritten = os.environ.get(REWRITE_VARIABLE)
     if rewritten:
@@ -98,7 +99,7 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
 def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str | None:
     """Return the checkpoint that a run was asked to resume from.
 
-    A uuid, a directory, or off a cluster ``latest``; None for a new run. ``given`` takes precedence over the environment.
+    The result is a uuid, a directory, or off a cluster ``latest``; None for a new run. ``given`` overrides the environment.
     """
     asked = given or (None if info is None else info.latest_checkpoint)
     if not asked and (info is None or is_mirrored):
@@ -111,8 +112,8 @@ def resumed_run(
 ) -> SavedRun | None:
     """Return the saved run of the same trial that this run resumes from.
 
-    None for a new run, for a checkpoint of another trial, from which only weights are loaded, and for an unreadable one: loading
-    it raises. ``latest_checkpoint`` is a uuid, a directory, or off a cluster ``latest``.
+    None for a new run, for a checkpoint of another trial (only weights are loaded), and for an unreadable checkpoint (loading
+    raises an error). ``latest_checkpoint`` is a uuid, a directory, or off a cluster ``latest``.
 
     Ranks: all, collectively.
     """

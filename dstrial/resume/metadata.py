@@ -1,4 +1,4 @@
-"""Values that a checkpoint records of its run, to compare with a config."""
+"""Settings of a run that its checkpoints record, to compare with a config."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ RESUME_VARIABLE = "DSTRIAL_RESUME"
 """Environment variable with the checkpoint to resume from: a directory, a uuid, or ``latest``."""
 
 FILLED_KEY = "filled_by_arguments"
-"""Key of ``EngineRecord.given``: whether a script's arguments fill in settings that the DeepSpeed config leaves open."""
+"""Key of ``EngineRecord.given``: whether a script's arguments fill in settings that are missing in the DeepSpeed config."""
 
 CHECKPOINT_FORMAT = "dstrial"
-"""The value of ``format`` in the metadata of checkpoints of ours."""
+"""The value of ``format`` in the metadata of dstrial's checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineArrangement:
-    """An engine's settings that a checkpoint's layout and metadata both record.
+    """An engine's settings that are recorded in a checkpoint's layout and metadata.
 
     Attributes:
-        engine_kind: the kind of its adapter.
-        model_parallel_size: ranks that one layer is cut over, pipeline stages not counted.
-        zero_stage: 0 to 3.
+        engine_kind: whether the engine is data-parallel or a pipeline.
+        model_parallel_size: number of ranks that share each layer, without pipeline stages.
+        zero_stage: ZeRO stage, 0 to 3.
         offload_optimizer: ``none``, ``cpu`` or ``nvme``.
         offload_parameters: ``none``, ``cpu`` or ``nvme``.
         optimizer: class of the optimizer that updates weights, without DeepSpeed's wrapper; empty if none.
-        wrapper: class of DeepSpeed's wrapper around it; empty if none.
+        wrapper: class of DeepSpeed's wrapper around the optimizer; empty if none.
         lr_scheduler: class of the learning-rate scheduler; empty if none.
         train_batch_size: records of one optimizer step over all replicas.
         micro_batch_size: records of one forward pass of one replica.
-        micro_batches_per_batch: forward passes of one replica in one optimizer step.
-        expert_parallel_size: ranks over which the experts of a layer are spread; 0 without experts.
+        micro_batches_per_batch: forward passes of one replica per optimizer step (accumulation steps).
+        expert_parallel_size: number of ranks that share a layer's experts; 0 without experts.
     """
 
     engine_kind: Literal["data_parallel", "pipeline"]
@@ -60,10 +60,10 @@ class EngineArrangement:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.engine_kind == "pipeline")
 
     def batch_replicas(self, world_size: int, replica: ParallelDims | None = None) -> int:
-        """Return the replicas in DeepSpeed's batch equation on ``world_size`` ranks.
+        """Return the number of replicas in DeepSpeed's batch equation on these ranks.
 
-        DeepSpeed counts each rank of AutoTP as a replica, and ranks that share a sequence as one. Without ``replica``
-        replicas are formed as in the checkpoint.
+        DeepSpeed counts each rank of AutoTP as a replica, and all ranks that share a sequence as one replica. If ``replica`` is
+        None, replicas have the same dimensions as in the checkpoint.
         """
         if replica is not None and replica != self.replica:
             return replica.replicas_on(world_size)
@@ -73,12 +73,12 @@ class EngineArrangement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineRecord(EngineArrangement):
-    """One engine in the metadata of a checkpoint.
+    """One engine's settings in the metadata of a checkpoint.
 
     Attributes:
-        given: settings in the run's first DeepSpeed config: the three batch sizes (missing ones were not given),
-            ``optimizer`` and ``scheduler`` (their types); empty if unknown.
-        micro_batch_limit: micro batch at the run's start, which is known to fit into memory.
+        given: settings in the DeepSpeed config at the run's start: the batch sizes that were given, and the types of
+            ``optimizer`` and ``scheduler``; empty if unknown.
+        micro_batch_limit: micro batch size at the run's start, which is known to fit into memory.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -86,9 +86,9 @@ class EngineRecord(EngineArrangement):
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
-        """Read an engine from a manifest's layout, or from :meth:`to_json`.
+        """Build a record from a manifest's layout, or from the result of :meth:`to_json`.
 
-        ``more`` has fields that a layout lacks.
+        ``more`` has fields that are missing in a layout.
 
         Raises:
             KeyError: a value is missing.
@@ -115,10 +115,10 @@ class SavedRun:
 
     Attributes:
         checkpoint: the checkpoint's name in messages: its uuid or its directory.
-        steps_completed: batches trained.
-        trial_id: number of the trial; None if unknown.
-        engines: in the order in which the trial wraps them.
-        keeps_batch: whether the run itself is resumed, with its batches counted; False if only weights are taken over.
+        steps_completed: number of trained batches.
+        trial_id: id of the trial that wrote the checkpoint; None if unknown.
+        engines: the trial's engines, in the order in which the trial wraps them.
+        keeps_batch: whether the run itself is resumed with its batch size and counters; False if only weights are loaded.
     """
 
     checkpoint: str
@@ -129,12 +129,12 @@ class SavedRun:
 
     @classmethod
     def from_metadata(cls, checkpoint: str, metadata: Mapping[str, Any]) -> SavedRun | None:
-        """Read a checkpoint's metadata; None if dstrial did not write it."""
+        """Read a saved run from metadata; None if dstrial did not write the checkpoint."""
         engines = metadata.get("engines")
         if metadata.get("format") != CHECKPOINT_FORMAT or not isinstance(engines, Sequence):
             return None
         try:
-            # Determined keeps metadata as JSON of JavaScript's kind, in which a whole number may come back as 2.0.
+            # Determined stores metadata as JavaScript's JSON, which may return a whole number as 2.0.
             read = tuple(EngineRecord.from_layout(_whole_numbers(values)) for values in engines)
         except (KeyError, TypeError):
             return None
@@ -147,7 +147,7 @@ class SavedRun:
         )
 
     def of_trial(self, trial_id: int) -> SavedRun:
-        """Return a copy for a trial, which keeps the batch of its own checkpoints only."""
+        """Return a copy in which ``keeps_batch`` tells whether this trial wrote it."""
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 
 
@@ -161,7 +161,7 @@ def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, An
 
 
 def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``EngineRecord.given`` keeps of a DeepSpeed config."""
+    """Return the settings of a DeepSpeed config for ``EngineRecord.given``."""
     given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
     for section in ("optimizer", "scheduler"):
         value = config.get(section)
@@ -172,7 +172,7 @@ def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sizes(given: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Return the batch sizes of a config or ``EngineRecord.given``; None to be solved."""
+    """Return the three batch sizes in ``BATCH_KEYS`` order; None for a missing size."""
     total, micro, steps = (
         value if isinstance(value := given.get(key), int) and not isinstance(value, bool) else None
         for key in BATCH_KEYS

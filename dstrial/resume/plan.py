@@ -1,7 +1,7 @@
-"""Decide whether a checkpoint can resume, and whether it must be resharded. Pure.
+"""Decide whether a run can resume from a checkpoint, and whether to reshard. Pure.
 
-``resume_problems`` decides before a process starts, from a manifest, a config and a number of slots. ``plan_load`` decides in the
-ranks, from the layouts of engines, which also show parameters, groups and what user code creates.
+``resume_problems`` decides before processes start, from a checkpoint, a config and a number of slots. ``plan_load`` decides in
+the ranks, from the engines' layouts, which also describe parameters, groups and objects that user code creates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
 if TYPE_CHECKING:
     from dstrial.checkpoint.layout import Layout, ParameterPlace
 
-# Wrappers of DeepSpeed 0.19.8 whose state reshaping can read; MiCS, ZenFlow and others cut it in ways of their own.
+# Optimizer wrappers of DeepSpeed 0.19.8 whose saved state can be resharded; MiCS, ZenFlow and others partition it differently.
 KNOWN_WRAPPERS = frozenset(
     {
         "",
@@ -50,10 +50,10 @@ STATE_KEYS: Mapping[str, frozenset[str]] = {
     "ASGD": frozenset({"ax"}),
     "Rprop": frozenset({"prev", "step_size"}),
 }
-"""Class of an optimizer -> keys of its state with one value per element of a parameter, laid out as the weights are.
+"""Class of an optimizer -> keys of its state with one value per element of a parameter, partitioned like the weights.
 
-The exception is Muon's momentum, see ``checkpoint.layout.keeps_whole_matrices``. The state of any other optimizer may hold
-factors of matrices, quantised blocks or errors of one rank (1-bit Adam), which no other layout can take over.
+The exception is Muon's momentum, see ``checkpoint.layout.keeps_whole_matrices``. State of optimizers not listed may have
+factors of matrices, quantised blocks or errors of one rank (1-bit Adam), which cannot be loaded in another layout.
 """
 # Implementations of one algorithm with equal state; DeepSpeed chooses by offload and device.
 _SAME_OPTIMIZERS = (
@@ -73,7 +73,7 @@ _FAMILIES = {
     "onebitlamb": frozenset({"OnebitLamb"}),
     "zerooneadam": frozenset({"ZeroOneAdam"}),
 }
-"""Type of an optimizer in a DeepSpeed config, in lower case -> classes that DeepSpeed makes of it."""
+"""Optimizer type in a DeepSpeed config, in lower case -> optimizer classes that DeepSpeed may create for the type."""
 
 
 _COMPARED = (
@@ -105,21 +105,21 @@ def resume_problems(
     slots_key: str = "resources.slots_per_trial",
     where: Sequence[Mapping[str, str]] = (),
 ) -> list[ConfigProblem]:
-    """Return what keeps a checkpoint from resuming, each with what would work.
+    """Return problems that prevent resuming from a checkpoint, each with a fix.
 
     Args:
         saved: the checkpoint.
-        num_slots: ranks now, at least 1.
-        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; a missing one is the checkpoint's.
-        configs: the experiment's merged DeepSpeed configs, the main one first; empty if it names none.
-        slots_key: the key of the number of slots in messages.
-        where: per config, ``file:line: key`` of its batch sizes by their names.
+        num_slots: number of ranks of the resumed run, at least 1.
+        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; a missing value is the checkpoint's.
+        configs: the experiment's merged DeepSpeed configs, the main config first; may be empty.
+        slots_key: the key that messages name for the number of slots.
+        where: for each config, batch size -> its ``file:line: key``.
     """
     problems: list[ConfigProblem] = []
     engines = [engine_of(config, saved, is_main=idx == 0) for idx, config in enumerate(configs)]
     for engine in saved.engines:
         replica = engine.replica.with_section(extents)
-        # Another trial's model may be split otherwise in code, which only its engine shows.
+        # Another trial's code may split the model differently, which is known only when its engine exists.
         unit = replica.ranks_per_replica if saved.keeps_batch else 1
         if num_slots % unit:
             below = num_slots // unit * unit
@@ -157,7 +157,7 @@ def resume_problems(
 def resumable_slots(
     saved: SavedRun, *, at_most: int, at_least: int = 1, extents: Mapping[str, Any] | None = None
 ) -> Iterator[int]:
-    """Yield the numbers of slots in a range on which a run can resume, descending."""
+    """Yield the numbers of slots on which a run can resume, from ``at_most`` down."""
     for num_slots in range(at_most, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents):
             yield num_slots
@@ -166,9 +166,9 @@ def resumable_slots(
 def with_kept_batch(
     found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelDims, notes: list[str], *, is_main: bool
 ) -> dict[str, Any]:
-    """Return a merged DeepSpeed config with the batch of the run's checkpoint.
+    """Return a merged DeepSpeed config with the checkpoint's ``train_batch_size``.
 
-    ``notes`` receives how the batch is shared, if that has changed. ``is_main``: whether it is the experiment's main config.
+    If the other batch sizes have changed, a note is appended to ``notes``. ``is_main``: whether ``found`` is the main config.
     """
     engine = engine_of(found.merged, resumed, is_main=is_main)
     if engine is None:
@@ -177,7 +177,7 @@ def with_kept_batch(
     try:
         solution = keep_batch(found.merged, engine, replicas, checkpoint=resumed.checkpoint)
     except ConfigError:
-        # check_resumption reports the problem; valid sizes let the rest of the config be checked.
+        # check_resumption reports the problem. Valid sizes allow checking the rest of the config.
         return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: replicas}
     before = (engine.batch_replicas(engine.world_size), engine.micro_batch_size)
     if before != (replicas, solution.train_micro_batch_size_per_gpu):
@@ -193,9 +193,9 @@ def check_resumption(
     checks: Sequence[tuple[DeepSpeedSource, CheckResult]],
     findings: Diagnostics,
 ) -> None:
-    """Record in ``findings`` what keeps a checkpoint from resuming with a config.
+    """Record in ``findings`` the problems that prevent resuming with a config.
 
-    ``slots`` 0 means one rank on the CPU; ``checks`` are the experiment's DeepSpeed configs, the main one first.
+    ``slots`` 0 means one rank on the CPU. ``checks`` are the experiment's DeepSpeed configs, the main config first.
     """
     section = dstrial_section(raw)
     places = [Diagnostics(source.lines, source.label) for source, _ in checks]
@@ -211,7 +211,7 @@ def check_resumption(
 
 
 def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Return a config's ZeRO stage, and where it offloads optimizer and parameters."""
+    """Return a config's (ZeRO stage, offload device of optimizer, of parameters)."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return int(zero is True), "none", "none"
@@ -227,7 +227,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _changes_layout(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether an engine will have another layout than saved, if known."""
+    """Return whether an engine is known to get another layout than the saved one."""
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -238,7 +238,7 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return a config's optimizer or scheduler type if the run began with another."""
+    """Return a config's optimizer or scheduler type if changed since the run's start."""
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
         return None
@@ -318,12 +318,12 @@ def _fixed_layout_reason(engine: EngineRecord) -> str | None:
 def plan_load(
     checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout], problems: Sequence[str] = ()
 ) -> list[str]:
-    """Return how the engines' layouts differ; empty if DeepSpeed loads them as is.
+    """Return how the engines' layouts differ; empty if DeepSpeed can load as is.
 
-    Otherwise the engines are resharded. ``problems`` are further reasons against that.
+    If the layouts differ, the engines are resharded. ``problems`` are additional reasons why resharding is impossible.
 
     Raises:
-        CheckpointLayoutError: there are other engines, or the checkpoint cannot be resharded.
+        CheckpointLayoutError: the number of engines differs, or the checkpoint cannot be resharded.
     """
     if len(saved) != len(now):
         raise CheckpointLayoutError(
@@ -349,7 +349,7 @@ def plan_load(
 
 
 def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
-    """Refuse a checkpoint with another ``train_batch_size``."""
+    """Raise CheckpointLayoutError if an engine's ``train_batch_size`` has changed."""
     for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
         if before.train_batch_size != after.train_batch_size:
             raise CheckpointLayoutError(
@@ -360,9 +360,9 @@ def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequenc
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Return why a layout cannot load a checkpoint unchanged; empty if it can.
+    """Return why a layout cannot load a checkpoint as it is; empty if it can.
 
-    Batch sizes and versions are not compared: DeepSpeed loads across them.
+    Batch sizes and versions are not compared, because DeepSpeed can load despite such differences.
     """
     differences = [
         f"{words} was {getattr(saved, field)!r}, is {getattr(now, field)!r}"
@@ -444,8 +444,8 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Return whether the optimizer updates a parameter."""
-    # Without a wrapper the optimizer may own frozen parameters, which it does not update.
+    """Return whether the optimizer updates a parameter, which must have elements."""
+    # Without a wrapper, the optimizer may own frozen parameters, but does not update them.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 
 

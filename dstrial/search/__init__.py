@@ -1,7 +1,7 @@
-"""Search methods: create an experiment's trials and stop some of them early.
+"""Hyperparameter search: create an experiment's trials and stop some trials early.
 
-A searcher receives events and returns actions. It is deterministic: seeded, restorable from a snapshot after any event, and
-without access to clock, files or network. The semantics are those of Determined 0.38.1's experiment config v0.
+A searcher receives events and returns actions. It is seeded, can be restored from a snapshot after any event, and does not
+access clock, files or network. Its semantics are those of Determined 0.38.1's experiment config v0.
 """
 
 from dstrial.search.method import Action, Create, ExitReason, PreviewedTrials, Shutdown, Stop

@@ -22,7 +22,7 @@ class Bracket:
 
 
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
-    """Return the brackets of a searcher with their trials, most rungs first.
+    """Return the brackets of an ``adaptive_asha`` config, most rungs first.
 
     Source: Determined 0.38.1, searcher ``adaptive_asha``.
     """
@@ -51,7 +51,7 @@ def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
 
 
 def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
-    """Divide trials among brackets so that total training time is about equal."""
+    """Return the number of trials of each bracket, for about equal training time."""
     weights = [power(divisor, num - 1) / num for num in rungs]
     if math.isinf(sum(weights)):
         weights = [power(divisor, num - max(rungs)) / num for num in rungs]
@@ -61,7 +61,7 @@ def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> lis
 
 
 def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequence[int]) -> list[int]:
-    """Divide the concurrent trials among brackets, at least one each."""
+    """Return the number of concurrent trials of each bracket, at least 1."""
     if max_concurrent_trials == 0:
         return [max(trials[-1], int(min(divisor, sys.maxsize)))] * len(trials)
     each, rest = divmod(max(max_concurrent_trials, len(trials)), len(trials))
@@ -69,7 +69,7 @@ def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequ
 
 
 class AdaptiveAsha:
-    """Several halving brackets; each trial's events go to the bracket that created it."""
+    """Several ``AsyncHalving`` brackets; a trial's events go to its bracket."""
 
     def __init__(self, hyperparameters: Mapping[str, Any], searcher: Mapping[str, Any]) -> None:
         self._brackets = [

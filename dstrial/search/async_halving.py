@@ -1,6 +1,6 @@
 """The searcher ``async_halving``, which stops trials and never pauses them.
 
-Trials report at any time. At each rung (a training time) only the best ``1 / divisor`` of the trials there continue.
+A rung is a training time. Of the trials that have reached a rung, only the best ``1 / divisor`` continue.
 Source: Determined 0.38.1, searcher ``async_halving``; Li et al., "A System for Massively Parallel Hyperparameter
 Tuning", MLSys 2020, in the variant that stops instead of pausing.
 """
@@ -66,7 +66,7 @@ class AsyncHalving:
         max_time: int,
         num_rungs: int,
         divisor: float,
-        max_trials: int,  # without invalid trials that were replaced
+        max_trials: int,  # replaced invalid trials do not count
         max_concurrent_trials: int,  # 0 for ``divisor ** (num_rungs - 1)``
     ) -> None:
         self._hyperparameters = hyperparameters
@@ -120,7 +120,7 @@ class AsyncHalving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in each rung it has reached; stop it unless it is among the best."""
+        """Rank the trial in each newly reached rung; stop it unless among the best."""
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -142,7 +142,7 @@ class AsyncHalving:
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
         """Rank a failed trial last in its rung; replace an invalid trial."""
-        # A trial with invalid hyperparameters leaves the bracket.
+        # A replaced trial, whose hyperparameters are invalid, is removed from all rungs.
         if request_id in self._stopped:
             return []
         if reason is ExitReason.INVALID_HP and self._num_invalid < self._max_replaced:
@@ -155,12 +155,12 @@ class AsyncHalving:
         return self._replacement(random)
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
-        """Count an exited trial; only a stop or early exit creates a successor."""
+        """Count an exited trial; return no actions."""
         self._num_completed += 1
         return []
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the fraction of trials at the first rung, later of trials that exited."""
+        """Return the progress: first by trials that reached rung 0, then by exited trials."""
         del trial_progress, closed
         lowest = len(self._rungs[0])
         share = lowest / (_OVERSHOOT * self._max_trials)
@@ -202,9 +202,9 @@ class AsyncHalving:
 def previewed_brackets(
     searcher: Mapping[str, Any], geometry: Iterable[tuple[int, int]]
 ) -> tuple[PreviewedTrials, ...]:
-    """Return how many trials train how long, over all brackets, shortest first.
+    """Return the number of trials for each training time, over all brackets.
 
-    ``geometry`` has (number of rungs, number of trials) of each bracket.
+    ``geometry`` has (number of rungs, number of trials) of each bracket. The shortest training time comes first.
     """
     stops: Counter[int] = Counter()
     for num_rungs, max_trials in geometry:
@@ -217,7 +217,7 @@ def previewed_brackets(
 
 
 def bracket_stops(num_rungs: int, max_trials: int, divisor: float, max_time: int) -> dict[int, int]:
-    """Return training time -> number of trials of one bracket that stop there."""
+    """Return training time -> number of trials that one bracket stops at this time."""
     stops: Counter[int] = Counter()
     left = max_trials
     for rung, units in enumerate(rung_units(num_rungs, divisor, max_time)):

@@ -15,7 +15,7 @@ _Route = tuple[str, ...]
 
 
 def sample(hyperparameters: Mapping[str, Any], random: SearchRandom, route: _Route = ()) -> dict[str, Any]:
-    """Sample each hyperparameter, in alphabetical order at every level."""
+    """Return a random value for each hyperparameter, drawn in alphabetical order."""
     values: dict[str, Any] = {}
     for name in sorted(hyperparameters):
         spec = hyperparameters[name]
@@ -52,7 +52,9 @@ def _exponential(spec: Mapping[str, Any], exponent: float) -> float:
 
 
 class Grid:
-    """The points of a grid, by index; the alphabetically first axis varies slowest.
+    """The points of a hyperparameter grid, by index.
+
+    The alphabetically first hyperparameter varies slowest.
 
     Source: Determined 0.38.1, grid searcher; numbers are rounded half away from zero.
     """

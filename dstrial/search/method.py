@@ -1,4 +1,4 @@
-"""The interface of a search method, and the actions it returns."""
+"""The interface of search methods, and the actions that they return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.search.random_state import SearchRandom
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Create:
-    """Start a trial."""
+    """Action that creates a trial with these hyperparameters."""
 
     request_id: str
     trial_seed: int
@@ -23,14 +23,14 @@ class Create:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Tell a trial to save a checkpoint and exit, because its training is complete."""
+    """Action that makes a trial save a checkpoint and exit, as if fully trained."""
 
     request_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shutdown:
-    """End the search: all its trials have exited."""
+    """Action that ends the search, because all its trials have exited."""
 
     cancel: bool = False  # whether a user cancelled every trial
     failure: bool = False  # whether every trial failed
@@ -52,15 +52,15 @@ class PreviewedTrials:
     """A number of trials with the same training length."""
 
     count: int
-    unit: str | None = None  # the time metric; None for trials that train their full length
-    value: int | None = None  # in that unit
+    unit: str | None = None  # the time metric; None if the trials train their full length
+    value: int | None = None  # training length in `unit`
 
 
 class SearchMethod(Protocol):
-    """One kind of search; each method returns actions, in order.
+    """Interface of one kind of search; methods that handle events return actions.
 
-    A trial cannot be paused, resumed or given a length: it trains to its own end unless a ``Stop`` follows one of its
-    validations. ``trial_exited`` follows a ``Stop``, too. A trial that ends with ``INVALID_HP`` is replaced, except in a grid.
+    A search cannot pause or resume a trial or set its length. A trial trains its full length unless a ``Stop`` follows one of
+    its validations. ``trial_exited`` also follows a ``Stop``. A trial with ``INVALID_HP`` is replaced, except in a grid.
     """
 
     @classmethod
@@ -69,8 +69,8 @@ class SearchMethod(Protocol):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return how many trials train how long, shortest first."""
-        # Assumes that no two validations are equal and no trial fails.
+        """Return the expected number of trials for each training length, shortest first."""
+        # The preview assumes that no two validations are equal and no trial fails.
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Return the actions that create the first trials."""
@@ -78,19 +78,19 @@ class SearchMethod(Protocol):
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Handle a validation of a trial that is running.
+        """Handle a validation's metrics of a running trial.
 
         Raises:
-            SearchError: a metric that the method needs is missing or no number.
+            SearchError: a metric that the search needs is missing or no number.
         """
 
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Handle that a trial failed, was cancelled or is invalid; its exit follows."""
+        """Handle a trial that failed, was cancelled or is invalid; its exit follows."""
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
-        """Handle the exit of a trial, for whatever reason."""
+        """Handle the exit of a trial, for any reason."""
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
         """Return the progress of the search, 0 to 1, from its trials' progress."""
@@ -109,8 +109,8 @@ _MAX_REPLACED_PER_TRIAL = 10
 def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
     """Return the maximum number of invalid trials that a search replaces.
 
-    Without a limit, a search with only invalid points would never end. It is 0 if no hyperparameter is sampled, because a
-    replacement would be identical.
+    Without a limit, a search with only invalid points would never end. The result is 0 if no hyperparameter is sampled,
+    because a replacement would be identical.
     """
     if not is_searched(hyperparameters):
         return 0
@@ -118,11 +118,11 @@ def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
 
 
 def create(hyperparameters: Mapping[str, Any], random: SearchRandom) -> Create:
-    """Create a trial with sampled hyperparameters, id and seed, in this order."""
+    """Return an action that creates a trial with sampled hyperparameters, id and seed."""
     return complete(sample(hyperparameters, random), random)
 
 
 def complete(hparams: dict[str, Any], random: SearchRandom) -> Create:
-    """Create a trial with given hyperparameters and a random id and seed."""
+    """Return an action that creates a trial with ``hparams``, a random id and seed."""
     request_id = random.request_id()
     return Create(request_id, random.trial_seed(), hparams)

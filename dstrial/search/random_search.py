@@ -1,4 +1,4 @@
-"""The searchers ``single``, ``random`` and ``grid``, which ignore metrics."""
+"""The searchers ``single``, ``random`` and ``grid``, which do not use metrics."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class _Independent(abc.ABC):
 
 
 class RandomSearch(_Independent):
-    """Run ``max_trials`` random points, ``max_concurrent_trials`` at once (0: all).
+    """Runs ``max_trials`` random trials, ``max_concurrent_trials`` at once (0: all).
 
-    A failed trial counts; a trial with invalid hyperparameters is replaced, up to ``max_replaced``.
+    A failed trial counts. A trial with invalid hyperparameters is replaced, up to ``max_replaced`` times per search.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RandomSearch(_Independent):
 
 
 class SingleSearch(RandomSearch):
-    """Run one trial."""
+    """Runs a single trial."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SingleSearch:
@@ -107,7 +107,7 @@ class SingleSearch(RandomSearch):
 
 
 class GridSearch(_Independent):
-    """Run every grid point once, the last ones first; no trial is replaced."""
+    """Runs one trial per grid point, the last point first; no trial is replaced."""
 
     def __init__(self, hyperparameters: Mapping[str, Any], *, max_concurrent_trials: int) -> None:
         self._grid = Grid(hyperparameters)

@@ -32,8 +32,8 @@ class SearchRandom:
         return {"key": [int(word) for word in state[1]], "position": int(state[2])}
 
     def integer_below(self, bound: int) -> int:
-        """Return a random integer below ``bound``; for 1 no number is drawn."""
-        # Rejection sampling under the smallest bit mask.
+        """Return a random integer from 0 to ``bound - 1``; ``bound`` 1 draws no number."""
+        # Rejection sampling with the smallest bit mask that covers the bound.
         highest = bound - 1
         if highest <= 0:
             return 0

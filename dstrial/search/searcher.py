@@ -1,4 +1,4 @@
-"""Run an experiment's search: a method, its random generator, and the shutdown."""
+"""Run an experiment's search with its method, random generator and shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS: dict[str, type[SearchMethod]] = {
     "adaptive_asha": AdaptiveAsha,
     "async_halving": AsyncHalving,
 }
-"""Name -> search method; ``dstrial.config.schema.SEARCHERS`` has the keys of its config."""
+"""Name of a searcher -> search method; ``dstrial.config.schema.SEARCHERS`` has the config keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ def search_method(config: Mapping[str, Any]) -> SearchMethod:
 
 
 def preview(config: Mapping[str, Any]) -> SearchSummary:
-    """Preview the search of an experiment config with defaults.
+    """Return how many trials a search would train how long; ``config`` has defaults.
 
-    Source: Determined 0.38.1, ``preview-hp-search``, which rejects ``async_halving``; here its rungs are shown.
+    Source: Determined 0.38.1, ``preview-hp-search``, which rejects ``async_halving``; here it is supported.
     """
     trials = _named(config).previewed(config)
     return SearchSummary(dict(config["searcher"]), trials)
@@ -52,11 +52,11 @@ def _named(config: Mapping[str, Any]) -> type[SearchMethod]:
 
 
 class Searcher:
-    """The state of a search: its methods take events and return actions.
+    """The state of a running search; methods handle events and return actions.
 
-    The caller must report the exit of every created trial by :meth:`trial_exited`; after the last one the actions end with
-    ``Shutdown``. Events of a trial that has exited are ignored, and so are validations of a stopped trial, which may still
-    report while it saves its last checkpoint.
+    The caller must report the exit of every created trial with :meth:`trial_exited`. After the last exit the actions end with
+    ``Shutdown``. Events of an exited trial are ignored. Validations of a stopped trial are ignored too, because the trial may
+    still report while it saves its last checkpoint.
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
@@ -71,7 +71,7 @@ class Searcher:
 
     @classmethod
     def new(cls, config: Mapping[str, Any], seed: int) -> Searcher:
-        """Start a search; :meth:`initial_trials` comes next."""
+        """Return a new search; call :meth:`initial_trials` next."""
         return cls(config, seed)
 
     @classmethod
@@ -106,8 +106,8 @@ class Searcher:
         return self._finished(self._method.validation_completed(self._random, request_id, metrics))
 
     def trial_exited_early(self, request_id: str, reason: ExitReason) -> list[Action]:
-        """Handle that a trial failed, was cancelled or had invalid hyperparameters."""
-        # The caller calls trial_exited afterwards.
+        """Handle a trial that failed, was cancelled or has invalid hyperparameters."""
+        # The caller also calls trial_exited afterwards.
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []
         if reason is ExitReason.ERRORED:
@@ -117,7 +117,7 @@ class Searcher:
         return self._finished(self._method.trial_exited_early(self._random, request_id, reason))
 
     def trial_exited(self, request_id: str) -> list[Action]:
-        """Handle the exit of a trial; the last exit shuts the search down."""
+        """Handle the exit of a trial; the last trial's exit ends the search."""
         if request_id in self._closed:
             return []
         self._closed.add(request_id)
@@ -126,7 +126,7 @@ class Searcher:
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str] | None = None) -> float:
         """Return the progress of the search, 0 to 1, from its trials' progress.
 
-        ``closed`` are the trials that have exited, by default those reported to this searcher.
+        ``closed`` are the exited trials, by default the trials whose exit was reported to this searcher.
         """
         if self._is_shut_down:
             return 1.0

@@ -1,1 +1,1 @@
-"""Checks that DeepSpeed itself makes only after the ranks have started."""
+"""Rules that reject a DeepSpeed config before ranks start; DeepSpeed checks later."""

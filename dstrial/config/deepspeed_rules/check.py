@@ -29,13 +29,13 @@ _AUTO_HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The problems of a config, and the values that DeepSpeed would use."""
+    """The problems of a DeepSpeed config, and the values that DeepSpeed would use."""
 
     problems: tuple[ConfigProblem, ...]  # errors: training is refused
     warnings: tuple[str, ...]  # whole sentences, mostly about settings without effect
     # Every key that DeepSpeed reads: given, solved or default; a wrong value is replaced by the default.
     effective: dict[str, Any]
-    batch: BatchSolution | None  # None if there is no solution or only the script knows the sizes
+    batch: BatchSolution | None  # None if there is no solution, or if the script sets the sizes
     notes: tuple[str, ...] = ()  # information about valid settings, as whole sentences
     # By dotted key: the library that replaces `"auto"`, and its source.
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -55,11 +55,11 @@ def check_deepspeed(
     filler: AutoValues | None = None,
     installed: str | None = None,
 ) -> CheckResult:
-    """Check a merged DeepSpeed config by the rules of the supported release. Pure.
+    """Check a merged DeepSpeed config by the rules of the installed release. Pure.
 
     ``where`` labels keys without a line, such as "deepspeed config of engine 0". ``auto`` is the severity of ``"auto"`` outside
-    the batch sizes: "warning" if another tool may still replace it. If there is a ``filler``, it decides instead. ``installed``
-    is the DeepSpeed version that will run, by default the installed one, found without an import.
+    the batch sizes: "warning" if another tool may still replace it. A ``filler`` overrides ``auto``. ``installed`` is the
+    DeepSpeed version that will run; by default the installed version, read without importing DeepSpeed.
     """
     findings = Diagnostics(lines or {}, where)
     try:
@@ -120,7 +120,10 @@ def _check(
 
 
 def _filled(config: Mapping[str, Any], filler: AutoValues, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each "auto" key that a library replaces, with a clause that names both."""
+    """Yield (dotted key, clause) for each "auto" that a library replaces.
+
+    The clause names the library and the value's source.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _filled(value, filler, f"{prefix}{key}.")
@@ -159,15 +162,17 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 
 
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
-    """Solve the batch equation that DeepSpeed itself asserts."""
+    """Solve the batch equation with the number of replicas that DeepSpeed will assume."""
     findings, sizes = settings.findings, settings.sizes
     replicas = sizes.dp
     tensor = settings.value("tensor_parallel.autotp_size") or 0
     sequence = settings.value("sequence_parallel_size") or 1
     if tensor > 1 and not sizes.has_pipeline_engine:
-        # DeepSpeed parses the config before it makes AutoTP's groups, so it divides by all ranks.
+        # DeepSpeed parses the config before it creates AutoTP's groups, so it divides by the number of all ranks.
         replicas = sizes.world_size
-    elif sequence > 1 and sizes.world_size % sequence == 0 and not sizes.has_mpu:  # an mpu decides instead
+    elif (
+        sequence > 1 and sizes.world_size % sequence == 0 and not sizes.has_mpu
+    ):  # an mpu sets the number of replicas instead
         replicas = ParallelDims(sizes.world_size, sp=sequence).dp
     where = {key: findings.place(key) for key in BATCH_KEYS}
     solution: BatchSolution | None
@@ -214,7 +219,7 @@ DEFAULT_ORIGIN = "DeepSpeed's default"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """One setting with its value and origin."""
+    """One DeepSpeed setting with its effective value and origin."""
 
     key: str  # dotted
     value: str  # effective value, as JSON
@@ -223,8 +228,8 @@ class ExplainedValue:
 
 
 def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedValue, ...]:
-    """List every setting of a config that was checked, with its value and origin."""
-    # First the batch sizes, then what was set, then DeepSpeed's defaults.
+    """Return every setting of a checked config with its value and origin."""
+    # Order: batch sizes, given settings, DeepSpeed's defaults.
     effective = checked.effective
     rows = [_row((key,), effective[key], source, checked) for key in BATCH_KEYS]
     others = [

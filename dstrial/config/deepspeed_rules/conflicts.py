@@ -1,6 +1,6 @@
-"""Reject settings of DeepSpeed 0.19 that exclude each other, before ranks start.
+"""Reject DeepSpeed 0.19 settings that exclude each other, before ranks start.
 
-DeepSpeed itself rejects some of them late, on each rank; with others it silently trains something else.
+DeepSpeed rejects some of these settings late, on each rank. With others it silently trains differently from the config.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LINEAR_IN_GRADIENT = (
     "sgd",
     "asgd",
     "musgd",
-)  # their step is proportional to the gradient; Adam and similar ones normalise it
+)  # optimizers whose step is proportional to the gradient; Adam and similar optimizers normalise the gradient
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 
 
@@ -79,7 +79,7 @@ def _precision(s: Settings) -> None:
 
 
 def _dtype(name: object) -> str | None:
-    """Return DeepSpeed's short name of a dtype."""
+    """Return DeepSpeed's short name of a dtype: ``fp16``, ``bf16``, ``fp32``; or None."""
     short = str(name).removeprefix("torch.") if name is not None else None
     return _DTYPES.get(short, short) if short else None
 
@@ -94,7 +94,7 @@ def _loss_scale(s: Settings) -> None:
             if s.value(key) < 1:
                 s.problem(key, "an integer of at least 1 with dynamic loss scaling", "Set it to 1 or more.")
     if s.value("fp16.enabled") and not s.value("bf16.enabled") and s.stage == 0 and scale != 1:
-        # engine.py 3417 scales losses for ZeRO's optimizers only; the fp16 optimizers still divide by the scale.
+        # engine.py 3417 scales losses only for ZeRO's optimizers; the fp16 optimizers still divide gradients by the scale.
         cause = (
             "In stage 0 DeepSpeed 0.19 divides gradients by a loss scale by which it has not multiplied the loss "
             "(its pull request 8393)"

@@ -1,4 +1,4 @@
-"""Warn of settings that DeepSpeed 0.19 accepts, then ignores or changes."""
+"""Warn of settings that DeepSpeed 0.19 accepts, but then ignores or changes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _BELOW_STAGE_3_ONLY = (
 
 
 def zero_keys_without_effect(stage: int) -> tuple[str, ...]:
-    """Return the ``zero_optimization`` keys that DeepSpeed ignores in a stage."""
+    """Return the ``zero_optimization`` keys that DeepSpeed ignores in ZeRO ``stage``."""
     in_stage = (*(_BELOW_STAGE_3_ONLY if stage == 3 else _STAGE_3_ONLY), "allgather_partitions")
     return in_stage if stage else (*in_stage, *_ABOVE_STAGE_0_ONLY)
 
 
 def check_ignored(settings: Settings) -> None:
-    """Warn of every given setting that has no effect or an unexpected one.
+    """Warn of every given setting that has no effect or an unexpected effect.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py 1745 and the constructor calls 2670-2795; utils/groups.py 925;
     runtime/config.py 458; runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.
@@ -119,7 +119,7 @@ def check_ignored(settings: Settings) -> None:
 
 
 def check_on_cpu(effective: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn of every setting whose operator exists only for accelerators.
+    """Warn of every setting whose DeepSpeed operator exists only for accelerators.
 
     Source: DeepSpeed 0.19.8 accelerator/cpu_accelerator.py, ``get_op_builder``.
     """

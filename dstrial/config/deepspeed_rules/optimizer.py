@@ -1,4 +1,4 @@
-"""Check types and parameters in the ``optimizer`` and ``scheduler`` sections."""
+"""Check a DeepSpeed config's ``optimizer`` and ``scheduler`` sections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VALUES: Mapping[str, Rule] = {
     "betas": Rule(("list",)),
     "warmup_type": Rule(("string",), enum=("log", "linear")),
 }
-"""Rules of parameters, by name. DeepSpeed and PyTorch check few of them, and only on each rank."""
+"""Parameter name -> rule of its value. DeepSpeed and PyTorch check few parameters, and only on each rank."""
 
 _KNOWN = {
     "optimizer": "adam, adamw, adagrad, lamb, lion, muon, or the exact name of a torch.optim class",
@@ -36,7 +36,7 @@ _KNOWN = {
 def check_optimizer_and_scheduler(
     settings: Settings, rules: DeepSpeedRules, *, auto: str, filler: AutoValues | None = None
 ) -> None:
-    """Record wrong types and parameters in both sections, if they are given.
+    """Record problems in the types and parameters of both sections, if given.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py, ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
     """

@@ -1,4 +1,4 @@
-"""A DeepSpeed config for the rules: effective and given values, and job sizes."""
+"""A DeepSpeed config for the rules: given and effective values, and job sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.config.parallel_dims import ParallelDims
 
 
 class Settings:
-    """A DeepSpeed config that the rules check, and the list of their findings.
+    """A DeepSpeed config that the rules check, and the findings of the rules.
 
     ``effective`` is ``config`` with defaults filled in, from :func:`dstrial.config.keys.check_keys`.
     """
@@ -30,7 +30,7 @@ class Settings:
         self.findings = findings
 
     def value(self, key: str) -> Any:
-        """Return the effective value under a dotted key; None if there is no such key."""
+        """Return the effective value at a dotted key; None if the key does not exist."""
         return value_at(self._effective, key)
 
     def is_given(self, key: str) -> bool:
@@ -51,12 +51,12 @@ class Settings:
         return str(self.value(f"zero_optimization.{section}.device") or "none")
 
     def problem(self, key: str, expected: str, fix: str) -> None:
-        """Record that the value under a key conflicts with another setting."""
+        """Record as an error that the value at a key conflicts with another setting."""
         got = render(self.value(key))
         if not self.is_given(key):
             got += " (DeepSpeed's default)"
         self.findings.problem(key, got, expected, fix)
 
     def warn(self, key: str, text: str) -> None:
-        """Record that the value under a key has no effect, or an unexpected one."""
+        """Warn that the value at a key has no effect, or an unexpected effect."""
         self.findings.warn(key, f"is {render(self.value(key))}, {text}")

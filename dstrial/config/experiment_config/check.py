@@ -1,4 +1,4 @@
-"""Check rules of the experiment config that involve several fields."""
+"""Check rules of the experiment config that relate several fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrial.config.dotted_keys import value_at
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHER_COMMON, SEARCHERS, Length
 
-# By section: keys that need containers, or that DeepSpeed trials of Determined 0.38.1 ignore too.
+# Section -> keys that need containers, or that Determined 0.38.1 also ignores for DeepSpeed trials.
 _UNUSED = {
     "": "bind_mounts data_layer internal optimizations pbs security tensorboard_storage",
     "environment": "add_capabilities drop_capabilities force_pull_image image pod_spec ports registry_auth",
@@ -20,7 +20,7 @@ _UNUSED = {
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the searcher; drop the fields of other searchers from ``raw``."""
+    """Check the ``searcher`` section; delete fields of other searchers from ``raw``."""
     searcher = raw["searcher"]
     if not given:
         fix = "Add searcher: {name: single, metric: validation_loss, max_length: {batches: 1000}}."
@@ -79,7 +79,7 @@ def _check_searcher_fields(
 
 
 def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
-    """Return the keys without effect on a run whose values are not the defaults."""
+    """Return dotted keys with non-default values that have no effect on a run."""
     unused = [f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")]
     unused += [f"{section}.{key}".lstrip(".") for section in _UNUSED for key in _UNUSED[section].split()]
     if not has_slurm:
@@ -89,7 +89,7 @@ def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
 
 
 def period(raw: Mapping[str, Any], key: str) -> Length | None:
-    """Return a validated period; None if it is 0."""
+    """Return the length at ``key`` of a checked config; None if the length is 0."""
     length = Length.from_config(raw[key])
     return length if length.value else None
 

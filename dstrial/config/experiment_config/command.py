@@ -1,4 +1,4 @@
-"""Check the config of a task without a trial: command, TensorBoard, generic task.
+"""Check the config of a command, TensorBoard or generic task.
 
 Fields that only affect containers are accepted, filled in and kept, as in experiment configs.
 
@@ -41,7 +41,7 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
 def seconds_of(span: Any) -> float | None:
-    """Return ``1h30m`` or a number as seconds; None if it is neither."""
+    """Convert ``1h30m`` or a number to seconds; None if the value is neither."""
     if isinstance(span, bool):
         return None
     if isinstance(span, (int, float)):
@@ -96,7 +96,7 @@ _DIALECT = Dialect(name="the config of a command", null_is_absent=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandConfig:
-    """The checked config of a command."""
+    """The checked config of a command, TensorBoard or generic task."""
 
     config: dict[str, Any]  # complete with defaults, JSON values
     words: tuple[str, ...]  # the command line; empty for a TensorBoard
@@ -119,11 +119,14 @@ def check_command(
     template: Mapping[str, Any] | None = None,
     launch_error: bool = True,
 ) -> CommandConfig:
-    """Check a config and fill in every default; ConfigError with all problems.
+    """Return a checked command config with all defaults filled in.
 
-    A TensorBoard takes no slots; any other ``kind`` takes one by default. ``num_slots`` is the largest number on one machine.
-    A config that requests more is rejected; a ``template`` that does is rejected only with ``launch_error``, else queued.
-    ``template`` has values for missing keys. ``environment_variables``, ``NAME=value`` each, precede the config's.
+    A TensorBoard takes no slots by default, other kinds take one. ``num_slots`` is the largest number on one machine. A
+    config that requests more is rejected. If a ``template`` requests more, it is rejected only with ``launch_error``.
+    ``template`` has values for missing keys. ``environment_variables``, each ``NAME=value``, precede those of the config.
+
+    Raises:
+        ConfigError: the config is wrong; has all problems.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)
@@ -165,7 +168,7 @@ def check_command(
 
 
 def _check_devices(environment: dict[str, Any], findings: Diagnostics) -> None:
-    """Check values that are given per device kind; complete the variables in place."""
+    """Check values given by device kind; complete the environment variables in place."""
     for key in ("image", "environment_variables"):
         given = environment.get(key)
         if isinstance(given, Mapping):
@@ -189,7 +192,7 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Python interpreter of a completed config; None for the master's."""
+    """Return the interpreter that a completed config sets; None for the master's."""
     variables = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(variables, Mapping):
         variables = variables.get("cpu") or []

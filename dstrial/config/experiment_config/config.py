@@ -1,7 +1,7 @@
-"""Load the experiment config: parsed, checked, completed with defaults, frozen.
+"""Load the experiment config: parse it, check it and fill in defaults.
 
-Off a cluster ``experiment_seed`` defaults to 0 (Determined uses the time) and ``name`` to the file's stem, so that the same
-command finds and reproduces its earlier runs.
+``experiment_seed`` defaults to 0 (Determined uses the time), and ``name`` to the file's stem. The same command thus finds and
+reproduces its earlier runs.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _MAX_OTHER_ENGINES = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """A checked experiment config."""
+    """A checked experiment config with its DeepSpeed configs, read-only."""
 
     path: Path
     context_dir: Path  # directory of the model definition; the config's paths are relative to it
     name: str
     entrypoint: str | list[str] | None
-    hyperparameters: dict[str, Any]  # as the trial sees them, nested mappings kept
-    raw: dict[str, Any]  # with defaults, but `save_…` of `checkpoint_storage` is None if not given
+    hyperparameters: dict[str, Any]  # concrete values as the trial gets them, with nested mappings
+    raw: dict[str, Any]  # the config with defaults; missing `save_…` keys of `checkpoint_storage` are None
     metric: str  # validation metric that decides which checkpoint is best
     smaller_is_better: bool
     max_length: Length | None
-    min_validation_period: Length | None  # None: only at the end
-    min_checkpoint_period: Length | None  # None: only at the end and by `checkpoint_policy`
+    min_validation_period: Length | None  # None: validate only at the end
+    min_checkpoint_period: Length | None  # None: save only at the end and by `checkpoint_policy`
     scheduling_unit: int  # batches between two training reports
     perform_initial_validation: bool
     checkpoint_policy: Literal["best", "all", "none"]
@@ -78,7 +78,7 @@ class ExperimentConfig:
     notes: tuple[str, ...]  # whole sentences: assumptions of the check, and parts that it could not check
     deepspeed: DeepSpeedSource | None
     deepspeed_check: CheckResult | None  # for `sizes`; None without `deepspeed`
-    # By hyperparameter, `<engine>_deepspeed_config`.
+    # Hyperparameter `<engine>_deepspeed_config` -> that engine's config.
     other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
     sizes: ParallelDims
 
@@ -109,14 +109,14 @@ def load_experiment(
     Args:
         path: the experiment's YAML file.
         context_dir: directory of the model definition.
-        overrides: ``key=value`` each, as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
-        require_concrete: whether a hyperparameter that is a search space is a problem.
-        require_entrypoint: whether a missing ``entrypoint`` is a problem.
+        overrides: texts ``key=value`` as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
+        require_concrete: whether a search space as hyperparameter is an error.
+        require_entrypoint: whether a missing ``entrypoint`` is an error.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.
         resumed: the checkpoint to resume from, whose batch size is kept; None for a new run.
 
     Raises:
-        ConfigError: a file is wrong; carries all problems of all files.
+        ConfigError: a file is wrong; the error has all problems of all files.
     """
     path = Path(path)
     return check_experiment(
@@ -131,7 +131,7 @@ def load_experiment(
 
 
 def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return an experiment's name, the key of its earlier runs, without a check."""
+    """Return an experiment's name, which identifies its earlier runs, without checks."""
     path = Path(path)
     given = apply_overrides(read_yaml(path, str(path)), overrides).value
     name = given.get("name") if isinstance(given, Mapping) else None
@@ -152,7 +152,7 @@ def check_experiment(
 ) -> ExperimentConfig:
     """Check a parsed experiment config, as :func:`load_experiment` does.
 
-    Messages call the config ``path``. ``has_files``: whether there is a model definition that must contain the entrypoint's
+    ``path`` names the config in messages. ``has_files``: whether a model definition exists, which must contain the entrypoint's
     files. ``more_checks`` is called with the config as written, the config with defaults, and the findings.
     """
     findings = Diagnostics(document.lines, document.label)
@@ -167,7 +167,7 @@ def check_experiment(
         more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
     check_requirements(raw, context_dir, findings)
-    # A master makes this check itself: its trials may install packages or run another interpreter.
+    # A master checks loggers itself, because its trials may install packages or run another interpreter.
     installs_itself = requirements_of(raw) is not None or (context_dir / HOOK_NAME).is_file()
     check_loggers(raw, findings, installs_itself=installs_itself or more_checks is not None)
     raw["name"] = raw["name"] or path.stem
@@ -248,7 +248,7 @@ def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) ->
 def _check_hyperparameters(
     raw: dict[str, Any], findings: Diagnostics, *, require_concrete: bool
 ) -> dict[str, Any]:
-    """Return each hyperparameter's value; normalise the specifications in ``raw``."""
+    """Return concrete hyperparameters; normalise their specifications in ``raw``."""
     hyperparameters = concrete_values(
         raw["hyperparameters"],
         findings,
@@ -268,7 +268,7 @@ def _read_engines(
     findings: Diagnostics,
     notes: list[str],
 ) -> Iterator[tuple[str, DeepSpeedSource]]:
-    """Yield hyperparameter name and DeepSpeed config if readable, the main one first."""
+    """Yield (hyperparameter, DeepSpeed config) for readable configs, main one first."""
     if MAIN_KEY not in hyperparameters:
         notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
@@ -337,7 +337,7 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Dia
 
 
 def _check_command_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Accept a command's ``slots``; warn if it may have been meant for trials."""
+    """Warn if ``resources.slots``, a key of commands, may be meant for the trials."""
     resources = raw["resources"]
     if resources["slots"] is None:
         del resources["slots"]
@@ -389,7 +389,10 @@ def _sizes(
     findings: Diagnostics,
     notes: list[str],
 ) -> ParallelDims:
-    """Return the layout by config, checkpoint or source; else one rank per replica."""
+    """Return the parallel dimensions; by default each rank is a replica.
+
+    They come from the config, the checkpoint or the trial's source, in this order.
+    """
     told = {field: count_in(dstrial_section(raw), key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
@@ -435,7 +438,10 @@ def _stages_of_source(
     engines: Sequence[tuple[str, DeepSpeedSource]],
     world_size: int,
 ) -> int | None:
-    """Return ``num_stages`` from the source, else the smallest that fits the batch."""
+    """Return a pipeline's number of stages, or None if the source has no pipeline.
+
+    If the source does not show ``num_stages``, it is the smallest number for which the batch equation has a solution.
+    """
     if not source.mentions_pipeline:
         return None
     for name in source.num_stages:
@@ -463,7 +469,7 @@ def _max_length(searcher: Mapping[str, Any]) -> Length | None:
 
 
 def _device_kind() -> Literal["cpu", "cuda", "rocm"]:
-    """Return the kind of this machine's accelerator, by device files and environment."""
+    """Return this machine's kind of device, from device files and ``DS_ACCELERATOR``."""
     chosen = os.environ.get("DS_ACCELERATOR", "")
     if chosen == "cpu":
         return "cpu"

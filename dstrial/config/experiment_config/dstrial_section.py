@@ -1,4 +1,4 @@
-"""Read ``data.dstrial``: training checks, elastic slots, requirements. Pure."""
+"""Read ``data.dstrial``: training checks, elastic slots and requirements."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ _INSTALLING = re.compile(r"\b(?:install|develop|sync|easy_install)\b")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingChecks:
-    """Settings of the checks during training; see docs/trials.md."""
+    """Settings of the checks for non-finite values and stalls; see docs/trials.md."""
 
     # Action after consecutive reports without a finite loss or optimizer step; `fail` does not save the weights.
     non_finite: Literal["fail", "warn", "ignore"] = _DEFAULTS["non_finite"]
     non_finite_patience: int = _DEFAULTS["non_finite_patience"]  # consecutive reports
-    stall_timeout: float = _DEFAULTS["stall_timeout"]  # seconds beyond the longest such phase so far
+    stall_timeout: float = _DEFAULTS[
+        "stall_timeout"
+    ]  # seconds beyond the longest phase of the same kind so far
     stall_action: Literal["report", "restart"] = _DEFAULTS["stall_action"]
 
     @classmethod
     def from_config(cls, exp_conf: Mapping[str, Any] | None) -> TrainingChecks:
-        """Read the checks from an experiment config; ConfigError for invalid values."""
+        """Read the settings of an experiment config; ConfigError for invalid values."""
         section = dstrial_section(exp_conf)
         findings = Diagnostics({}, "experiment config")
         known = Section({key: DSTRIAL.keys[key] for key in _TRAINING_CHECKS}, is_open=True)
@@ -43,7 +45,7 @@ class TrainingChecks:
 
 
 def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return (dotted key, value, whether it is given) of each training check."""
+    """Return (dotted key, value, whether the config gives it) for each check."""
     section = dstrial_section(exp_conf)
     checks = TrainingChecks.from_config(exp_conf)
     return [
@@ -56,10 +58,10 @@ def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 class Elasticity:
     """Elastic settings: the slots with which a trial may resume from a checkpoint."""
 
-    wish: int  # `resources.slots_per_trial`, the initial number
+    wish: int  # `resources.slots_per_trial`, the initial number of slots
     at_least: int | None  # `min_slots`; None for any valid number if the machine has fewer slots
-    at_most: int  # `max_slots`, else `wish`
-    period_s: float  # minimum time between two increases, seconds
+    at_most: int  # `max_slots`, by default `wish`
+    period_s: float  # minimum time between two increases of the number of slots, in seconds
 
     @property
     def is_asked_for(self) -> bool:
@@ -67,13 +69,13 @@ class Elasticity:
 
 
 def count_in(section: Any, key: str) -> int | None:
-    """Return a key of ``data.dstrial`` if it is an integer of at least 1; else None."""
+    """Return the value at ``key`` if it is an integer of at least 1; otherwise None."""
     value = section.get(key) if isinstance(section, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
 
 
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
-    """Read the elastic settings; a value that is not a number counts as missing."""
+    """Read the elastic settings of ``data.dstrial``; invalid values count as missing."""
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
     given = section.get("resize_period")
     period_s = given if isinstance(given, (int, float)) and given else _DEFAULTS["resize_period"]
@@ -81,7 +83,7 @@ def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
 
 
 def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
-    """Compare ``min_slots`` and ``max_slots`` with ``slots_per_trial``, the ``wish``."""
+    """Check ``min_slots <= slots_per_trial <= max_slots``; ``wish`` is the second."""
     if not isinstance(wish, int):
         return
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
@@ -104,7 +106,7 @@ def check_shared_batch(
     ranks_per_replica: int,
     findings: Diagnostics,
 ) -> None:
-    """Report elastic settings if the batch size allows no other number of slots."""
+    """Record a problem if the batch size allows no other number of slots."""
     elasticity = elasticity_of(section, wish)
     most = elasticity.at_most
     least = elasticity.at_least if elasticity.at_least is not None else wish
@@ -134,7 +136,7 @@ def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> boo
 
 
 def requirements_of(config: Mapping[str, Any]) -> str | None:
-    """Return a config's requirements file, relative to the model definition."""
+    """Return a config's requirements file, relative to the model definition, or None."""
     name = _named(config)[1]
     return name if isinstance(name, str) else None
 
@@ -147,7 +149,7 @@ def _named(config: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def may_install(text: str) -> bool:
-    """Return whether shell lines look like commands that install packages."""
+    """Return whether a shell script seems to install Python packages."""
     return _INSTALLERS.search(text) is not None and _INSTALLING.search(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""Find an entrypoint's trial class in its source code, without an import."""
+"""Find an entrypoint's trial class in the source code, without importing it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ class TrialSource:
     mentions_pipeline: bool = False  # whether the class, or a definition that it uses, names `PipelineModule`
     # Values passed as `num_stages`: numbers, and names that may be hyperparameters.
     num_stages: tuple[int | str, ...] = ()
-    filler: AutoValues | None = None  # replaces `"auto"` for a script; None for a trial or if unknown
-    trees: tuple[ast.Module, ...] = ()  # of a script and its own modules, unless too large
+    filler: AutoValues | None = (
+        None  # values for `"auto"` in a script's config; None for a trial or if unknown
+    )
+    trees: tuple[ast.Module, ...] = ()  # syntax trees of a script and the modules beside it, unless too large
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
-    """Return ``module:Class``: the entrypoint itself or the value of its ``--trial``."""
+    """Return an entrypoint's ``module:Class``, also from ``--trial``, or None."""
     words = _words(entrypoint)
     if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
         return words[0]
@@ -121,9 +123,9 @@ def _trees(script: ScriptSource | None, context_dir: Path) -> tuple[ast.Module, 
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return a definition and all definitions of its module that it uses."""
+    """Return the definition of ``name``, and all definitions that it uses."""
     # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out. If the module does
-    # not define the name itself, everything in it counts.
+    # not define the name itself, the whole module counts.
     definitions = {
         node.name: node
         for node in tree.body
@@ -200,7 +202,7 @@ def _is_importable(top_level: str) -> bool:
 
 
 def _top_level_names(tree: ast.Module) -> tuple[set[str], bool]:
-    """Return a module's top-level names, and whether they are all (no ``import *``)."""
+    """Return a module's names, and whether they are complete (no ``import *``)."""
     names: set[str] = set()
     is_complete = True
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Complete a config's environment variables and images, by kind of device.
+"""Complete a config's environment variables and images for each kind of device.
 
 Source: Determined 0.38.1 schemas/expconf/v0 and schemas/test_cases/v0/defaults.yaml.
 """
@@ -11,20 +11,20 @@ from typing import Any
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 
 INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
-# Determined's names that users may set for their own trials.
+# Variables of Determined that users may set for their trials.
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 DEVICES = ("cpu", "cuda", "rocm")
 _GPU_ALIAS = "gpu"
 
 
 def of_device(given: Mapping[str, Any], device: str) -> Any:
-    """Return a mapping's value for a kind of device; None if it has none."""
+    """Return the value for a kind of device, or None; ``gpu`` counts as ``cuda``."""
     value = given.get(device)
     return given.get(_GPU_ALIAS) if value is None and device == "cuda" else value
 
 
 def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None:
-    """Prepend environment variables to a config's, for every kind of device."""
+    """Prepend variables to a config's ``environment_variables`` of each device kind."""
     given = environment.get("environment_variables") or []
     if isinstance(given, Mapping):
         given = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
@@ -42,7 +42,7 @@ def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
-    """Report unknown kinds of device, and ``gpu`` beside ``cuda``."""
+    """Record unknown kinds of device, and ``gpu`` given together with ``cuda``."""
     for key in given:
         if key not in (*DEVICES, _GPU_ALIAS):
             findings.problem(
@@ -53,8 +53,8 @@ def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics
 
 
 def images(given: Any, default: str) -> dict[str, Any]:
-    """Return the image for every kind of device: ``environment.image`` or the default."""
-    # `given` is one image for all, or a mapping.
+    """Return the container image of each kind of device; ``default`` if not given."""
+    # `given` is one image for all kinds, or a mapping from kind to image.
     if not isinstance(given, Mapping):
         return dict.fromkeys(DEVICES, given or default)
     return {device: of_device(given, device) or default for device in DEVICES}

@@ -1,4 +1,4 @@
-"""Check the specifications of hyperparameters; choose one trial's values.
+"""Check the specifications of hyperparameters, and choose values for one trial.
 
 A value that is not a mapping is a constant. A mapping without ``type`` is a group; with ``type`` it is ``const`` or a search
 space (``int``, ``double``, ``log``, ``categorical``).
@@ -17,7 +17,7 @@ from dstrial.config.keys import Rule, Section, check_keys
 from dstrial.config.schema import DIALECT
 
 DEEPSPEED_KEYS = ("deepspeed_config", "overwrite_deepspeed_args")
-"""Hyperparameters with DeepSpeed settings, in which ``type`` may be that of an optimizer."""
+"""Hyperparameters with DeepSpeed settings, in which a key ``type`` may be an optimizer's type."""
 
 
 def _check_int(value: Any) -> str | None:
@@ -45,7 +45,7 @@ _KINDS: dict[str, Section] = {
         {"vals": Rule(("list",), check=_check_values, fix="List the values.")}, required=("vals",)
     ),
 }
-"""Type -> its fields, besides ``type``."""
+"""Type of a hyperparameter -> the other fields of its specification."""
 
 
 def concrete_values(
@@ -56,11 +56,11 @@ def concrete_values(
     needs_counts: bool,
     path: KeyPath = ("hyperparameters",),
 ) -> dict[str, Any]:
-    """Return concrete hyperparameters for one trial.
+    """Return one value for each hyperparameter, as for one trial.
 
-    With ``require_concrete`` every search space is an error; otherwise its middle (numbers) or first value (categorical) is
-    used, with a warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher. ``path`` is the path
-    of the mapping.
+    With ``require_concrete`` every search space is an error. Otherwise the middle of a range or the first categorical value is
+    used, with a warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher. ``path`` is the key path
+    of ``hyperparameters``.
 
     Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """
@@ -107,8 +107,8 @@ def normalised_specs(
 
 
 def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
-    """Return whether a mapping is one hyperparameter rather than a group of them."""
-    # In DeepSpeed settings `type` may be that of an optimizer.
+    """Return whether a mapping specifies one hyperparameter rather than a group."""
+    # In DeepSpeed settings, `type` may be an optimizer's type.
     if "type" not in spec:
         return False
     return _is_known(spec["type"]) or not set(path) & set(DEEPSPEED_KEYS)
@@ -122,7 +122,7 @@ def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
 def searched_values(
     hyperparameters: Mapping[str, Any], values: Any, path: KeyPath = ("hyperparameters",)
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield path and value (None if missing) of each searched hyperparameter."""
+    """Yield (path, value) of each searched hyperparameter; a missing value is None."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if not isinstance(spec, Mapping):
@@ -135,7 +135,7 @@ def searched_values(
 
 
 def _is_known(kind: object) -> bool:
-    """Return whether ``type`` is a hyperparameter type and not, say, an optimizer's."""
+    """Return whether ``kind`` is a hyperparameter type, not an optimizer type."""
     # In the full form, an optimizer's `type` is itself a mapping.
     return isinstance(kind, str) and kind in _KINDS
 

@@ -1,4 +1,4 @@
-"""Read ``data.dstrial.loggers``: loggers such as W&B for a run. Pure."""
+"""Read and check ``data.dstrial.loggers``, a run's loggers such as W&B."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NAMED_TEXTS = _rule(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggerKind:
-    """The options that one kind of logger accepts."""
+    """Options that one kind of logger accepts, and its secret's variable."""
 
     options: Section
     secret: str  # how users provide the secret, for messages
@@ -68,7 +68,7 @@ LOGGERS: Mapping[str, LoggerKind] = {
     ),
     "trackio": _kind("HF_TOKEN", **dict.fromkeys(("project", "group", "space_id"), _TEXT)),
 }
-"""Loggers by name; the package and dstrial's extra have the same name."""
+"""Name of a logger -> its kind. The logger's package and dstrial's extra have the same name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def check_loggers(
     installs_itself: bool,
     has_package: Callable[[str], bool] = is_installed,
 ) -> None:
-    """Check the loggers; ``installs_itself``: the trial may install their packages."""
+    """Check a config's loggers; ``installs_itself``: the trial may install packages."""
     for spec in _read(dstrial_section(raw).get("loggers"), findings):
         if has_package(spec.name):
             continue
@@ -117,7 +117,7 @@ def check_loggers(
 
 
 def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
-    """Add names of ``--logger`` to a config's loggers; None if those are not a list."""
+    """Add names from ``--logger`` to a config's loggers; None if ``given`` is no list."""
     if given is not None and not isinstance(given, list):
         return None
     entries = list(given or [])

@@ -1,6 +1,6 @@
 """Find the origin of each value in a submitted experiment's configs.
 
-Includes the DeepSpeed configs. Only reads files.
+The configs include DeepSpeed configs. Files are only read.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class ConfigValue:
     """One value of an experiment's effective config."""
 
     key: str  # dotted
-    value: Any  # as JSON; an empty mapping or a list is one value
+    value: Any  # JSON value; an empty mapping or a list counts as one value
     origin: str  # `experiment config:LINE`, or one of the origins above
 
 
 def config_values(
     effective: Mapping[str, Any], submitted: Document, template: Mapping[str, Any] | None
 ) -> list[ConfigValue]:
-    """List every value of a completed config with its origin, in the config's order."""
+    """Return every value of a completed config with its origin, in the config's order."""
     return [
         ConfigValue(dotted(path), value, _origin(path, value, submitted, template))
         for path, value in leaves(effective, ())
@@ -65,7 +65,10 @@ def _origin(path: KeyPath, value: Any, submitted: Document, template: Mapping[st
 
 
 def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
-    """Return whether a value differs from the given one, or from the default if none."""
+    """Return whether a value has changed since the submission.
+
+    ``given`` has the submitted value; None compares with the default.
+    """
     if given is not None:
         before = given[0]
         return bool(sorted(map(str, before)) != value if isinstance(before, list) else before != value)
@@ -82,7 +85,10 @@ def _defaults() -> dict[str, Any]:
 
 
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return a config's value at a path, or its short form above the path; else None."""
+    """Return the given value at ``path`` as a 1-tuple; None if not given.
+
+    A value that is no mapping above ``path`` is a short form and is returned instead.
+    """
     for part in path:
         if not isinstance(config, Mapping):
             return (config,)
@@ -100,7 +106,7 @@ def checked_again(
     has_files: bool,
     limits: TextLimits = DEFAULT_LIMITS,
 ) -> ExperimentConfig:
-    """Check a submitted config again, with its files, in order to explain it."""
+    """Check a submitted config again, with its files, to explain its values."""
     document = read_yaml_text(original, LABEL, limits)
     if template is not None and isinstance(document.value, dict):
         document.value.update(merge_template(template, document.value))
@@ -115,7 +121,7 @@ def checked_again(
 
 
 def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckResult]]:
-    """Return DeepSpeed configs by hyperparameter name, the main one first."""
+    """Return hyperparameter -> (DeepSpeed config, its check), the main config first."""
     if config.deepspeed is None or config.deepspeed_check is None:
         return dict(config.other_deepspeed)
     return {MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
@@ -124,7 +130,7 @@ def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSourc
 def explained_rows(
     source: DeepSpeedSource, checked: CheckResult, names: SecretNames
 ) -> tuple[ExplainedValue, ...]:
-    """List a DeepSpeed config's settings as :func:`explain` does, with secrets masked."""
+    """Return the rows of :func:`explain` for a DeepSpeed config, with secrets masked."""
     return tuple(
         dataclasses.replace(row, value=MASK) if _is_secret(row, names) else row
         for row in explain(source, checked)

@@ -1,4 +1,4 @@
-"""Find the library that trains in a script from its source, without an import."""
+"""Find the training library that a script uses, from the script's source."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Literal
 from dstrial.config.command_line import CommandLine
 
 Library = Literal["trainer", "accelerate"]
-"""Hugging Face's ``Trainer``, or a loop of the script's own with ``accelerate.Accelerator``."""
+"""``trainer``: Hugging Face's ``Trainer``. ``accelerate``: the script's own loop with ``accelerate.Accelerator``."""
 
-# trl's trainers are subclasses of transformers' Trainer, with its arguments.
+# trl's trainers are subclasses of transformers' Trainer and take the same arguments.
 _TRAINER_MODULES = ("transformers", "trl")
 _TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
 _ACCELERATE_NAMES = ("Accelerator",)
 _MAX_SOURCE_BYTES = 2**18
 _MAX_SOURCE_WORDS = 40_000
-"""Maximum size of a source that is parsed, in words: ``ast.parse`` holds the GIL and blocks the process meanwhile."""
+"""Maximum size of a parsed source, in words, because ``ast.parse`` holds the GIL and blocks the process."""
 _MAX_MODULES = 50
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScriptSource:
-    """A script that an entrypoint starts."""
+    """A script that an entrypoint starts, with its arguments and training library."""
 
     path: Path
-    arguments: CommandLine  # that the entrypoint passes to the script
-    library: Library | None  # that trains; None if the source does not show it
+    arguments: CommandLine  # arguments that the entrypoint passes to the script
+    library: Library | None  # training library; None if the source does not show one
 
 
 def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
-    """Return the script of an entrypoint: its first Python file or last ``-m`` module."""
+    """Return an entrypoint's first Python file or ``-m`` module in ``context_dir``."""
     for word_idx, word in enumerate(words):
         if word.endswith(".py") and (context_dir / word).is_file():
             return _script(context_dir / word, words[word_idx + 1 :], context_dir)
@@ -55,7 +55,7 @@ def _script(path: Path, arguments: Sequence[str], context_dir: Path) -> ScriptSo
 
 
 def own_modules(path: Path, context_dir: Path) -> list[Path]:
-    """Return the files in ``context_dir`` that a script imports, with a maximum."""
+    """Return files in ``context_dir`` that a script imports, at most ``_MAX_MODULES``."""
     roots = (path.parent, context_dir)
     found = {
         file: None for module in _imported_modules(path) if (file := _module_file(module, roots)) is not None
@@ -64,7 +64,7 @@ def own_modules(path: Path, context_dir: Path) -> list[Path]:
 
 
 def _libraries(path: Path) -> set[str]:
-    """Return the libraries of which a module names an entry point."""
+    """Return the training libraries whose classes a file uses or imports."""
     tree = tree_of(path)
     if tree is None:
         return set()
@@ -93,7 +93,7 @@ def _module_aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _imported_modules(path: Path) -> list[str]:
-    """Return a file's imported modules; relative ones without leading dots."""
+    """Return the modules that a file imports; relative names lose their leading dots."""
     tree = tree_of(path)
     if tree is None:
         return []
@@ -124,7 +124,7 @@ def tree_of(path: Path) -> ast.Module | None:
     try:
         return parsed(path)
     except (OSError, UnicodeDecodeError, SyntaxError):
-        # Python reports the place when the script runs.
+        # Python reports the error's position when the script runs.
         return None
 
 
@@ -134,7 +134,7 @@ def parsed(path: Path) -> ast.Module | None:
         return None
     source = path.read_text(encoding="utf-8")
     if "\0" in source:
-        # A ValueError before Python 3.12.
+        # Before Python 3.12, ast.parse raises ValueError instead.
         raise SyntaxError("source code string cannot contain null bytes", (str(path), 1, 1, ""))
     if sum(1 for _ in _WORD.finditer(source)) > _MAX_SOURCE_WORDS:
         return None

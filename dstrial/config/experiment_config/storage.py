@@ -1,4 +1,4 @@
-"""Check and complete ``checkpoint_storage`` of configs, masters and workspaces."""
+"""Check, merge and complete ``checkpoint_storage`` sections."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) 
 
 
 def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that no path leads out of the storage directory.
+    """Check that no path of a storage leads out of its directory.
 
     Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
     counts as a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
@@ -76,7 +76,7 @@ def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> Non
 
 
 def _check_azure(storage: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that exactly one kind of credentials is given.
+    """Check that exactly one kind of Azure credentials is given.
 
     Source: Determined 0.38.1 common/storage/azure_client.py, which silently prefers the connection string.
     """
@@ -112,7 +112,10 @@ def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Check a storage outside an experiment config; messages name it ``label``."""
+    """Check a storage outside an experiment config; return its non-null fields.
+
+    ``label`` names the storage in messages.
+    """
     check_value(given, label)
     findings = Diagnostics({}, label)
     section = Section({"checkpoint_storage": EXPERIMENT.keys["checkpoint_storage"]})
@@ -128,7 +131,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def merged_storage(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill missing fields from ``below``; only the ``save_…`` counts if types differ."""
+    """Fill missing fields from ``below``; if types differ, only the ``save_…`` fields."""
     kind = storage.get("type")
     if kind not in (None, below["type"]):
         below = {key: value for key, value in below.items() if key in _SAVE_DEFAULTS}

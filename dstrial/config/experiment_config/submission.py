@@ -1,6 +1,6 @@
 """Check and complete an experiment config that a client submits to a master.
 
-The result has the fields and defaults that Determined's master stores, because clients and trials rely on them.
+The result has the fields and defaults that Determined's master stores, because clients and trials rely on these.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ _NOUNS = [
 class MasterDefaults:
     """Settings that a master adds to every experiment config."""
 
-    # For experiments without a storage, or with missing fields of the same type.
+    # For experiments without a storage; also fills missing fields of a storage with the same type.
     checkpoint_storage: Mapping[str, Any]
-    environment_variables: tuple[str, ...] = ()  # `NAME=value` each, placed before the experiment's
+    environment_variables: tuple[str, ...] = ()  # each `NAME=value`; the experiment's variables follow
     # Whether to reject an experiment that needs more slots than exist or are allowed.
     launch_error: bool = True
     limits: TextLimits = DEFAULT_LIMITS
@@ -100,13 +100,13 @@ class MasterDefaults:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked experiment config."""
+    """A checked and completed experiment config that a client has submitted."""
 
-    config: dict[str, Any]  # complete with defaults, JSON values
+    config: dict[str, Any]  # JSON values, with all defaults
     original: str  # YAML as written
     warnings: tuple[str, ...]
-    interpreter: str | None  # Python interpreter of the config; None for the master's
-    exceeds_slots: bool  # whether a trial needs more slots than exist, and so stays queued
+    interpreter: str | None  # Python interpreter that the config sets; None for the master's interpreter
+    exceeds_slots: bool  # whether a trial needs more slots than exist, so that it stays queued
     template: Mapping[str, Any] | None = None
 
 
@@ -125,15 +125,15 @@ def check_submission(
     """Check a submitted config and its model definition; fill in all defaults.
 
     Args:
-        config_text: YAML.
-        context_dir: the unpacked model definition; an empty directory for none.
-        defaults: the master's.
-        num_slots: number of slots that exist; None to skip this check.
-        resumed: the checkpoint to resume from; its batch size is kept.
+        config_text: the experiment config as YAML.
+        context_dir: directory of the unpacked model definition; empty if there is none.
+        defaults: the master's defaults.
+        num_slots: number of slots that exist; None to skip the check of slots.
+        resumed: the checkpoint to resume from, whose batch size is kept.
         template: a partial config with values for missing keys.
-        is_detached: whether trials run outside the master: they need no entrypoint, and the searcher is unused.
-        document: the same YAML, if already parsed; modified in place.
-        has_files: whether to check that the entrypoint's files exist; they may be installed instead (Determined 0.38.1).
+        is_detached: whether trials run outside the master. They need no entrypoint, and the searcher is unused.
+        document: ``config_text`` if already parsed; modified in place.
+        has_files: whether to check that the entrypoint's files exist. They may be installed instead (Determined 0.38.1).
     """
     document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
@@ -183,7 +183,7 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> bool:
-    """Check a trial's slots; return whether it needs more than exist."""
+    """Check a trial's slots; return whether the trial needs more slots than exist."""
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
     if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
@@ -209,7 +209,7 @@ def _check_slots(
 
 
 def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a checked config, completed with a master's values."""
+    """Return a copy of a checked config with the values that a master fills in."""
     config = copy.deepcopy(raw)
     config["name"] = given.get("name") or random_name("Experiment")
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
@@ -223,9 +223,9 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Reduce a detached run's searcher to its metric; return the original searcher.
+    """Reduce a detached run's searcher to its metric, and return the original.
 
-    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and shows whether there are several trials.
+    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
     """
     searcher = config.get("searcher") if isinstance(config, dict) else None
     if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
@@ -248,7 +248,7 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Check ``hyperparameters`` and ``searcher`` for a preview; fill in defaults."""
+    """Return a config's checked ``hyperparameters`` and ``searcher``, for a preview."""
     check_value(given, LABEL, limits)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):
@@ -300,7 +300,7 @@ def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check the number of trials that a search creates at once."""
-    # The master keeps them in memory and writes them in one commit.
+    # The master keeps these trials in memory and writes them in one commit.
     if findings.problems:
         return
     searcher = raw["searcher"]
@@ -311,7 +311,7 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         num_trials = _num_grid_points(raw["hyperparameters"])
     else:
         num_trials = 1
-    # Without a limit some searchers start fewer trials.
+    # If no limit is given, some searchers start fewer trials than this.
     at_once = min(limit or num_trials, num_trials)
     size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
     if at_once * size > _MAX_BYTES_AT_ONCE:
@@ -373,7 +373,10 @@ def _check_project(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
-    """Merge log policies with the defaults by name; a null pattern disables a policy."""
+    """Merge log policies into the default policies by name.
+
+    A policy with a null pattern disables the default of the same name.
+    """
     named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
     unnamed = []
     for policy in given:
@@ -393,13 +396,13 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def random_name(what: str) -> str:
-    """Return a random name for an object, for example ``Experiment (calm-otter)``."""
+    """Return ``what`` with a random suffix, for example ``Experiment (calm-otter)``."""
     chosen = random.SystemRandom()
     return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
 
 
 def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Parse the config overrides of ``det experiment continue`` (``{}`` for none)."""
+    """Parse YAML overrides of ``det experiment continue``; empty text gives ``{}``."""
     changes = read_yaml_text(text, "the changed config", limits).value or {}
     if not isinstance(changes, dict):
         raise ConfigError(
@@ -411,8 +414,8 @@ def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, A
 def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     """Return the config of a continued experiment, as YAML.
 
-    ``active`` is the current config, not the submitted one: labels, checkpoint policy and more may have changed since.
-    ``changes`` override it as a config overrides its template. ConfigError if the searcher's type changes.
+    ``active`` is the current config. Labels, checkpoint policy and more may have changed since the submission.
+    ``changes`` override ``active`` as a config overrides its template. ConfigError if the searcher's type changes.
 
     Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """

@@ -1,4 +1,4 @@
-"""Compare a Trainer's command line with the configs. Pure.
+"""Compare the command line of Hugging Face's Trainer with the configs. Pure.
 
 Source: transformers 4.56 and 5.24 ``integrations/deepspeed.py``, which rejects arguments that contradict the DeepSpeed config.
 """
@@ -28,9 +28,9 @@ def check_trainer_flags(
     context_dir: Path,
     findings: Diagnostics,
 ) -> None:
-    """Warn of arguments that the Trainer rejects or ignores.
+    """Warn of arguments that the Trainer rejects or ignores with this config.
 
-    ``source`` is the DeepSpeed config of the experiment, and ``trees`` are those of the script and the modules that it imports.
+    ``source`` is the experiment's DeepSpeed config. ``trees`` are syntax trees of the script and its imported modules.
     """
     words = filler.arguments
     if source is None:
@@ -72,7 +72,7 @@ _UNITS = ("batches", "epochs")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainerLength:
-    """The length of training by the Trainer's arguments."""
+    """The length of training that the Trainer's arguments set."""
 
     value: float
     unit: str  # `batches` or `epochs`
@@ -80,7 +80,7 @@ class TrainerLength:
 
     @classmethod
     def of(cls, max_steps: int, num_train_epochs: float) -> TrainerLength:
-        """Return the length of training: ``max_steps`` if above 0, else epochs."""
+        """Return the length: ``max_steps`` if above 0, otherwise ``num_train_epochs``."""
         if max_steps > 0:
             return cls(max_steps, "batches", "--max_steps")
         return cls(num_train_epochs, "epochs", "--num_train_epochs")
@@ -92,9 +92,9 @@ class TrainerLength:
 def length_problems(
     searcher: Mapping[str, Any], length: TrainerLength, train_batch_size: int
 ) -> list[ConfigProblem]:
-    """Return contradictions between the searcher's length and the Trainer's.
+    """Return contradictions between the searcher's and the Trainer's length.
 
-    Only a ``max_time`` in batches or epochs is compared. ``train_batch_size`` (over all ranks) converts lengths in records.
+    A ``max_time`` in another unit than batches or epochs is ignored. ``train_batch_size`` (over all ranks) converts records.
     """
     problems = []
     max_length = searcher.get("max_length")

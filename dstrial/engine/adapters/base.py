@@ -1,6 +1,6 @@
 """The interface between the training loop and a DeepSpeed engine.
 
-The loop does not distinguish kinds of engines: each wrapped engine has an adapter for its kind.
+``factory.adapt`` chooses an adapter for each wrapped engine, so that the loop does not distinguish kinds of engines.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dstrial.errors import TrialContractError
 
 
 class EngineAdapter:
-    """Adapter of one wrapped data-parallel engine; ``PipelineAdapter`` overrides it.
+    """Adapter of one wrapped data-parallel engine; base class of ``PipelineAdapter``.
 
-    The batch sizes are read once; afterwards the engine's setters raise an error.
+    The constructor reads the engine's batch sizes. Afterwards the engine's setters of batch sizes raise ``TrialContractError``.
 
     Args:
-        engine: the ``deepspeed.DeepSpeedEngine``, the object that the user holds.
-        data_parallel_rank: index of this rank's replica, from 0; None for that of the engine's group.
-        data_parallel_world_size: number of replicas; None for the size of the engine's group.
+        engine: the ``deepspeed.DeepSpeedEngine`` that the user's trial has wrapped.
+        data_parallel_rank: index of this rank's replica, from 0; None for the rank in the engine's data-parallel group.
+        data_parallel_world_size: number of replicas; None for the size of the engine's data-parallel group.
 
     Attributes:
         micro_batch_size: records in one forward pass of one replica (``train_micro_batch_size_per_gpu``).
@@ -34,10 +34,10 @@ class EngineAdapter:
         pipeline_stages: stages of a pipeline; 1 for data parallel.
         train_calls_per_batch: calls of ``train_batch`` per step: accumulation steps, or 1 for a pipeline.
         micro_batches_per_evaluation: micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps.
-        reports_metrics: whether this rank holds the loss: every rank, or a pipeline's last stage.
-        needs_loader: whether this rank reads records: all ranks, or a pipeline's first (inputs) and last stage (labels).
+        reports_metrics: whether this rank has the loss. True on every rank; in a pipeline, only on the last stage.
+        needs_loader: whether this rank reads records. In a pipeline, only the first stage (inputs) and the last (labels) do.
         sends_ragged_micro_batches: whether a training micro batch may hold fewer records than ``micro_batch_size``. False for a
-            pipeline: its activation buffers are allocated once, for the first shape it sees.
+            pipeline, which allocates its activation buffers once, for the shape of the first micro batch.
         forward_is_collective: whether every replica must call forward equally often (ZeRO 3, experts, pipelines).
     """
 
@@ -66,12 +66,12 @@ class EngineAdapter:
             setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
 
     def _replica(self) -> tuple[int, int]:
-        """Return this rank's replica, from 0, and the number of replicas."""
+        """Return this rank's replica index, from 0, and the number of replicas."""
         return comm.get_rank(group=self.engine.data_parallel_group), self.engine.dp_world_size
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Micro batches stepped (``step``, ``train_batch``) since the engine was made."""
+        """Micro batches that ``step`` or ``train_batch`` has processed on this engine."""
         return int(
             self.engine.micro_steps
         )  # DeepSpeed counts calls of ``step`` (0.19.8 runtime/engine.py:3680)
@@ -88,10 +88,11 @@ class EngineAdapter:
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Plan a validation: each record once, the same number of rounds on all replicas.
+        """Plan a validation in which the replicas together evaluate each record once.
 
+        Returns one round per call of ``evaluate_batch`` on this replica, in order; every replica has the same number of rounds.
         ``all_replicas``: every replica must call ``evaluate_batch`` equally often, because a forward pass of another engine
-        of the trial is collective. Returns one round per call of ``evaluate_batch`` on this replica, in order.
+        of the trial is collective.
         """
         return plan_validation(
             num_records,
@@ -105,10 +106,10 @@ class EngineAdapter:
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` evaluate one round; None ends the validation.
+        """Make ``engine.eval_batch`` evaluate this round; None ends the validation.
 
-        The iterator yields this round's micro batches; it is None on ranks that read no records. An iterator passed to
-        ``eval_batch`` overrides it.
+        The iterator yields this round's micro batches; it is None on ranks that read no records. If the caller passes an
+        iterator to ``eval_batch``, that iterator is read instead. A no-op for data parallel.
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:

@@ -1,4 +1,4 @@
-"""Read an engine's parallel dimensions; change its batch sizes."""
+"""Read an engine's parallel dimensions, and change its batch sizes for a resume."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def set_batch_sizes(
 ) -> None:
     """Change an engine's micro batch size and accumulation between two steps.
 
-    DeepSpeed's two setters only change its config. This function also updates copies of the values: a pipeline's
+    DeepSpeed's two setters change only its config. This function also updates copied values: a pipeline's
     schedule, the optimizer's accumulation steps, and the batch size of the throughput timer.
 
     Raises:
-        ConfigError: DeepSpeed has created the training loader, with the old micro batch size.
+        ConfigError: DeepSpeed has already created its training loader with the old micro batch size.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``, ``set_train_batch_size``,
         ``set_train_micro_batch_size``; ``gradient_accumulation_steps`` of ``runtime/zero/stage_1_and_2.py`` and

@@ -14,7 +14,7 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return the adapter for ``engine``; replace methods of a pipeline engine.
+    """Return the adapter for ``engine``; a pipeline engine's methods are replaced.
 
     ``data_parallel_rank`` and ``data_parallel_world_size`` come from the user's model-parallel unit, if any; None means the
     engine's own groups.
@@ -26,9 +26,9 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Reject objects that are no DeepSpeed engine, and compiled modules under ZeRO 3.
+    """Reject an object that is no engine, and a compiled model under ZeRO 3.
 
-    DeepSpeed 0.19 partitions the parameters of a module wrapped by ``torch.compile``, then fails at the wrapper.
+    Under ZeRO 3, DeepSpeed 0.19 partitions the parameters of a module wrapped by ``torch.compile``, then fails at the wrapper.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
@@ -36,7 +36,7 @@ def require_engine(engine: object) -> None:
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
         )
-    # Not imported if nothing was compiled, because the import takes seconds.
+    # This module is loaded only if something was compiled. Importing it here would take seconds.
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None or not engine.zero_optimization_partition_weights():
         return

@@ -1,7 +1,7 @@
 """The adapter for a DeepSpeed pipeline engine, and replacements of its methods.
 
 DeepSpeed fixes activation shapes at the first micro batch, requires an iterator in every call, and averages validation losses
-of replicas without weights. The replaced methods on the user's engine object solve all three.
+of replicas without weighting them by records. The methods that replace DeepSpeed's on the engine object avoid all three.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VALIDATION_SHAPE = "validation"
 
 
 class PipelineAdapter(EngineAdapter):
-    """Adapter of a ``PipelineEngine``; replaces some methods of the engine."""
+    """Adapter of a ``PipelineEngine``, whose batch methods are replaced."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class PipelineAdapter(EngineAdapter):
 
 @dataclasses.dataclass(slots=True)
 class _Binding:
-    """Replaced methods and state of one pipeline engine.
+    """Replacement methods of one pipeline engine, and the iterators that they read.
 
     Attributes:
-        shape: name of the activation shape in the stages' buffers, equal on all ranks; None if unknown.
-        weights: during a round, the number of real records in each micro batch.
+        shape: name of the activation shape that the stages' buffers have, equal on all ranks; None if unknown.
+        weights: during a validation round, the number of real records in each micro batch; otherwise None.
     """
 
     engine: PipelineEngine
@@ -86,13 +86,13 @@ class _Binding:
     weights: tuple[int, ...] | None = None
 
     def install(self) -> None:
-        """Set the replacements as attributes of the engine instance."""
+        """Replace methods of this engine instance; its class stays unchanged."""
         self.engine.train_batch = self.train_batch
         self.engine.eval_batch = self.eval_batch
         engines.bind_output_reduction(self.engine, self.reduce_outputs)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one batch from ``data_iter``, else from the bound training loader.
+        """Train on one batch of ``data_iter``; None reads the bound training loader.
 
         Returns:
             Mean loss over the micro batches of all replicas, shape (), on every rank.
@@ -120,10 +120,10 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the bound validation round; with arguments, call DeepSpeed's method.
+        """Evaluate the bound round; non-default arguments call DeepSpeed's method.
 
         Returns:
-            Mean loss over the round's records of all replicas, weighted by records, shape (), on every rank (with ``bcast_loss``
+            Mean loss over the records of all replicas in this round, shape (), on every rank (with ``bcast_loss``
             False on the last stage only); NaN if the round holds no real record.
 
         Raises:
@@ -170,7 +170,7 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Reduce losses on the last stage, weighted by records in a validation round.
+        """Average the losses of micro batches; a validation round weights them by records.
 
         Ranks: the last stage of every replica, collectively.
         """
@@ -199,7 +199,7 @@ class _Binding:
         self.shape = shape
 
     def _require_data(self, call: str, iterator: Iterator[Any] | None) -> None:
-        """Raise an error for a call without data on a stage that reads records."""
+        """Raise an error if this stage reads records and the call has no iterator."""
         if iterator is None and (self.engine.is_first_stage() or self.engine.is_last_stage()):
             raise TrialContractError(
                 f"{call}() on {describe_rank(self.engine)} has no data; expected to be called while the training "
@@ -216,10 +216,10 @@ class _Binding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SavedState:
-    """Saves state that an evaluation changes, to restore it for training.
+    """State of a pipeline engine before an evaluation, restored afterwards.
 
-    A ``PipelineModule`` with ``seed_layers`` seeds the global generators from a counter of forward passes that includes
-    evaluations.
+    A ``PipelineModule`` with ``seed_layers`` seeds the global random generators from a counter of forward passes, which also
+    counts evaluations.
     """
 
     micro_offset: int

@@ -1,7 +1,7 @@
-"""Plan which replica evaluates which records in which calls. Pure.
+"""Plan which records each replica evaluates in each call of ``evaluate_batch``.
 
 Each record is evaluated exactly once over all replicas. All replicas make the same number of calls with the same number of
-micro batches, so that collectives inside a forward pass match.
+micro batches, so that collectives inside a forward pass match. The functions are pure.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class ValidationRound:
     Attributes:
         record_ranges: for each micro batch of this replica the half-open range ``(start, stop)`` of
             positions in the validation order. Empty: this replica skips the round.
-        records: real records of this replica in this round, its weight in the mean. 0 for a filler round and
-            for a skipped one.
-        is_ragged: whether a micro batch of any replica differs in size from the loader's batch size; the same
-            on all replicas, so that all reset their buffers together.
+        records: real records of this replica in this round, which are the replica's weight in the mean loss. 0 for a
+            filler round and for a skipped round.
+        is_ragged: whether a micro batch of any replica differs in size from the loader's batch size. Equal on all
+            replicas, so that all replicas reset their activation buffers together.
     """
 
     record_ranges: tuple[tuple[int, int], ...]
@@ -32,12 +32,12 @@ class ValidationRound:
 
     @property
     def micro_batch_records(self) -> tuple[int, ...]:
-        """Records that each micro batch of this replica reads, fillers included."""
+        """Number of records in each micro batch of this replica, fillers included."""
         return tuple(stop - start for start, stop in self.record_ranges)
 
     @property
     def is_filler(self) -> bool:
-        """Whether the round only matches collectives, and its result is discarded."""
+        """Whether this replica runs the round only to match collectives."""
         return self.records == 0 and self.num_micro_batches > 0
 
 
@@ -50,12 +50,12 @@ def plan_validation(
     *,
     forward_is_collective: bool = True,
 ) -> tuple[ValidationRound, ...]:
-    """Plan the rounds of one replica.
+    """Return the validation rounds of one replica, in order.
 
-    Full rounds of ``micro_batches_per_round`` whole micro batches come first, then one round of the whole micro batches that
-    remain, then at most one round of a single smaller micro batch per replica, with the leftover records spread as evenly as
-    possible. With ``forward_is_collective`` every replica must run every round: if fewer records than replicas remain, a replica
-    without one evaluates a record again with weight 0 instead of skipping the round.
+    Full rounds of ``micro_batches_per_round`` whole micro batches come first. Then one round has the remaining whole micro
+    batches. At most one last round has a single smaller micro batch per replica, with the leftover records spread evenly.
+    If ``forward_is_collective``, every replica must run every round. A replica without a leftover record then evaluates another
+    record again with weight 0; otherwise it skips the round.
     """
     size = records_per_micro_batch
     if num_records < 0 or size < 1 or micro_batches_per_round < 1 or not 0 <= replica < num_replicas:

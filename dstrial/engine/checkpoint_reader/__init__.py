@@ -1,1 +1,1 @@
-"""Engines as checkpoints have them, read without running what a pickle names."""
+"""Read engines' state from checkpoint files without executing code in pickles."""

@@ -1,4 +1,4 @@
-"""Open a checkpoint's engines for reading."""
+"""Open the engines of a checkpoint, and summarise their optimizers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TIED_PREFIX = "tied_modules."
 def open_saved_engine(
     root: str | pathlib.Path, engine_idx: int, layout: Layout, *, trusts_code: bool = False
 ) -> SavedEngine:
-    """Open one engine of a checkpoint of dstrial, Accelerate or Hugging Face.
+    """Open one engine's state in a checkpoint of dstrial, Accelerate or Hugging Face.
 
     Args:
         root: the checkpoint's directory.
-        engine_idx: which of the trial's engines, 0-based.
-        layout: that engine's.
-        trusts_code: whether unlisted classes may be loaded, see ``safe_load.load``.
+        engine_idx: index of the engine among the trial's engines, 0-based.
+        layout: the engine's layout, from the manifest.
+        trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, see ``safe_load.load``.
 
     Raises:
-        CheckpointLayoutError: the state cannot be read by parameter.
+        CheckpointLayoutError: the files do not allow reading the state of single parameters.
         CheckpointDamagedError: a file is missing or cannot be read.
         UntrustedCheckpointError: a file contains unlisted classes.
     """
@@ -51,7 +51,7 @@ def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
 
 
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
-    """Return one rank's state beside the engines, with tensors mapped from the file."""
+    """Return the content of one rank's state file, with tensors mapped from the file."""
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
         return load_mapped(path, holds=f"the state of rank {rank}", trusts_code=trusts_code)
@@ -63,22 +63,22 @@ def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = 
 
 
 def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
-    """Return the optimizer's settings and counters as plain JSON values.
+    """Return a saved optimizer's settings and counters as plain JSON values.
 
     Returns:
-        ``groups`` (settings of each parameter group), ``steps`` (the different values of the optimizer's step over its
-        parameters, ascending), ``state`` (keys with a value per element), ``global_steps``, ``global_samples``,
-        ``skipped_steps``, ``loss_scale`` (None but for fp16), ``lr_scheduler`` (its plain values).
+        ``groups`` (distinct settings of parameter groups), ``steps`` (distinct step counts of parameters, ascending),
+        ``state`` (keys of the optimizer's state with a value per element), ``global_steps``, ``global_samples``,
+        ``skipped_steps``, ``loss_scale`` (None unless fp16), ``lr_scheduler`` (its state as plain values, or None).
     """
     counters = saved.engine_state()
     scale = saved.loss_scale_state()
     loss_scale = scale.get("cur_scale")
     if saved.layout.precision != "fp16":
-        loss_scale = None  # a constant 1 in some wrappers
+        loss_scale = None  # some wrappers save a constant 1
     owned = [name for name in saved.places if saved.is_optimized(name)]
     steps = {float(saved.scalars(name)["step"]) for name in owned if "step" in saved.scalars(name)}
     scheduler = counters["lr_scheduler"]
-    # Groups of the stages of a pipeline are often the same ones.
+    # Pipeline stages often have parameter groups with equal settings.
     in_order = sorted(
         owned, key=lambda name: (saved.place(name).group_idx or 0, saved.place(name).model_part)
     )
@@ -100,7 +100,7 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON: small tensors to numbers, other objects to text."""
+    """Convert a value to JSON types: small tensors to numbers, other objects to text."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -38,12 +38,12 @@ _NUMPY_NAMES = frozenset(
         "numpy.dtypes.UInt32DType",
     }
 )
-"""Names that transformers and accelerate add to torch's list to load random states; see ``PickleContents.has_odd_dtype``."""
+"""NumPy names that transformers and accelerate allow in torch to load random states; see ``PickleContents.has_odd_dtype``."""
 
 _PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
 
 _NEVER_READ = frozenset({"training_args.bin"})
-"""Written by transformers' Trainer for information; neither it nor dstrial reads it back (4.56, 5.23)."""
+"""Files that transformers' Trainer writes for information; neither the Trainer (4.56, 5.23) nor dstrial reads them."""
 
 _OTHER_FORM = "a pickle of another form than torch writes"
 
@@ -64,7 +64,7 @@ def load(
     mmap: bool = False,
     trusts_code: bool = False,
 ) -> Any:
-    """Load a file that ``torch.save`` has written.
+    """Load a file that ``torch.save`` has written; by default without running code.
 
     Args:
         path: the file.
@@ -73,7 +73,7 @@ def load(
         trusts_code: whether unlisted classes may be loaded, which can run code.
 
     Raises:
-        UntrustedCheckpointError: the file contains unlisted names, which the message has.
+        UntrustedCheckpointError: the file contains unlisted classes or functions; the message names them.
         RuntimeError, EOFError, OSError, pickle.UnpicklingError: the file cannot be read.
     """
     unlisted = unlisted_names(contents_of(path))
@@ -82,7 +82,7 @@ def load(
             with _torch_listed():
                 return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
         except pickle.UnpicklingError:
-            # All names are listed, but torch's unpickler cannot read the format, for example another protocol.
+            # All names are listed, but torch's unpickler cannot read the format, for example because of the pickle protocol.
             unlisted = (_OTHER_FORM,)
     if not trusts_code:
         raise untrusted({str(path): unlisted})
@@ -90,12 +90,12 @@ def load(
 
 
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
-    """Load a file on the CPU with mapped tensors.
+    """Load a file of ``torch.save`` on the CPU, with tensors mapped from the file.
 
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.
         UntrustedCheckpointError: the file contains unlisted classes.
-        ImportError, AttributeError: the file is trusted, and a class of its objects cannot be imported here.
+        ImportError, AttributeError: the file is trusted, but a class in it cannot be imported here.
     """
     try:
         loaded: dict[str, Any] = load(path, mmap=True, trusts_code=trusts_code)
@@ -113,7 +113,7 @@ def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) ->
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return the error that names every file with its unlisted classes and functions."""
+    """Return an error that names each file in ``found`` with its unlisted names."""
     files = "; ".join(f"{name} holds {_shown(list(names))}" for name, names in found.items())
     return UntrustedCheckpointError(
         f"{files}; expected values, tensors and the classes that DeepSpeed and dstrial write into checkpoints, for anything "
@@ -128,15 +128,15 @@ def _shown(names: list[str]) -> str:
 
 
 def contents_of(path: pathlib.Path) -> PickleContents:
-    """Return the names in a file's pickles, without importing or running them.
+    """Return the names in a file's pickles, without importing or calling anything.
 
-    A file that is no pickle names nothing. If the scan of a pickle fails, all names before the failure count.
+    For a file that is no pickle the result is empty. If the scan of a pickle fails, all names before the failure count.
     """
     if _head(path) == _ARCHIVE:  # as torch distinguishes its two formats
         try:
             # torch's own reader, because an archive can be crafted to show two readers different contents.
             reader = torch._C.PyTorchFileReader(str(path))
-            if "constants.pkl" in reader.get_all_records():  # which torch.load runs unless told weights_only
+            if "constants.pkl" in reader.get_all_records():  # torch.load runs it unless weights_only is true
                 return PickleContents((_TORCHSCRIPT,))
             content = reader.get_record("data.pkl")
         except RuntimeError:
@@ -160,7 +160,10 @@ def contents_of(path: pathlib.Path) -> PickleContents:
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
-    """Return the names that are neither on torch's list nor in ``LISTED``."""
+    """Return the names in ``contents`` that neither torch nor ``LISTED`` allows.
+
+    ``may_hold_arrays``: whether names that load NumPy arrays are allowed too.
+    """
     known = _weights_only_unpickler._get_allowed_globals()
     unlisted = [name for name in contents.names if name not in known and name not in LISTED]
     if may_hold_arrays and not contents.has_odd_dtype:
@@ -169,10 +172,11 @@ def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -
 
 
 def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return file -> unlisted classes and functions, for files that hold any.
+    """Return file -> its unlisted classes and functions, for files with any.
 
     ``names`` are relative to ``root``; files that are never unpickled are skipped. A trial's own ``load`` may read files of any
-    name, so files are recognised by their content too: pickles without a header (protocols 0 and 1) by the objects they make.
+    name. Files are therefore also recognised by content: by a pickle or torch header, or by objects that a pickle without a
+    header (protocols 0 and 1) creates.
     """
     found = {}
     for name in names:
@@ -192,7 +196,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 
 def may_be_unpickled(name: str) -> bool:
-    """Return whether, by its name, a file may be unpickled at a resume."""
+    """Return whether a resume may unpickle a file with this name."""
     return pathlib.PurePosixPath(name).name not in _NEVER_READ and not name.startswith("code/")
 
 
@@ -202,7 +206,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _has_pickle_header(path: pathlib.Path) -> bool:
-    """Return whether a file is torch's archive or .tar, or a pickle from protocol 2."""
+    """Return whether a file is torch's archive or .tar, or a pickle of protocol 2+."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
     return head == _ARCHIVE or is_plain or _is_torch_tar(path)
@@ -217,7 +221,7 @@ def _is_torch_tar(path: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def _torch_listed() -> Iterator[None]:
-    """Add ``LISTED`` to torch's list inside the block; keep other additions."""
+    """Add ``LISTED`` to torch's allowed classes inside the block."""
     with _lock:
         known: set[Any] = set(torch.serialization.get_safe_globals())
         added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -228,12 +232,11 @@ def _torch_listed() -> Iterator[None]:
 
 
 def bind_checkpoint_engine(engine: Any) -> None:
-    """Make DeepSpeed's checkpoint engine load through ``load``; see ``vouched_for``.
+    """Make an engine load checkpoints with ``load``, which rejects unlisted classes.
 
-    Parameters get the names of the engine's module, compiled or not.
-
-    DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced:
-    DeepSpeed and ``engine.snapshot`` tell the kinds apart by the class, which stays.
+    Inside ``vouched_for`` unlisted classes may be loaded. Loaded parameters get the names of the engine's module, compiled or
+    not. DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only the checkpoint engine's
+    ``load`` is replaced, because DeepSpeed and ``engine.snapshot`` distinguish checkpoint engines by class.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -252,7 +255,7 @@ _VOUCHED = "dstrial_trusts_code"  # attribute of a bound checkpoint engine
 
 @contextlib.contextmanager
 def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
-    """Let bound checkpoint engines load unlisted classes inside the block, if trusted."""
+    """Let engines load unlisted classes inside the block if ``trusts_code``."""
     owns = [engine.checkpoint_engine for engine in engines if engine.checkpoint_engine is not None]
     for own in owns:
         setattr(own, _VOUCHED, trusts_code)
@@ -264,11 +267,10 @@ def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Replace an engine's config by plain dictionaries, which are always loadable.
+    """Replace an engine's config by plain dictionaries, which always can be loaded.
 
-    The engine saves the object that it was given (``ds_config``), so an ``AttrDict`` would add its class to every checkpoint.
-    The user's object is not changed.
-
+    The engine saves the config object that it was given (``ds_config``), so an ``AttrDict`` would add its class to every
+    checkpoint. The user's object is not changed.
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """
     if isinstance(engine.config, Mapping):
@@ -292,15 +294,15 @@ LISTED: Mapping[str, Any] = {
     # with a setter. ZeRO 1 and 2 and BF16_Optimizer save the object itself (stage_1_and_2.py:3551, stage3.py:3439).
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
-    # Not the class: a pickled state would change its members, which are global.
+    # A function instead of the class, because a pickled state could change the class's members, which are global.
     "deepspeed.runtime.zero.config.ZeroStageEnum": _zero_stage,
     # A dataclass of two numbers, without __post_init__ (param_slice_mappings of ZeRO's and BF16_Optimizer's files).
     "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
 }
-"""Name in a file -> class or function that is used for it. Never a module's prefix.
+"""Full name in a pickle -> class or function that the unpickler uses for it. A whole module is never listed.
 
 torch's ``weights_only`` unpickler lets a file do three things with a class on the list: call it with any arguments, make an
 instance without calling it, and give an instance any state (``torch/_weights_only_unpickler.py``: REDUCE, NEWOBJ, BUILD, torch
-2.13). So a class is here only if all three are harmless; where one is not, a function or class of this module takes its place.
+2.13). So a class is listed only if all three are harmless; otherwise a function or class of this module replaces the class.
 Instances may be given attributes that hide methods, but nothing that is reachable from the list runs code when it is called.
 """

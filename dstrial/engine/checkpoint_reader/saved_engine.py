@@ -1,6 +1,6 @@
-"""Read an engine's state from a checkpoint by parameter, whatever layout wrote it.
+"""Read an engine's saved state by parameter, for any layout that wrote it.
 
-DeepSpeed's own files are mapped into memory, so that only what is copied out is read. No ranks or accelerator are needed.
+DeepSpeed's files are mapped into memory, so that only copied elements are read. No ranks or accelerator are needed.
 
 Source: DeepSpeed 0.19.8, ``state_dict`` of ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
 ``runtime/bf16_optimizer.py``, ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py`` and
@@ -25,7 +25,7 @@ from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
 from dstrial.resume.plan import STATE_KEYS
 
 MASTER = "master"
-"""Key of a parameter's master weights, beside the keys of the optimizer's state."""
+"""Key of a parameter's master weights; other keys name the optimizer's state, for example ``exp_avg``."""
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
 _SCRATCH_NUMEL = 1 << 20
@@ -34,17 +34,17 @@ _BASE_STATES = ("base_optimizer_state", "optimizer_state_dict")
 
 
 class SavedEngine:
-    """The state of one engine of a checkpoint.
+    """The saved weights, optimizer state and counters of one engine.
 
     Args:
         root: the checkpoint's directory.
-        tag: the engine's folder in it.
+        tag: name of the engine's folder in ``root``.
         layout: the engine's layout, from the manifest.
         tied: state of a pipeline's tied layers, by key and name; DeepSpeed's files do not name them.
-        trusts_code: whether unlisted classes may be loaded, see ``safe_load.load``.
+        trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, see ``safe_load.load``.
 
     Raises:
-        CheckpointLayoutError: the state cannot be read by parameter.
+        CheckpointLayoutError: the files do not allow reading the state of single parameters.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class SavedEngine:
         }
         self.layout = layout
         self._directory = pathlib.Path(root) / tag
-        # Caches of this object, so that the files are unmapped with it.
+        # The caches belong to this object, so that the files are unmapped when the object is freed.
         self._load = functools.cache(self._map)
         self._positions = functools.cache(self._find_positions)
         self._order_of_parameters = functools.cache(self._find_order_of_parameters)
         self._order_of_buffers = functools.cache(self._find_order_of_buffers)
         self._pieces = ShardMap(layout)
-        # Of tied parameters the first is the one that the optimizer owns; copies on later stages should have the same values.
+        # The optimizer owns the first of tied parameters; copies on later pipeline stages should have the same values.
         self._places: dict[str, ParameterPlace] = {}
         self._copies: dict[str, list[ParameterPlace]] = {}
         for place in layout.parameters:
@@ -78,11 +78,11 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Every parameter by name; the first of copies on several pipeline stages."""
+        """Layout entry of each parameter by name; for tied copies, the first stage's."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
-        """Return the place of a parameter, or of the parameter that owns its storage."""
+        """Return a parameter's layout entry; for a tied parameter, the entry of its owner."""
         if name not in self._places:
             raise CheckpointLayoutError(
                 f"{self._directory} has no parameter {name!r}; expected the model that wrote it. "
@@ -95,7 +95,10 @@ class SavedEngine:
         return self.place(name).group_idx is not None
 
     def state_keys(self, name: str) -> list[str]:
-        """Return the keys of the optimizer's state by element; none before the first step."""
+        """Return a parameter's keys of optimizer state with one value per element, sorted.
+
+        Empty before the first step, and for a parameter that no optimizer owns.
+        """
         place = self.place(name)
         if place.group_idx is None:
             return []
@@ -103,7 +106,7 @@ class SavedEngine:
         return sorted(key for key, value in entry.items() if self._is_by_element(place, key, value))
 
     def scalars(self, name: str) -> dict[str, Any]:
-        """Return the optimizer's state of one value per parameter, such as ``step``."""
+        """Return optimizer state with one value for the whole parameter, such as ``step``."""
         place = self.place(name)
         if place.group_idx is None:
             return {}
@@ -115,13 +118,13 @@ class SavedEngine:
         return self._source(place, key, self._sources(place, key)[0]).dtype
 
     def copy(self, name: str, key: str, begin: int, out: torch.Tensor) -> None:
-        """Copy elements of a parameter's weights or state.
+        """Copy elements of a parameter's weights or optimizer state into ``out``.
 
         Args:
-            name: of the parameter.
+            name: the parameter's name.
             key: ``MASTER``, or one of ``state_keys``.
             begin: first element within the flattened parameter.
-            out: flat; receives as many elements as it has, converted to its type and device.
+            out: flat tensor to fill; elements are converted to its dtype and device.
 
         Raises:
             CheckpointDamagedError: the files have fewer elements than the manifest says.
@@ -129,10 +132,10 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield the elements of ``copy``, located by DeepSpeed's own records.
+        """Yield the elements that ``copy`` copies, but located by DeepSpeed's own records.
 
         The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and ``param_shapes`` of ZeRO 3. Other
-        optimizers are not partitioned and have no records: the elements are those of ``copy``.
+        optimizers are not partitioned and have no records; their elements are read with ``copy``.
         """
         place = self.place(name)
         if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
@@ -154,7 +157,7 @@ class SavedEngine:
             at += count
 
     def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
-        """Yield replica, buffer, first element in the partition, number of elements."""
+        """Yield (replica, buffer index, first element in the partition, element count)."""
         numel = math.prod(place.shape)
         if self.layout.zero_stage == 3:
             for buffer_idx, shapes in enumerate(self._model_file(place.model_part, 0)["param_shapes"]):
@@ -185,10 +188,10 @@ class SavedEngine:
                 yield replica, buffer_idx, start, addresses[place.name].numel
 
     def unequal_copies(self) -> list[str]:
-        """Return the tied layers' parameters whose copies differ between pipeline stages.
+        """Return names of tied parameters whose copies differ between pipeline stages.
 
-        DeepSpeed synchronises only the attribute ``tied_weight_attr``, by default ``weight``. Other parameters of a tied layer,
-        for example its bias, differ between stages and cannot be merged.
+        DeepSpeed synchronises only the attribute ``tied_weight_attr`` of a tied layer, by default ``weight``. Other parameters
+        of the layer, for example its bias, differ between stages and cannot be merged.
         """
         return [
             places[0].name
@@ -242,7 +245,7 @@ class SavedEngine:
     def group_settings(self, name: str) -> dict[str, Any] | None:
         """Return the settings of a parameter's group; None if no optimizer owns it.
 
-        Each pipeline stage has its own groups; DeepSpeed drops groups without parameters.
+        Each pipeline stage has separate groups. DeepSpeed drops groups without parameters.
         """
         place = self.place(name)
         if place.group_idx is None:
@@ -253,13 +256,13 @@ class SavedEngine:
         return {key: value for key, value in groups[place.group_idx].items() if key != "params"}
 
     def has_one_scheduler(self) -> bool:
-        """Return whether all stages of a pipeline have the same scheduler state."""
+        """Return whether the learning-rate scheduler is equal on all pipeline stages."""
         first = self._model_file(0, 0).get("lr_scheduler")
         stages = range(1, self.layout.pipeline_stages)
         return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
 
     def engine_state(self) -> dict[str, Any]:
-        """Return the engine's counters and scheduler, without weights and optimizer."""
+        """Return the engine's counters and scheduler state; None for missing entries."""
         state = self._model_file(0, 0)
         kept = (
             "lr_scheduler",
@@ -284,7 +287,7 @@ class SavedEngine:
         return {name: values[name] for name in names if name in values}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return replica 0's persistent buffers by name, mapped from files."""
+        """Return the persistent buffers of replica 0 by name, mapped from the files."""
         found: dict[str, torch.Tensor] = {}
         for part in range(self.layout.pipeline_stages):
             for name in map(plain_name, self._model_file(part, 0)["buffer_names"]):
@@ -310,7 +313,7 @@ class SavedEngine:
             )
 
     def _sources(self, place: ParameterPlace, key: str) -> list[Shard]:
-        """Return the shards of a parameter in the files."""
+        """Return the shards in the files that together hold ``key`` of a parameter."""
         if place.group_idx is None and place.is_cut:
             replicas = range(self.layout.data_parallel_size)
             return [piece for piece in (own_shard(place, r) for r in replicas) if piece is not None]
@@ -368,13 +371,16 @@ class SavedEngine:
         return flat
 
     def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
-        """Return the base optimizer's state of a parameter or of its flat buffer."""
+        """Return the base optimizer's state entry of a parameter, or of its flat buffer."""
         base = self._base_state(place.model_part, replica)
         entry: Mapping[str, Any] = base["state"].get(self._state_idx(place), {})
         return entry
 
     def _state_idx(self, place: ParameterPlace) -> int:
-        """Return a parameter's or buffer's number in ``state_dict``: by group, position."""
+        """Return a parameter's or buffer's index in the optimizer's ``state_dict``.
+
+        Indices count by group, then by position in the group.
+        """
         if place.buffer_idx is None:
             return self._order_of_parameters(place.model_part)[place.name]
         return self._order_of_buffers(place.model_part)[place.buffer_idx]
@@ -418,7 +424,10 @@ class SavedEngine:
         return dict(base)
 
     def _optimizer_state(self, part: int, replica: int) -> dict[str, Any] | None:
-        """Return the optimizer state from its file (ZeRO, BF16_Optimizer) or the model's."""
+        """Return the optimizer state of a replica; None without an optimizer.
+
+        ZeRO and ``BF16_Optimizer`` have a separate file for it; otherwise it is in the model's file.
+        """
         if self.layout.zero_stage or self.layout.wrapper == "BF16_Optimizer":
             prefix = "bf16_" if self.layout.precision == "bf16" else ""
             name = f"{prefix}zero_pp_rank_{replica}_mp_rank_{part:02d}_optim_states.pt"
@@ -453,7 +462,10 @@ class SavedEngine:
         return module[name]
 
     def _layer_file(self, layer_idx: int) -> str:
-        """Return a pipeline layer's file; a model-parallel axis adds the slice's number."""
+        """Return the file name of a pipeline layer.
+
+        With a model-parallel axis the name also has the slice's number.
+        """
         plain = f"layer_{layer_idx:02d}-model_states.pt"
         return (
             plain if (self._directory / plain).exists() else f"layer_{layer_idx:02d}-model_00-model_states.pt"
@@ -471,7 +483,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_equal(left: Any, right: Any) -> bool:
-    """Return whether two values of saved state are equal, tensors by their content."""
+    """Return whether two nested values of saved state are equal; tensors by content."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
     if isinstance(left, Mapping) and isinstance(right, Mapping):

@@ -1,12 +1,12 @@
 """Every undocumented name of DeepSpeed that dstrial reads, calls or replaces.
 
 ``engines`` covers engines and pipelines; ``optimizers`` covers optimizers, their parameters and the classes in their saved
-state; ``process`` covers DeepSpeed's state per process.
+state; ``process`` covers DeepSpeed's global state in a process.
 Nothing else in dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES``, reads an attribute of an engine that is
 neither documented nor in ``engines.ATTRIBUTES``, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so
 that ``dstrial.ranks`` may use them too.
 
-Elsewhere are config keys (tables in ``dstrial.config``) and checkpoint files (``dstrial.checkpoint.file_roles``,
+Not covered are config keys (tables in ``dstrial.config``) and checkpoint files (``dstrial.checkpoint.file_roles``,
 ``dstrial.engine.checkpoint_reader.saved_engine``), because they are not names in DeepSpeed's code. Texts of DeepSpeed's
 messages are in ``engines.REMEDIES``.
 

@@ -81,7 +81,7 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "zero_optimization_partition_weights": Callable,  # type: ignore[dict-item]
     "zero_optimization_stage": Callable,  # type: ignore[dict-item]
 }
-"""Undocumented attributes of engines that dstrial reads directly -> description (``runtime/engine.py:530`` and on)."""
+"""Undocumented attribute of engines that dstrial reads directly -> its type (``runtime/engine.py:530`` and following)."""
 
 PIPELINE_ATTRIBUTES: Mapping[str, type] = {
     "data_iterator": object,
@@ -93,14 +93,14 @@ PIPELINE_ATTRIBUTES: Mapping[str, type] = {
     "num_stages": int,
     "stage_id": int,
 }
-"""The same for pipeline engines (``runtime/pipe/engine.py:92`` and on)."""
+"""Undocumented attribute of pipeline engines -> its type (``runtime/pipe/engine.py:92`` and following)."""
 
 PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
     "micro_offset": int,
     "seed_layers": bool,
     "tied_modules": object,
 }
-"""The same for a pipeline engine's ``module``, a ``PipelineModule`` (``runtime/pipe/module.py``)."""
+"""Undocumented attribute of a pipeline engine's ``module``, a ``PipelineModule`` -> its type (``runtime/pipe/module.py``)."""
 
 GRID_METHODS = frozenset(
     {
@@ -117,7 +117,7 @@ GRID_METHODS = frozenset(
 
 
 def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
-    """Return the config with which an engine was created, from a dictionary or file.
+    """Return the DeepSpeed config with which an engine was created, as a mapping.
 
     Source: ``DeepSpeedConfig._param_dict``, ``runtime/config.py:433``.
     """
@@ -126,7 +126,7 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
 
 
 def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
-    """Set the batch size in the parsed config and in the throughput timer.
+    """Set an engine's batch size in its parsed config and in its throughput timer.
 
     Source: ``DeepSpeedEngine.set_train_batch_size``, which does not update ``tput_timer``, ``runtime/engine.py:637``.
     """
@@ -151,13 +151,13 @@ def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]
 
 
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read a config as DeepSpeed does, ``runtime/tensor_parallel/init_utils.py:19``."""
+    """Read a config as DeepSpeed does (``runtime/tensor_parallel/init_utils.py:19``)."""
     config: dict[str, Any] = load_ds_config(path)
     return config
 
 
 def basic_optimizer(engine: DeepSpeedEngine) -> Any:
-    """Return the engine's optimizer without DeepSpeed's wrapper; None without one."""
+    """Return the engine's optimizer inside DeepSpeed's wrapper; None without one."""
     return getattr(engine, "basic_optimizer", None)
 
 
@@ -186,7 +186,7 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the path of the file with this rank's weights (``part``: two digits).
+    """Return the relative path of the model file of this rank, or of ``part``.
 
     Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
     """
@@ -194,12 +194,12 @@ def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) ->
 
 
 def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
-    """Return the path of this rank's optimizer state (``_get_zero_ckpt_name``)."""
+    """Return the relative path of this rank's optimizer file."""
     return pathlib.PurePath(engine._get_zero_ckpt_name("", tag)).as_posix()
 
 
 def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
-    """Return the files of this stage's layers that have weights, by layer index.
+    """Return layer index -> relative file path, for this stage's layers with weights.
 
     Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
     """
@@ -211,7 +211,10 @@ def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
 
 
 def written_layers(engine: PipelineEngine) -> range:
-    """Return the layers that this replica writes (``PipelineModule.save_state_dict``)."""
+    """Return the layer indices that this replica writes.
+
+    Source: ``PipelineModule.save_state_dict``.
+    """
     num_layers = len(engine.module.forward_funcs)
     writer = engine.grid.get_data_parallel_id()
     if not engine.module.checkpoint_parallel_write_pipeline:
@@ -221,7 +224,7 @@ def written_layers(engine: PipelineEngine) -> range:
 
 
 def tied_layers_with_file(module: PipelineModule) -> set[str]:
-    """Return the keys of tied layers that are saved: those without a ``forward_fn``."""
+    """Return the keys of tied layers that get a file: those without a ``forward_fn``."""
     return {
         spec.key
         for spec in module._layer_specs
@@ -230,12 +233,12 @@ def tied_layers_with_file(module: PipelineModule) -> set[str]:
 
 
 def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:
-    """Set what ``get_global_grad_norm`` returns until the next step."""
+    """Set the value that ``get_global_grad_norm`` returns until the next step."""
     engine._global_grad_norm = norm
 
 
 def load_zero_states(engine: DeepSpeedEngine, load_dir: str, tag: str | None) -> None:
-    """Load each replica's own optimizer state, as with ZeRO. Ranks: all, collectively."""
+    """Load each replica's optimizer file, as ZeRO does. Ranks: all, collectively."""
     engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
 
 
@@ -245,24 +248,30 @@ def random_ltd_scheduler(engine: DeepSpeedEngine) -> Any:
 
 
 def gradient_scaler(engine: DeepSpeedEngine) -> Any:
-    """Return torch autocast's scaler in an engine without ZeRO; None without one."""
+    """Return the gradient scaler of torch autocast in an engine without ZeRO, or None."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 
 def bind_output_reduction(engine: PipelineEngine, function: Callable[..., Any]) -> None:
-    """Make ``eval_batch`` call a function in place of ``reduce_outputs``."""
+    """Make ``eval_batch`` reduce losses with ``function``."""
     engine._reduce_outputs = function
 
 
 def reduce_outputs(
     engine: PipelineEngine, outputs: list[Any], reduce: str | None, reduce_dp: bool, micro_batches: int | None
 ) -> Any:
-    """Call ``_reduce_outputs`` (``runtime/pipe/engine.py:527``). Ranks: last stage."""
+    """Reduce losses with DeepSpeed's ``_reduce_outputs``. Ranks: last stage.
+
+    Source: ``runtime/pipe/engine.py:527``.
+    """
     return type(engine)._reduce_outputs(engine, outputs, reduce, reduce_dp, micro_batches)
 
 
 def forget_losses(engine: PipelineEngine) -> None:
-    """Reset the sum of losses, to which 0.19.0 and 0.19.8 add those of evaluations."""
+    """Reset the engine's sum of losses, to which DeepSpeed adds evaluation losses.
+
+    Source: releases 0.19.0 and 0.19.8.
+    """
     engine.total_loss = None
     engine.total_additional_losses = None
 
@@ -280,16 +289,16 @@ INSTRUCTIONS: Mapping[type, str] = {
 }
 """Pipeline instruction -> part of a step; ``stages`` is communication with neighbouring stages, waits included.
 
-In other engines backward also reduces gradients. ``LoadMicroBatch`` is left out.
+``backward`` includes the reduction of gradients, as in other engines. ``LoadMicroBatch`` is not measured.
 """
 
 
 def observe_instructions(
     engine: PipelineEngine, around: Callable[[str, Callable[[], None]], None]
 ) -> Callable[[], None]:
-    """Call each instruction of a pipeline through ``around(part, instruction)``.
+    """Make a pipeline call ``around(part, instruction)`` for each instruction.
 
-    Returns a function that undoes the change; the engine's class is not modified.
+    ``part`` is a value of ``INSTRUCTIONS``. Returns a function that undoes the change; the engine's class is not modified.
 
     Source: ``PipelineEngine._INSTRUCTION_MAP``, which ``_exec_schedule`` binds as methods, ``runtime/pipe/engine.py:1360``.
     """
@@ -312,7 +321,7 @@ def observe_instructions(
 
 
 FUSED_KERNELS = "deepspeed.ops.transformer"
-"""The package whose kernels bypass torch's dispatcher."""
+"""Package of DeepSpeed whose kernels bypass torch's dispatcher."""
 
 
 def is_fused(module: torch.nn.Module) -> bool:
@@ -320,9 +329,9 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 
 CHECKPOINT_MODULE = "deepspeed.runtime.activation_checkpointing.checkpointing"
-"""The module that recomputes checkpointed activations.
+"""DeepSpeed's module that recomputes checkpointed activations.
 
-It does so in ``CheckpointFunction.backward`` and ``checkpoint_unpack`` (lines 667 and 877).
+The recomputation is in ``CheckpointFunction.backward`` and ``checkpoint_unpack`` (lines 667 and 877).
 """
 
 GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
@@ -330,7 +339,9 @@ GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the dtype of an engine's matrix products: autocast's or its weights'.
+    """Return the dtype of an engine's matrix products.
+
+    It is the dtype of torch autocast if enabled, otherwise of the weights.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -346,9 +357,10 @@ PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buff
 
 
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
-    """Return a pipeline engine's communication buffers between stages, if any.
+    """Return a pipeline engine's communication buffers; None for each missing one.
 
-    ``pipe_buffers``, with data of current micro batches, are not included, because they are activations.
+    Empty for other engines. ``pipe_buffers``, with data of current micro batches, are not included, because they are
+    activations.
     """
     if not isinstance(engine, PipelineEngine):
         return []
@@ -356,18 +368,19 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 
 
 def steps_next(engine: DeepSpeedEngine) -> bool:
-    """Return whether the next step is the optimizer's.
+    """Return whether the engine's next ``step`` call runs the optimizer.
 
-    In a pipeline every step is; its flag is set only inside a step (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
+    In a pipeline every call does; a pipeline's flag is set only inside a step (``_force_grad_boundary``,
+    ``runtime/pipe/engine.py:659``).
     """
     return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
-    """Make a stage that runs alone neither send nor receive activation shapes.
+    """Make a pipeline stage run alone, without sending or receiving activation shapes.
 
-    ``received`` is called instead of receiving the previous stage's shapes; it returns a meta tensor, or a tuple of them, with
-    these shapes and types.
+    ``received`` replaces the receipt of the previous stage's shapes. It returns a meta tensor, or a tuple of meta tensors, with
+    these shapes and dtypes.
 
     Source: ``PipelineEngine._send_tensor_meta``, ``_recv_tensor_meta`` and ``_allocate_or_extend_buffers``,
     ``runtime/pipe/engine.py:933``.
@@ -387,7 +400,7 @@ def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> Non
 
 
 def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
-    """Build the layers of all earlier stages.
+    """Build the layers of all pipeline stages before this module's stage.
 
     Tied layers with a ``forward_fn`` get separate weights here, which does not change shapes.
     """
@@ -410,13 +423,13 @@ REMEDIES: Mapping[str, str] = {
         "engine.module.requires_grad_(False) and engine.module.requires_grad_(True); or set zero_optimization.stage to 1."
     ),
 }
-"""Part of a DeepSpeed 0.19 message -> remedy, for configs that earlier releases accepted."""
+"""Fragment of a DeepSpeed 0.19 error message -> remedy, for configs that earlier releases accepted."""
 
 _MISSING_ATTRIBUTE = "deepscale_config"
 
 
 def append_remedy(error: BaseException) -> None:
-    """Append the remedy, if known, to the message of a DeepSpeed error."""
+    """Append the remedy from ``REMEDIES``, if any, to a DeepSpeed error's message."""
     text = str(error.args[0]) if error.args else ""
     for fragment, remedy in REMEDIES.items():
         if fragment in text and remedy not in text:

@@ -29,8 +29,8 @@ class FlatGroups:
 
     Attributes:
         groups: parameters of each group in buffer order.
-        offsets: first element of each parameter in its buffer; None if there are no gaps.
-        numels: elements of each buffer, all partitions and paddings included.
+        offsets: first element of each parameter in its group's buffer; None if parameters follow without gaps.
+        numels: number of elements of each buffer, with all partitions and padding.
         num_partitions: number of partitions of each buffer.
     """
 
@@ -42,7 +42,7 @@ class FlatGroups:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Parameters in one flat buffer of ZeRO 3, each partitioned over the replicas."""
+    """Parameters of ZeRO 3 that share one flat buffer, partitioned over the replicas."""
 
     parameters: Sequence[Any]
     group_idx: int
@@ -50,9 +50,9 @@ class SubGroup:
 
 
 def sub_groups(optimizer: Any) -> list[SubGroup] | None:
-    """Return the sub groups of ZeRO 3; None for other optimizers.
+    """Return the sub groups of ZeRO 3, one per flat buffer; None for other optimizers.
 
-    Source: ``runtime/zero/stage3.py:431`` and on; 0.19.0 has one ``partition_count`` for all.
+    Source: ``runtime/zero/stage3.py:431`` and following; 0.19.0 has one ``partition_count`` for all sub groups.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return None
@@ -66,9 +66,11 @@ def sub_groups(optimizer: Any) -> list[SubGroup] | None:
 
 
 def flat_groups(optimizer: Any) -> FlatGroups | None:
-    """Return groups of ZeRO 1, 2, ``BF16_Optimizer``, ``FP16_Optimizer``; else None.
+    """Return the groups of an optimizer with one flat buffer per group, else None.
 
-    Source: ``runtime/zero/stage_1_and_2.py:413`` and on; 0.19.0 has no gaps between parameters (``parameter_alignment``).
+    These optimizers are ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``.
+    Source: ``runtime/zero/stage_1_and_2.py:413`` and following; 0.19.0 has no gaps between parameters
+    (``parameter_alignment``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         groups = optimizer.round_robin_bit16_groups
@@ -88,7 +90,7 @@ def _numels(flat: Sequence[torch.Tensor]) -> list[int]:
 
 
 def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """Return parameters by group of an optimizer without flat buffers; [] without one."""
+    """Return each group's parameters in an optimizer without flat buffers; [] if None."""
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         return list(optimizer.fp16_groups)
     return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
@@ -109,7 +111,7 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return separate master weights per parameter, by group and position; else None."""
+    """Return separate master weights by [group][position]; None if there are none."""
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 
 
@@ -123,11 +125,11 @@ GRADIENTS: Mapping[type, tuple[str, ...]] = {
     DeepSpeedZeroOptimizer_Stage3: ("averaged_gradients", "grad_partitions_flat_buffer"),
     BF16_Optimizer: ("fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
 }
-"""Attributes of an optimizer with further gradient buffers, nested in lists and dicts.
+"""Optimizer class -> its attributes with gradient buffers, nested in lists and dicts, besides the parameters' ``grad``.
 
-Source: ``runtime/zero/stage_1_and_2.py:687``, ``runtime/zero/stage3.py:786``, ``runtime/bf16_optimizer.py:112``. The third
-of ZeRO 1 and 2 exists only with ``offload_optimizer``, the fourth has the rank's partition with ZeRO 2 (line 2184), the second
-of ZeRO 3 exists if any parameter is trained.
+Source: ``runtime/zero/stage_1_and_2.py:687``, ``runtime/zero/stage3.py:786``, ``runtime/bf16_optimizer.py:112``.
+``accumulated_grads_in_cpu`` exists only with ``offload_optimizer``. ``grads_in_partition`` has the rank's partition with ZeRO 2
+(line 2184). ``grad_partitions_flat_buffer`` exists if any parameter is trained.
 """
 
 
@@ -140,7 +142,7 @@ def held_gradients(optimizer: Any) -> list[Any]:
 def reduction_buckets(optimizer: Any) -> list[Any]:
     """Return ZeRO's buckets for gradient reduction.
 
-    During the reduction, gradients of parameters are views of the buckets.
+    During the reduction, the parameters' gradients are views of the buckets.
 
     Source: ``ipg_buckets``, ``runtime/zero/stage_1_and_2.py:616`` and ``runtime/zero/stage3.py:477``.
     """
@@ -148,7 +150,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in the accumulation dtype, if that differs.
+    """Return a parameter's gradient in a separate accumulation dtype, if any.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """
@@ -157,7 +159,7 @@ def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
 
 
 def base_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside DeepSpeed's wrapper, or the unwrapped optimizer."""
+    """Return the optimizer inside DeepSpeed's wrapper, or ``optimizer`` itself."""
     is_wrapper = isinstance(optimizer, FP16_UnfusedOptimizer) or flat_masters(optimizer) is not None
     return optimizer.optimizer if is_wrapper else optimizer
 
@@ -168,7 +170,7 @@ def keeps_momentum_beside(optimizer: Any) -> bool:
 
 
 def has_file_per_replica(optimizer: Any) -> bool:
-    """Return whether each replica saves its optimizer state although ZeRO is off."""
+    """Return whether each replica saves an optimizer file even without ZeRO."""
     return isinstance(optimizer, BF16_Optimizer)
 
 
@@ -178,13 +180,13 @@ def restore_masters_from_weights(optimizer: Any) -> None:
 
 
 def gather_persistent(optimizer: Any) -> None:
-    """Make ZeRO 3 gather its persistent (small) parameters again. Ranks: all.
+    """Gather ZeRO 3's persistent (small) parameters again after a load. Ranks: all.
 
-    Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``; a no-op for other optimizers.
+    A no-op for other optimizers. Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return
-    # The secondary partition within a machine (hpZ) has the old weights.
+    # The secondary partition within a machine (hpZ) still has the weights from before the load.
     optimizer.invalidate_secondary_tensor()
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
@@ -192,11 +194,11 @@ def gather_persistent(optimizer: Any) -> None:
 
 
 def overwriting_stage(optimizer: Any) -> int:
-    """Return the ZeRO stage of an optimizer in which ``backward`` may drop gradients.
+    """Return the ZeRO stage if repeated ``backward`` calls may drop gradients, or 0.
 
-    0 for every other optimizer. 2 means stages 1 and 2: at an accumulation boundary they keep only the last ``backward``
-    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). Until the first forward after a ``backward``, stage 3
-    overwrites instead of adding (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
+    2 stands for stages 1 and 2. At an accumulation boundary they keep only the gradients of the last ``backward``
+    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). Stage 3 overwrites gradients instead of adding them until
+    the first forward after a ``backward`` (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return 3
@@ -204,13 +206,13 @@ def overwriting_stage(optimizer: Any) -> int:
 
 
 def set_accumulation(optimizer: Any, micro_batches_per_batch: int) -> None:
-    """Set the micro batches per batch of an optimizer that counts them (ZeRO)."""
+    """Set a ZeRO optimizer's accumulation steps; a no-op for other optimizers."""
     if hasattr(optimizer, "gradient_accumulation_steps"):
         optimizer.gradient_accumulation_steps = micro_batches_per_batch
 
 
 def loss_scale_holder(optimizer: Any) -> Any:
-    """Return the object with the dynamic loss scale; None without one.
+    """Return the object that holds a dynamic loss scale; None for a static scale.
 
     Its attributes are ``cur_scale``, ``cur_iter``, ``last_overflow_iter`` and ``cur_hysteresis``.
     """
@@ -220,12 +222,15 @@ def loss_scale_holder(optimizer: Any) -> Any:
 
 
 def gradient_scaler(optimizer: Any) -> Any:
-    """Return torch autocast's scaler in an optimizer of ZeRO; None without one."""
+    """Return the gradient scaler of torch autocast in a ZeRO optimizer, or None."""
     return getattr(optimizer, "torch_autocast_gradscaler", None)
 
 
 def swaps_to_nvme(optimizer: Any) -> int:
-    """Return how many of (optimizer states, parameters) ZeRO 3 swaps to files: 0 to 2."""
+    """Return how many kinds of state ZeRO 3 swaps to files: 0 to 2.
+
+    The kinds are optimizer states and parameters.
+    """
     return sum(bool(getattr(optimizer, name, False)) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
 
 
@@ -254,7 +259,10 @@ def cut_numel(parameter: Any) -> int:
 
 
 def held_part(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's partition of a parameter; None while in transfer or on disk."""
+    """Return this rank's partition of a ZeRO 3 parameter.
+
+    None while the partition is in transfer or on disk, and for a parameter without one.
+    """
     held = getattr(parameter, "ds_tensor", None)
     if held is None or getattr(held, "status", None) is not PartitionedParamStatus.AVAILABLE:
         return None

@@ -1,4 +1,4 @@
-"""DeepSpeed's per-process state: communication, kernels and globals.
+"""DeepSpeed's global state in a process: communication, kernels, module globals.
 
 DeepSpeed is imported inside functions, because some are called before DeepSpeed may be imported.
 """
@@ -17,13 +17,13 @@ from typing import Any
 from packaging.version import Version
 
 COMPATIBLE_OPS = "__compatible_ops__"
-"""Attribute of ``deepspeed.ops``: operator name -> whether it can be compiled here."""
+"""Attribute of ``deepspeed.ops``: operator name -> whether this machine can compile the operator."""
 
 SHARED_MEMORY_OP = ("deepspeed.comm.torch", "build_shm_op")
 """Module and name of the function that compiles shared-memory collectives for CPUs."""
 
 FUSED_ADAM_KERNEL = ("deepspeed.ops.adam.fused_adam", "multi_tensor_applier")
-"""Module and name of the caller of ``FusedAdam``'s kernel; missing without CUDA."""
+"""Module and name of the object that calls ``FusedAdam``'s kernel; missing without CUDA."""
 
 LIST_COMPARISONS = (
     "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks",
@@ -32,21 +32,21 @@ LIST_COMPARISONS = (
 """Functions with which ZeRO 3 compares lists between ranks; the second returns rank 0's list."""
 
 LATE_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3")
-"""Modules with a slow import that DeepSpeed imports only at first use."""
+"""Modules whose import is slow; DeepSpeed imports them only at first use."""
 
 MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
-"""Modules that DeepSpeed imports with the first engine, in 40 ms, for any model."""
+"""Modules that DeepSpeed imports when it creates the first engine of any model; takes 40 ms."""
 
 COMPILER = "torch._dynamo"
 """Module that torch's optimizers import at their first step, in 1.3 s of CPU time; the import compiles nothing."""
 COMPILER_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable set by the import of ``COMPILER``, which also creates the directory; users of the cache set it again (torch 2.13)."""
+"""Environment variable that the import of ``COMPILER`` sets to a directory that it creates (torch 2.13)."""
 
 MODULES_OF_ENGINES_SINCE = "0.19.8"
-"""First tested release with ``MODULES_OF_ENGINES``."""
+"""First tested DeepSpeed release that has ``MODULES_OF_ENGINES``."""
 
 GATHERS_AWAITED_SINCE = "0.19.8"
-"""First tested release in which ZeRO 3 waits for all parameters that it gathers."""
+"""First tested DeepSpeed release in which ZeRO 3 waits for all parameters that it gathers."""
 
 ENGINE_PHASES = (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step"))
 """(engine method, training phase that begins with the method)."""
@@ -58,7 +58,7 @@ GLOBALS: Mapping[str, Mapping[str, Any]] = {
         "top_level_context": None,
         "temp_contiguous_tensor": None,
     },
-    # Modules whose forward raised stay on it.
+    # Modules whose forward raised an exception stay on this list.
     "deepspeed.runtime.zero.parameter_offload": {"FWD_MODULE_STACK": []},
     # The last pipeline's grid: stages, groups and communicating ranks.
     "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None},
@@ -83,13 +83,13 @@ GLOBALS: Mapping[str, Mapping[str, Any]] = {
         "_cpu_offload_engine": None,
     },
 }
-"""Module -> initial values of its globals, before the first engine; lists are cleared in place."""
+"""Module -> values of its globals before the first engine; ``reset_globals`` clears lists in place."""
 
 GLOBALS_SINCE = {"_cpu_offload_engine": "0.19.8"}
-"""Names in ``GLOBALS`` that earlier releases lack -> first release."""
+"""Name in ``GLOBALS`` that earlier DeepSpeed releases lack -> first release that has it."""
 
 METHOD_CACHES = {"deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator"}
-"""Classes with method caches keyed by ``self``, which keep ZeRO 3's coordinator, and so the engine, alive."""
+"""Module -> its class with method caches keyed by ``self``. The caches keep ZeRO 3's coordinator and the engine alive."""
 
 PARAMETER_ATTRIBUTES = ("ds_", "_hp", "_z3", "grad_accum")
 """Prefixes of attributes that DeepSpeed sets on parameters."""
@@ -101,23 +101,23 @@ CONTAINERS = (
     "averaged_gradients",
     "all_grad_tensors",
 )
-"""Containers in engines and optimizers that keep gradients and hooks alive."""
+"""Attributes of engines and optimizers: containers that keep gradients and hooks alive."""
 
 
 def torch_backend() -> Any:
-    """Return the class in ``deepspeed.comm`` with collectives, ``send`` and ``recv``."""
+    """Return DeepSpeed's backend class with the collectives, ``send`` and ``recv``."""
     # Not `import deepspeed.comm.torch as`, which would return the `torch` that deepspeed.comm imports.
     return importlib.import_module("deepspeed.comm.torch").TorchBackend
 
 
 def import_modules_of_engines() -> None:
-    """Import the modules that the first engine would import, if this release has them."""
+    """Import the modules that DeepSpeed's first engine imports, as far as they exist."""
     cache = os.environ.get(COMPILER_CACHE_VARIABLE)
     for name in (*MODULES_OF_ENGINES, COMPILER):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     if cache is None and (made := os.environ.pop(COMPILER_CACHE_VARIABLE, None)):
-        with contextlib.suppress(OSError):  # another process uses it
+        with contextlib.suppress(OSError):  # another process has files in the directory
             os.rmdir(made)  # noqa: PTH106  # a fork has a temporary directory of its own
 
 
@@ -130,7 +130,7 @@ def no_compatible_ops() -> Iterator[None]:
     from deepspeed import ops
 
     probed = vars(ops).get(COMPATIBLE_OPS)
-    # Has every name, because 0.19.0 reads it without a default (comm/torch.py:33).
+    # The mapping has every name, because 0.19.0 reads it without a default (comm/torch.py:33).
     vars(ops)[COMPATIBLE_OPS] = collections.defaultdict(bool)
     try:
         yield
@@ -152,14 +152,14 @@ def replace_available_memory(function: Callable[..., int]) -> None:
 
 
 def op_builder() -> Any:
-    """Return the base class of operator builders; ``load`` compiles and imports."""
+    """Return the base class of operator builders, whose ``load`` compiles and imports."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder
 
 
 def nested_phases() -> list[tuple[Any, str, str]]:
-    """Return communicating calls: (class or module, name, ``reduce`` or ``gather``)."""
+    """Return communicating functions: (owner, name, ``reduce`` or ``gather``)."""
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
@@ -180,7 +180,7 @@ def nested_phases() -> list[tuple[Any, str, str]]:
 
 
 def reset_globals() -> None:
-    """Reset the imported modules of ``GLOBALS``, and empty ``METHOD_CACHES``."""
+    """Reset ``GLOBALS`` in imported modules, and clear ``METHOD_CACHES``."""
     for name, values in GLOBALS.items():
         module = sys.modules.get(name)
         for attribute, value in values.items() if isinstance(module, ModuleType) else ():
@@ -199,7 +199,7 @@ def reset_globals() -> None:
 
 
 def release_groups() -> None:
-    """Clear DeepSpeed's references to its process groups; the groups stay.
+    """Clear DeepSpeed's references to process groups, without destroying the groups.
 
     Source: ``utils/groups.py:89``, ``_release_process_group_references``; 0.19.0 has the same globals without the function.
     """
@@ -223,9 +223,9 @@ def release_groups() -> None:
 def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
     """Make ZeRO 3 wait for each small parameter that it gathers.
 
-    Returns the replaced attributes: (owner, name, old value).
+    Returns the replaced attributes as (owner, name, old value); empty if this release needs no change.
 
-    Releases before ``GATHERS_AWAITED_SINCE`` wait only for the last one; with gloo the others may be incomplete then.
+    Releases before ``GATHERS_AWAITED_SINCE`` wait only for the last parameter; with gloo the others may be incomplete then.
 
     Source: ``Init._allgather_params_coalesced``, ``runtime/zero/partition_parameters.py:2022``.
     """
@@ -245,7 +245,7 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def operators() -> list[tuple[str, Any, bool]]:
-    """Return DeepSpeed's operators: (name, builder, whether prebuilt)."""
+    """Return DeepSpeed's operators as (name, builder, whether prebuilt)."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -269,7 +269,7 @@ def can_compile(builder: Any) -> bool:
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed rejects this nvcc for this torch; None if it accepts it."""
+    """Return why DeepSpeed rejects this nvcc for this torch; None if it accepts."""
     from deepspeed.ops.op_builder import builder
 
     try:
