@@ -109,9 +109,9 @@ class Throughput:
             self._resumed_s = self._clock()
 
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
-        """Return samples and tokens per second since the last report; {} without a step or start.
+        """Return samples and tokens per second since the last report, or {}.
 
-        ``train_batch_size`` is over all ranks.
+        ``train_batch_size`` is over all ranks. The result is {} before the start and without a new step.
         """
         if not self._has_started or step <= self._step:
             return {}

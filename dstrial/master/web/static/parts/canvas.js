@@ -84,7 +84,7 @@ export function Drawing(props) {
         ${props.rows && html`<button aria-label=${`CSV of ${title}`} onClick=${() => download(`${title}.csv`, csv(/** @type {any} */ (props.rows)()))}>CSV</button>`}</span>
     </figcaption>
     <div class="place">
-      <div class="sideways"><canvas ref=${canvas} role="img" aria-label=${label} style=${{ height: `${height}px`, minWidth: `${props.minWidth ?? 0}px` }}
+      <div class="sideways" tabindex="0"><canvas ref=${canvas} role="img" aria-label=${label} style=${{ height: `${height}px`, minWidth: `${props.minWidth ?? 0}px` }}
         onPointerMove=${(/** @type {PointerEvent} */ event) => point(event, props.onMove)} onPointerLeave=${leave} onPointerCancel=${leave}
         onPointerDown=${(/** @type {PointerEvent} */ event) => {
           if (event.button) return;

@@ -29,7 +29,7 @@ export function Rungs({ id, experiment, trials }) {
     <p class="muted">At each rung the best 1 in ${number(divisor)} by ${metric} go on; a rung is a number of ${timeMetric}. Trials that have been stopped do not come back.</p>
     ${brackets.map((/** @type {any} */ bracket, /** @type {number} */ at) => html`
       <h2>${isSeveral ? `Bracket ${at + 1}` : "Rungs"}</h2>
-      <div class="sideways"><table class="plain rungs">
+      <div class="sideways" tabindex="0"><table class="plain rungs">
         <thead><tr><th>Rung</th><th class="number">${timeMetric}</th><th class="number">got there</th><th class="number">went on</th><th class="number">stopped</th><th class="number">failed</th><th class="number">on their way</th><th>Trials</th></tr></thead>
         <tbody>${bracket.rungs.map((/** @type {any} */ rung, /** @type {number} */ idx) => html`<tr>
           <th scope="row">${idx + 1}${idx === bracket.rungs.length - 1 ? " (last)" : ""}</th>
