@@ -24,7 +24,7 @@ from dstrial.config.documents import yaml_text
 from dstrial.dsat.backends.cluster import ClusterBackend
 from dstrial.dsat.backends.persistent_ranks import PersistentRanks
 from dstrial.dsat.backends.processes import log_lines
-from dstrial.dsat.backends.trial_spec import measuring_command
+from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
@@ -145,6 +145,10 @@ class _Ranks(PersistentRanks):
         master.show_in(journal.experiment)
         super().__init__(settings, record, measuring_command(settings, None, sys.executable), master.publish)
         self._master, self._journal, self._context = master, journal, context
+
+    def start(self, spec: TrialSpec) -> dict[str, Any]:
+        """Queue a trial; its handle names the search's experiment for the page."""
+        return {**super().start(spec), "experiment_id": self._journal.experiment.id}
 
     def finish(self, results: Mapping[str, str]) -> None:
         """End the ranks, and store the result files in a checkpoint of the trial."""
