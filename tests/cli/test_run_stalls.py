@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -72,22 +71,6 @@ def running(
         for one in client.get("/api/v1/experiments?limit=-1")["experiments"]:
             if one["endTime"] is None:
                 client.post(f"/api/v1/experiments/{one['id']}/kill")
-
-
-def test_a_search_says_which_trial_is_held_up_until_it_goes_on(master: MasterForTest, tmp_path: Path) -> None:
-    with running(master, tmp_path, SEARCH) as (_, printed):
-        wait_for(lambda: "score" in printed.read_text())
-        (record,) = master.state.allocations_path.glob("*/supervisor.json")
-        pid = int(json.loads(record.read_text())["pid"])
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            text = f"stalled: the supervisor of its processes, process {pid}, is stopped (SIGSTOP)"
-            wait_for(lambda: text in printed.read_text(), "it is not told")
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: "stalled: no longer" in printed.read_text())
-    lines = [line for line in printed.read_text().splitlines() if "stalled" in line]
-    assert [line.partition(":")[0].rstrip("0123456789") for line in lines] == ["trial "] * 2
 
 
 def test_a_run_says_that_the_master_is_stopped_and_can_be_left(master: MasterForTest, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_build_that_ranks_wait_for_is_told_once_with_its_process_and_the_way_r
         assert line.startswith("starting: compiling operator fused_adam since ")
         assert f"by process {holder.pid};" in line
         assert f"the result is kept in {lock.parent} for the next start" in line
-        assert 'set "torch_adam": true in optimizer.params' in line
+        assert 'set `"torch_adam": true` in optimizer.params' in line
     finally:
         holder.kill()
         holder.communicate()

@@ -395,9 +395,10 @@ def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0
         )
         return experiment
 
+    experiments = {}
     for number, state in ((1, "COMPLETED"), (2, "COMPLETED"), (3, "ACTIVE")):
         shown = "COMPLETED" if has_report else state
-        submit(str(number), f"trial {number}", f"zero {number}, <b>4 x 8</b>", shown)
+        experiments[number] = submit(str(number), f"trial {number}", f"zero {number}, <b>4 x 8</b>", shown)
     submit("search", "search", "measures", "COMPLETED")
     if has_report:
         facts = {
@@ -405,7 +406,10 @@ def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0
             "reason": "the budget is spent", "is_finished": True, "notes": ["<script>alert(1)</script>"], "best": 2,
             "gain": 1.0, "is_gain_certain": True, "pareto": [1, 2],
         }  # fmt: skip
-        rows = [search_row(number, 40.0 * number, memory_bytes=3e9 * number) for number in (1, 2)]
+        rows = [
+            search_row(number, 40.0 * number, memory_bytes=3e9 * number, experiment=experiments[number])
+            for number in (1, 2)
+        ]
         results = {"results": {"report.json": json.dumps({**facts, "trials": rows})}}
         submit("results", "results", "keeps", "COMPLETED", NOTES_BEGIN + json.dumps(results))
     return search_id
