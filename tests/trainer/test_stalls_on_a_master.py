@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import deepspeed_config, experiment, submit
+import yaml
+from small_runs import DEFINITIONS, deepspeed_config, experiment, submit
 from waiting import wait_for
 
 from dstrial.master.client import Client
@@ -18,8 +22,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 pytestmark = [pytest.mark.ranks, pytest.mark.process]
 
 
-def create(
-    master: MasterForTest,
+def stalling(
     tmp_path: Path,
     *,
     action: str,
@@ -28,15 +31,15 @@ def create(
     validate: int = 1000,
     trial: str = "StoppedTrial",
     **hparams: Any,
-) -> int:
-    """Submit a trial of two ranks, and return its number."""
+) -> dict[str, Any]:
+    """Return the config of a trial of two ranks that stalls."""
     given = {
         "deepspeed_config": deepspeed_config(1),
         "stall_at": 5,
         "pid_file": str(tmp_path / "pids"),
         **hparams,
     }
-    config = experiment(
+    config: dict[str, Any] = experiment(
         given,
         batches=40,
         report=5,
@@ -47,7 +50,12 @@ def create(
         max_restarts=max_restarts,
         data={"dstrial": {"stall_timeout": timeout, "stall_action": action}},
     )
-    experiment_id = submit(master, tmp_path, config)
+    return config
+
+
+def create(master: MasterForTest, tmp_path: Path, **fields: Any) -> int:
+    """Submit the trial of :func:`stalling`, and return its number."""
+    experiment_id = submit(master, tmp_path, stalling(tmp_path, **fields))
     client = master.client()
     wait_for(lambda: client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"])
     return int(client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
@@ -85,6 +93,30 @@ def test_who_is_stopped_is_in_the_log_in_the_status_and_on_the_page_until_it_goe
     assert stalled(shared_master, trial_id) == []
     assert stall_on_the_page(client, trial_id) == ""
     assert "stalled: no longer" in shared_master.det("trial", "logs", str(trial_id)).stdout
+
+
+def test_run_of_search_names_stalled_trial(shared_master: MasterForTest, tmp_path: Path) -> None:
+    config = stalling(tmp_path, action="report", validate=20)
+    config["searcher"] |= {"name": "random", "max_trials": 1}
+    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
+    printed = tmp_path / "printed"
+    command = [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", str(DEFINITIONS), "--no-progress"]
+    with printed.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=shared_master.env, cwd=tmp_path
+        )
+    try:
+        text = "stalled: rank 1 is stopped (SIGSTOP) at batch 5 in train_batch"
+        wait_for(lambda: text in printed.read_text(), text, deadline_s=180)
+        os.kill(int((tmp_path / "pids").read_text()), signal.SIGCONT)
+        assert process.wait(timeout=120) == 0, printed.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    found = re.findall(
+        r"^trial (\d+): stalled: (rank 1 is stopped|no longer)", printed.read_text(), re.MULTILINE
+    )
+    assert [what for _, what in found] == ["rank 1 is stopped", "no longer"], printed.read_text()
 
 
 def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(

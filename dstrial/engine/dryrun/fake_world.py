@@ -235,11 +235,11 @@ class FakeWorld(contextlib.ExitStack):
         operations = getattr(torch.ops, _COLLECTIVES)
         work = operations.barrier(torch.empty(0), group.boxed(), [], -1)
         # Torch removes the kernels of a library that is no longer referenced.
-        self._kernels = torch.library.Library(_COLLECTIVES, "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._kernels = torch.library.Library(_COLLECTIVES, "IMPL")  # type: ignore[no-untyped-call]
         self.callback(vars(self).pop, "_kernels")
         for name in names:
             num_returns = len(getattr(operations, name).default._schema.returns)
-            self._kernels.impl(name, _kernel(work, num_returns=num_returns), _META)  # type: ignore[no-untyped-call]  # as above
+            self._kernels.impl(name, _kernel(work, num_returns=num_returns), _META)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
