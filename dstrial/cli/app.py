@@ -1,8 +1,8 @@
 """Entry point of ``dstrial``: imports and runs the module of one subcommand.
 
 A subcommand's module has ``add_parser(subparsers)``, which adds the arguments, and ``main(args)``, which returns the exit
-status. An optional ``completed(words)`` adds default words. The module must not import torch, deepspeed or determined at top
-level.
+status. An optional ``completed(words)`` inserts default arguments. The module must not import torch, deepspeed or determined
+at top level.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COMMANDS = {
     "up": "start the master of this machine in the background",
     "webhook": "manage webhooks: HTTP requests on events of experiments",
 }
-"""Subcommand (and module in this package) -> its line in the help."""
+"""Name of each subcommand -> its line in the help."""
 
-_OF_MASTER = ("backup", "down", "login", "logs", "restore")  # together in module ``master``
+_OF_MASTER = ("backup", "down", "login", "logs", "restore")  # in module ``master``; others have their own
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

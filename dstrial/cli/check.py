@@ -23,7 +23,7 @@ from dstrial.visible_text import visible_line
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_PLAIN_COLUMNS = 160
+_PLAIN_COLUMNS = 160  # table width where the output is no terminal
 _SECRETS = SecretNames()
 
 
@@ -163,7 +163,7 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, w
         table.add_column(heading, overflow="fold")
     num_hidden = 0
     for row in explained_rows(source, checked, _SECRETS):
-        # A resolved "auto" has the location of that "auto" appended to its origin; it is not a plain default.
+        # A default that replaces an "auto" of the user has a longer origin, with the place of that "auto"; show it.
         if row.origin == DEFAULT_ORIGIN and not with_defaults:
             num_hidden += 1
             continue

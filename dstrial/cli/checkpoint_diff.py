@@ -132,7 +132,7 @@ def _compare_state(
     b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Append differences of the engines' state; return a summary of the weights."""
+    """Add differences of one engine's state; return its weights' summary, or {}."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
@@ -198,7 +198,7 @@ def _rank(difference: WeightDifference) -> float:
 
 
 def _number(value: float) -> float | None:
-    """Return a number for JSON, which has no non-finite ones."""
+    """Return the value for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 

@@ -106,7 +106,7 @@ def _counts(layout: Layout) -> dict[str, Any]:
 def _optimizer(
     opened: OpenCheckpoint, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's settings and counters, or the error of reading them."""
+    """Return the optimizer's settings and counters, or {"problem": error text}."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:

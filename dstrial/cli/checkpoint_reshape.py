@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 
-_OWN_VARIABLES = ("DSTRIAL_", "DET_")
+_OWN_VARIABLES = ("DSTRIAL_", "DET_")  # prefixes; such variables of the experiment config are not set
 
 _EPILOG = """\
 Ranks are started on the CPUs of this machine with the trial's own model definition. They restore the checkpoint, which
@@ -125,7 +125,7 @@ def _workspace(output: Path) -> Iterator[Path]:
 
 
 def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_vouched: bool) -> Path:
-    """Return the model definition's directory; reject that of an untrusted checkpoint."""
+    """Return the model definition's directory; reject code of an untrusted checkpoint."""
     if asked is not None:
         if not Path(asked).is_dir():
             raise CheckpointError(
@@ -178,7 +178,7 @@ def _experiment(
     path = workspace / "experiment.yaml"
     values = _config_for(config, hparams, args.slots, args.zero_stage, opened.manifest.steps_completed)
     if not is_vouched:
-        # These execute code: LD_PRELOAD and PYTHONPATH, and the name of a function to call.
+        # Both can run code: variables such as LD_PRELOAD, and the name of a function that the ranks call.
         from dstrial.local.script_variables import AROUND_FIT_KEY
 
         values.pop("environment", None)
@@ -232,7 +232,7 @@ def _config_for(
 
 
 def _set_trust(values: dict[str, Any], checkpoint: Path, *, trusts: bool) -> None:
-    """Set whether ranks may unpickle these files, in place."""
+    """Set in ``values`` whether the ranks may unpickle any class in the checkpoint."""
     data = values.get("data")
     section = data.get("dstrial") if isinstance(data, Mapping) else None
     kept = {**section} if isinstance(section, Mapping) else {}
@@ -352,7 +352,7 @@ def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]
 
 
 def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None) -> int:
-    """Return the new ZeRO stage.
+    """Return the ZeRO stage of the written checkpoint, after a check of its layout.
 
     Raises:
         CheckpointLayoutError: the model definition ignored the new layout.

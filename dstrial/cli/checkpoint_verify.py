@@ -134,7 +134,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 
 
 def _uuid_of(path: Path) -> str:
-    """Return the UUID in the completion marker (for copies), else the directory name."""
+    """Return the completion marker's UUID, which copies keep, else the directory name."""
     try:
         name = read_marker(path).get("uuid")
     except CheckpointError:

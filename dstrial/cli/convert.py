@@ -38,7 +38,7 @@ _FILES = {
     "unknown": "?",
     "nowhere": "-",
 }
-"""Status -> text in the table, in display order."""
+"""Status of a key -> text in the column "went to" of the table, in display order."""
 
 _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Load the DeepSpeed JSON; try the working directory, then the config's directory."""
+    """Return the DeepSpeed JSON that an Accelerate config names; None if it has none."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none") or not is_deepspeed(config):
@@ -115,7 +115,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Raise if the entrypoint cannot be converted."""
+    """Raise if the entrypoint has a launcher, or its script is not below ``output``."""
     words = [] if entrypoint is None else shlex.split(entrypoint)
     if not words:
         return
@@ -147,7 +147,7 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print the destination of every key, unused ones last."""
+    """Print a table of where each key of the Accelerate config went, unused keys last."""
     order = list(_FILES)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
@@ -160,7 +160,7 @@ def _print_keys(conversion: Conversion) -> None:
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
-    """Print open decisions and problems of the result; return 0 in any case."""
+    """Print what the user must add to the written files, and their problems; return 0."""
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
     for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
         if MARK in line:

@@ -1,6 +1,6 @@
-"""What ``dstrial run`` shows of training, and its summary at the end.
+"""Show the progress of ``dstrial run``, and its summary at the end.
 
-A terminal gets a progress bar, a pipe or file plain lines.
+On a terminal, progress is a bar; in a pipe or file, it is plain lines.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Display:
             self._write(text, self._out)
 
     def starting(self, text: str, age_s: float) -> None:
-        """Show the phase before the first batch, once, if nothing else was shown lately."""
+        """Show a startup phase once, if nothing else was shown for some seconds."""
         if text not in self._shown and time.monotonic() - self._written_s >= _SILENCE_S:
             self._shown.add(text)
             self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
@@ -166,9 +166,9 @@ def summary(
     resume_command: Sequence[str],
     steps_before: int | None = None,
 ) -> list[str]:
-    """Return the last lines: state, validations, paths, and the command that resumes.
+    """Return the summary's lines: state, validations, paths, command to resume.
 
-    ``steps_before`` are the batches of the checkpoint from which the attempt resumed, or None.
+    ``steps_before`` is the number of batches in the checkpoint from which the attempt resumed; None for a new run.
     """
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
@@ -213,12 +213,12 @@ def summary(
 
 
 def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Format rows of the summary."""
+    """Format (name, value) rows of the summary, one line each."""
     return [f"{name + ':':<15}{value}" for name, value in rows]
 
 
 def at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
-    """Return a view at the failed rank's batch if no report has reached it."""
+    """Return the view with the failed rank's batch, if that is after the last report."""
     batch = outcome.first_failure and outcome.first_failure.batches_trained
     if not batch:
         return view
@@ -235,7 +235,7 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
 
 
 def skipped_steps(run_directory: RunDirectory) -> str | None:
-    """Return how many of how many optimizer steps were skipped; None for none."""
+    """Return ``3 of 100 (…)`` for skipped optimizer steps; None if none was skipped."""
     status: Mapping[str, object] = {}
     with contextlib.suppress(DstrialError):
         status = read_json(run_directory.status_path) or {}
@@ -247,7 +247,7 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
 def _what_remains(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
-    """Return which of the trained batches are kept or lost."""
+    """Return a clause on lost batches, or on a resumed run without any left; or None."""
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"
@@ -260,7 +260,7 @@ def _what_remains(
 
 
 def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
-    """Return the trials by their best validation, those without one last."""
+    """Return the trials sorted by best validation, those without a validation last."""
 
     def key(trial: TrialView) -> tuple[bool, float, int]:
         value = trial.best_metric or 0.0
@@ -292,7 +292,7 @@ def search_summary(view: ExperimentView, experiment: ExperimentConfig, verdict: 
 
 
 def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
-    """Return one line per trial, the best first, and how many are left out."""
+    """Return a line per trial, the best first; a last line counts omitted trials."""
     specs = experiment.raw.get("hyperparameters") or {}
     rows = []
     for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:
@@ -307,7 +307,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
 
 
 def _chosen(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
-    """Return the hyperparameters that the search chose, by dotted name."""
+    """Return (dotted name, value) of the hyperparameters that the search chose."""
     if not isinstance(specs, dict) or not isinstance(values, dict):
         return []
     chosen: list[tuple[str, object]] = []

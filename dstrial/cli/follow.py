@@ -30,29 +30,29 @@ _BY_SIGTERM = 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FollowResult:
-    """How following ended."""
+    """Why ``follow`` returned, and the experiment's last state."""
 
-    view: ExperimentView | None  # the last one; None if the experiment was deleted
-    stopped_by: str | None  # the signal for which the experiment was paused
-    is_detached: bool = False  # a second signal ended the following
+    view: ExperimentView | None  # None if the experiment was deleted
+    stopped_by: str | None  # name of the signal for which the experiment was paused
+    is_detached: bool = False  # a second Ctrl-C left the experiment to the master
     is_master_gone: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of an attempt, for the run's record."""
+    """How an attempt at a run ended: state, exit code and reason."""
 
     state: RunState
-    exit_code: int  # of this command
-    reason: str | None = None  # why it did not complete, or was stopped
-    goes_on: bool = False  # the master may still save a checkpoint, so the loss is unknown
+    exit_code: int  # of ``dstrial run``
+    reason: str | None = None  # why the attempt did not complete, or was stopped
+    goes_on: bool = False  # the master may still save a checkpoint, so the number of lost batches is unknown
 
 
 class LogTail:
-    """Hands new lines of a trial's log to a display.
+    """Passes new lines of the trials' logs to ``show`` (text, rank, stream).
 
-    The launcher's report on the failing rank and the master's conclusion are left out, because the command's last lines repeat
-    them; if the trial is restarted they are shown. ``after`` has the last known line id of each trial.
+    The launcher's report on the first failed rank and the master's error line are held back, because the summary repeats them. If
+    the master restarts the trial, the report is shown. ``after`` has the id of each trial's last known line.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class LogTail:
 
 
 class StallReporter:
-    """Reports once that the master is stopped or a trial stalls, and its end."""
+    """Prints when the master is stopped or a trial stalls, and when that is over."""
 
     def __init__(self, master: Master, experiment_id: int, say: Callable[[str], None]) -> None:
         self._state = master.state
         self._experiment_id = experiment_id
         self._say = say
         self._shown: dict[str, str] = {}
-        self._stopped_since_s: float | None = None  # of the master
+        self._stopped_since_s: float | None = None  # when the master was first seen stopped
 
     def poll(self, *, with_trials: bool) -> None:
         found = {}
@@ -140,10 +140,10 @@ def follow(
     say: Callable[[str], None],
     has_many_trials: bool = False,
 ) -> FollowResult:
-    """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
+    """Wait until an experiment settles; a signal pauses it, a second SIGINT detaches.
 
-    ``on_poll`` is called about ten times a second, ``on_stop`` once the master has been asked to pause. ``has_many_trials``
-    reports stalled trials, which the log of a single one shows by itself.
+    ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. ``has_many_trials`` prints stalls of
+    trials; a single trial's log already contains its stalls.
     """
     stalls = StallReporter(master, experiment_id, say)
     is_waiting_for_master = is_pausing = False
@@ -180,7 +180,7 @@ def follow(
         on_poll(view)
         if view.is_settled:
             return FollowResult(view, stopped_by)
-        # A run's own master is not started again, and ends by the signals that this process gets.
+        # A run's own master is not restarted. It receives the same signals as this process, and exits.
         limit_s = 0.0 if master.is_own else _GONE_AFTER_S
         if gone_since_s is not None and now_s - gone_since_s > limit_s:
             return FollowResult(view, stopped_by, is_master_gone=True)
@@ -193,43 +193,43 @@ def kill_command(master: Master, experiment_id: int) -> str:
 
 
 def _pause(master: Master, experiment_id: int) -> bool:
-    """Request a pause; return False if the master cannot be asked now."""
+    """Request a pause; return False if the master is unreachable."""
     try:
         master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
     except RequestError:
-        return True  # it has ended meanwhile
+        return True  # the experiment has ended meanwhile
     except MasterError:
         return False
     return True
 
 
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
-    """Return how the last attempt's ranks ended, by their launcher or else the master."""
+    """Return the last attempt's outcome, from its launchers' files, else the master's."""
     found = []
     with contextlib.suppress(DstrialError):
         files = [fields for path in run_directory.outcome_paths() if (fields := read_json(path))]
         found = [LaunchOutcome.from_json(fields) for fields in files]
     if found:
-        # Of several hosts, the first one whose rank failed by itself.
+        # There is one launcher per host: take the host on which the first rank failed by itself.
         outcome = min(found, key=lambda one: (one.failed_s is None, one.is_consequence, one.failed_s))
     else:
         trials = () if followed.view is None else followed.view.trials
         exit_code = next((trial.exit_code for trial in trials if trial.exit_code is not None), 0)
         if followed.stopped_by is not None:
-            exit_code = 0  # the pause ended it
+            exit_code = 0  # the pause ended the trial
         outcome = LaunchOutcome(exit_code, None, (exit_code,), None, ())
     return dataclasses.replace(outcome, stopped_by=followed.stopped_by)
 
 
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
-    """Correct a verdict on the ranks by the experiment's state."""
+    """Return the verdict ``judged`` on the ranks, corrected by the experiment's state."""
     view = followed.view
     if view is None:
         return Verdict(RunState.FAILED, 1, "the experiment was deleted")
     if has_own_master and followed.is_detached:
         return Verdict(RunState.STOPPED, 128 + signal.SIGINT, "ended at once")
     if has_own_master and followed.is_master_gone:
-        # Signals that end a job reach its master, too, which stops the trial.
+        # A signal that ends a Slurm job also reaches the run's own master, which stops the trial.
         return Verdict(RunState.FAILED, 1, "its master has ended") if followed.stopped_by is None else judged
     if followed.is_detached:
         saved = max((trial.batches_saved or 0 for trial in view.trials), default=0)
@@ -248,10 +248,10 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
 
 
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
-    """Judge an attempt by its ranks and ``status.json``.
+    """Return the verdict on an attempt, from its ranks' outcome and ``status.json``.
 
-    It has completed if all ranks exited 0 (the launcher reports exit 0 before the end of training as a failure), or if the trial
-    requested a stop itself before the ranks were asked to.
+    The attempt has completed if all ranks exited 0 (the launcher reports exit 0 before the end of training as a failure), or if
+    the trial itself requested a stop before a stop signal.
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -261,7 +261,7 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
     if outcome.stopped_by is not None and text != "completed":
         exit_code = 128 + signal.Signals[outcome.stopped_by].value
         return Verdict(RunState.STOPPED, exit_code, outcome.stopped_by)
-    # A rank that was asked to stop while it shut down, after its work was done.
+    # Training had ended, and the stop signal reached the ranks while they shut down.
     was_only_asked_to_stop = outcome.stopped_by is not None and set(outcome.exit_codes) <= {0, _BY_SIGTERM}
     if outcome.exit_code != 0 and not (text == "completed" and was_only_asked_to_stop):
         return Verdict(RunState.FAILED, outcome.exit_code, f"exit code {outcome.exit_code}")
@@ -275,7 +275,7 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Judge a search whose master still knows it, apart from its failures."""
+    """Return the verdict on a search; ``judge_experiment`` adds failures."""
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":
         return Verdict(RunState.COMPLETED, 0)

@@ -117,7 +117,7 @@ def _show_prediction(args: argparse.Namespace) -> int:
 
 
 def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
-    """Show a run's measured memory beside the prediction stored with the run."""
+    """Print a run's measured memory beside a new prediction for the same config."""
     telemetry = read_json(run.telemetry_path) or {}
     ranks = telemetry.get("memory_bytes") or []
     if not memory_rows(ranks):
@@ -142,7 +142,7 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
 
 
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
-    """Predict a run's memory and store it in the run; return the problem if it fails."""
+    """Predict a run's memory; store it in the run directory. Return a problem or None."""
     try:
         asked = _requests_of(experiment, num_slots, int(_DEFAULT_DEVICE_GIB * _GIB))
         return _predict_stages(run, asked)[1]
@@ -155,7 +155,7 @@ def _predict_stages(
     asked: Sequence[tuple[Placement, DryRunRequest | None]],
     deadline_s: float = _DEADLINE_S,
 ) -> tuple[list[dict[str, float]], str | None]:
-    """Store and return per stage: part -> bytes, none if one fails; and the problem."""
+    """Store and return (part -> bytes for each stage, problem); [] if a dry run fails."""
     placements = _predicted(asked, deadline_s)
     found = [one.largest() for one in placements]
     stages = found if found and all(found) else []
@@ -203,7 +203,7 @@ def _deciding(experiment: ExperimentConfig) -> str:
 def _requests_of(
     experiment: ExperimentConfig, num_slots: int, device_bytes: int
 ) -> list[tuple[Placement, DryRunRequest]]:
-    """Return the dry runs for a number of devices: one, or one per pipeline stage."""
+    """Return the dry run for a number of devices, or one dry run per pipeline stage."""
     from dstrial.dsat.predictor.inputs import dry_run_request
     from dstrial.dsat.predictor.model_memory import Placement
 
@@ -252,7 +252,7 @@ def _requests_of(
 def _predicted(
     asked: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
 ) -> list[Placement]:
-    """Run all dry runs; return their placements, with reasons for failures."""
+    """Run all dry runs; return the placements with their result or problem."""
     from dstrial.engine.dryrun.process import dry_runs
 
     requests = [request for _, request in asked if request is not None]

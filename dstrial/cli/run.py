@@ -1,4 +1,4 @@
-"""``dstrial run``: make sure of a master, submit an experiment, and follow it."""
+"""``dstrial run``: find or start a master, submit an experiment, and follow it."""
 
 from __future__ import annotations
 
@@ -190,9 +190,9 @@ def main(args: argparse.Namespace) -> int:
 def _hosts_and_slots(
     args: argparse.Namespace, allocation: Allocation | None
 ) -> tuple[tuple[Host, ...], int | None]:
-    """Return the hosts, none for this machine, and the trial's slots, None by default.
+    """Return (hosts, slots): () is this machine, None the config's number of slots.
 
-    Over hosts the default is a ``slots_per_trial`` that the config has, else all slots.
+    On hosts, the default number is ``slots_per_trial`` if the config has it, else all slots of the hosts.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -214,7 +214,7 @@ def _hosts_and_slots(
 def _check_hosts(
     request: RunRequest, hosts: tuple[Host, ...], allocation: Allocation | None, shared_directory: Path
 ) -> None:
-    """Check whether the hosts can train together, and show them."""
+    """Check whether the hosts can train together, and print them."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import transport_of
 
@@ -232,7 +232,7 @@ def _check_hosts(
 
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
-    """Read and check everything that can be checked before anything is created."""
+    """Read the command line and config; raise on errors before any file is created."""
     point = chosen_point(args)
     load = functools.partial(
         load_experiment,
@@ -270,7 +270,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return ``--config`` and the flags that stand for settings of the config."""
+    """Return the config overrides of ``--config`` and of flags such as ``--logger``."""
     overrides = list(args.config)
     if args.trust_code:
         manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -444,7 +444,7 @@ def _train(request: RunRequest, run_directory: RunDirectory, allocation: Allocat
 def _master_of(
     request: RunRequest, run_directory: RunDirectory, out: LossTolerantStream, *, is_in_job: bool
 ) -> Iterator[Master]:
-    """Return the user's master, started if none runs, or in a Slurm job the run's own."""
+    """Yield the user's master, started if none runs; in a Slurm job, the run's own."""
     args = request.args
     if is_in_job:
         options = daemon.MasterOptions(num_slots=request.num_slots, python=args.python, is_under_slurm=True)
@@ -466,7 +466,7 @@ def _master_of(
 
 
 class _Attempt:
-    """One attempt at a run on a master, as its user sees it."""
+    """Submits one attempt at a run to a master, shows its progress, records its end."""
 
     def __init__(
         self,
@@ -534,7 +534,7 @@ class _Attempt:
         self._display.view(self._view)
 
     def _show(self, log: LogTail, view: ExperimentView) -> None:
-        """Show what a trial has printed and reported, or what its start waits for."""
+        """Show new log lines and reports of a trial, or its startup phase."""
         for trial in view.trials:
             log.poll(trial.id)
         self._poll_run()
@@ -549,7 +549,7 @@ class _Attempt:
             self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
 
     def _show_search(self, view: ExperimentView) -> None:
-        """Show a search's progress, or what delays its first trial."""
+        """Show a search's progress; before the first batch, a trial's startup phase."""
         line = display.progress_line(view, self._request.experiment)
         if line != self._progress:
             self._progress = line
@@ -575,7 +575,7 @@ class _Attempt:
         return f"{what}; {subject} after {limit_s} s (preemption_timeout) {are} killed (Ctrl-C again {again})"
 
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
-        """Record the end; return the verdict, the last lines and the failure's text."""
+        """Record the attempt's end; return verdict, summary lines and failure text."""
         request, run_directory, master = self._request, self._run_directory, self._master
         outcome = outcome_of(run_directory, followed)
         status = read_json(run_directory.status_path) or {}

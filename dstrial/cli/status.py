@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, pending and stalled trials, and any problem of the database."""
+    """Return usage, starting trials, stalled trials, and the database's problem or ""."""
     try:
         usage = observe.usage(state)
         if record is None:
@@ -94,7 +94,7 @@ def _read_database(
 
 
 def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
-    """Convert pending or stalled trials to JSON, with the text under ``key``."""
+    """Convert starting or stalled trials to JSON values, with the text under ``key``."""
     return [
         {
             "trial": one.trial_id,

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class LossTolerantStream:
     """A text stream that discards its output after the first write error.
 
-    Such an error is a closed pipe (``| head``), a lost terminal or a full disk. The descriptor is then redirected to the null
-    device, for its other users.
+    A write fails on a closed pipe (``| head``), a lost terminal or a full disk. The descriptor is then redirected to the null
+    device, because child processes may also write to it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -85,7 +85,7 @@ def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
-    """Format rows as a table; ``right`` are right-aligned columns, None is ``-``."""
+    """Format rows as a table; ``right``: right-aligned columns. None becomes ``-``."""
     cells = [
         list(header),
         *([("-" if cell is None else visible_line(str(cell))) for cell in row] for row in rows),
@@ -108,7 +108,7 @@ def field_lines(fields: Sequence[tuple[str, object]]) -> str:
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
 
 
-_SMALL_BYTES = 64 << 20
+_SMALL_BYTES = 64 << 20  # smaller totals are done before a bar is read
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def context_text(context: Context) -> str:
 def typed(name: str) -> str:
     """Return how to invoke a command installed beside this Python, such as ``det``.
 
-    Its name if the shell's PATH finds that file, else its path, relative if below the working directory.
+    The result is the name if PATH finds that file, else the path, relative if below the working directory.
     """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name)

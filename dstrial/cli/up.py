@@ -271,7 +271,7 @@ def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
 
 
 def _print_login(state: StateDirectory, record: MasterRecord) -> None:
-    """Log ``det`` in, and print addresses and credentials."""
+    """Log ``det`` in; print the master's address, slots and login link for browsers."""
     from dstrial.master.login import browser_link, log_in
 
     outcome = log_in(record, _may_replace)
