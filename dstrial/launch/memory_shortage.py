@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors: memory by kind, and settings to change."""
+"""Explain out-of-memory errors: memory by role, and settings to change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_memory_shortage(error: BaseException) -> bool:
 def memory_advice(error: BaseException) -> str:
     """Return memory use and hints for an out-of-memory error; empty for other errors.
 
-    A few lines, measured while the exception propagates. Ranks: any; no communication.
+    Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
     """
     if not is_memory_shortage(error):
         return ""
@@ -79,12 +79,12 @@ def _remedy(engine: Any, *, is_of_device: bool) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return the kernel's number of OOM kills since boot; None if unknown."""
+    """Return the number of processes that the OOM killer ended since boot, or None."""
     return _number(_VMSTAT, "oom_kill")
 
 
 def killed_text(oom_kills_before: int | None) -> str:
-    """Return the probable cause of a SIGKILL, from OOM kills since the rank's start."""
+    """Return the probable cause of a rank's SIGKILL; compare OOM kills with its start."""
     now = oom_kills()
     largest = size_text(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     total = _number(_MEMINFO, "MemTotal:")
@@ -121,7 +121,7 @@ def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
 def _held(
     name: str, held: int, parts: Mapping[str, int], used: int, capacity: int | None, free: int | None
 ) -> str:
-    """Describe memory that this process holds, all sizes in bytes.
+    """Return a sentence on the memory that this process holds; all sizes are in bytes.
 
     ``parts`` are the tensors by role; the rest of ``used`` is everything else.
     """

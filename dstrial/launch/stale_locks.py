@@ -69,9 +69,9 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Build:
-    """An extension that is being compiled or loaded.
+    """An extension (compiled operator) that a process compiles or loads now.
 
-    ``is_kept``: whether a compiled result exists; the lock is then mostly held for loading.
+    ``is_kept``: whether a compiled file exists; then the process probably only loads it.
     """
 
     operator: str
@@ -82,7 +82,7 @@ class Build:
 
 
 def builds_under_way(root: Path | None = None) -> list[Build]:
-    """Return the builds that are running in ``root``, the oldest first."""
+    """Return the builds of extensions that run now, by their locks, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):
@@ -99,7 +99,7 @@ def _locks(folder: Path) -> list[Path]:
 
 
 def _holder(status: os.stat_result) -> str:
-    """Return a clause with the process that has a file open; empty if unknown."""
+    """Return the clause `` by process PID`` on who has a file open; empty if unknown."""
     wanted = status.st_dev, status.st_ino
     return next((f" by process {pid}" for pid, opened in _open_files() if opened == wanted), "")
 

@@ -1,7 +1,7 @@
-"""Report the startup phases of ranks; no phase is silent for over five seconds.
+"""Report the startup phases of ranks that take more than some seconds.
 
-Each longer phase is logged, repeatedly if it lasts long. The current phase is in ``starting.json`` of the allocation's
-directory, which ``dstrial run`` and ``dstrial status`` read.
+Such a phase is logged, and again each time its duration has doubled. The current phase is in ``starting.json`` of the
+allocation's directory, which ``dstrial run`` and ``dstrial status`` read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"
 _START_POLL_S = 0.5
-# A new phase is logged after this time without a log line, because several short phases make a long silence too.
+# A new phase is logged after this time without a log line: several short phases must not make a long silence.
 _SILENCE_S = 4.0
-_LOADING_S = 30.0
+_LOADING_S = 30.0  # age at which a lock on a compiled extension is reported
 _REPEAT_AFTER_S = 30.0  # age at which a phase is logged again; later each time its age has doubled
 _INITIAL_PHASE = "creating the processes"
 
@@ -40,7 +40,7 @@ WITHOUT_OPERATOR = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """The current startup phase or build; ``detail`` may have further sentences."""
+    """The current startup phase, or build of an operator; ``detail`` is for the log."""
 
     text: str
     since_s: float
@@ -48,9 +48,9 @@ class Activity:
 
 
 def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
-    """Return whether to log an activity now (again).
+    """Return whether to log an activity now.
 
-    ``silence_s`` is the time since the last log line.
+    ``logged_age_s`` is the activity's age at its last log line, or None. ``silence_s`` is the time since any log line.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S
@@ -58,7 +58,7 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
 
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
-    """Return the oldest current phase of all ranks; None if all have started."""
+    """Return the longest current startup phase of all ranks; None if all ranks train."""
     under_way = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
     under_way = [phase for phase in under_way if phase[0] not in ("", TRAINING)]
     if not under_way:
@@ -141,10 +141,10 @@ class _Watch:
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
-        """Return builds that have held their lock for long.
+        """Return builds that have held their lock for some time, as loading also takes it.
 
-        An operator that is only loaded takes the lock briefly too. Builds are found by their locks instead of a wrapped
-        ``jit_load``, because locks also cover waiting ranks, other trials, and the user's own extensions.
+        Builds are found by their locks, not by a wrapped ``jit_load``, because ranks also wait for builds of other trials and of
+        the user's own extensions.
         """
         return [
             build

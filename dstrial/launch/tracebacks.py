@@ -1,6 +1,6 @@
 """Format short tracebacks: frames of user code, with counts of other frames.
 
-Only formats text; ``failures`` stores full tracebacks.
+This module only formats text; ``failures`` stores full tracebacks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ShortTraceback:
     """
 
     text: str
-    summary: str
-    is_whole: bool
+    summary: str  # one line: the exception's type and message
+    is_whole: bool  # whether ``text`` omits nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def whole_traceback(error: BaseException) -> str:
 def _chain(
     error: BaseException, described: traceback.TracebackException
 ) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
-    """Yield the exceptions to show, root cause first, each with its joining phrase."""
+    """Yield the exceptions to show, root cause first, with Python's phrase after each."""
     found: list[tuple[traceback.TracebackException, BaseException, str]] = []
     joint, seen = "", set()
     while id(error) not in seen:

@@ -1,6 +1,6 @@
 """Poll the ranks' heartbeats; report a stall with straggler and stacks.
 
-Lines go to the launcher's log, the state to the allocation's ``stalled.json``. ``diagnosis`` makes the decisions.
+The launcher's log gets the report, ``stalled.json`` in the allocation's directory the current stall. ``diagnosis`` decides.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _MAX_FRAMES = 25
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedRanks:
-    """This machine's ranks by slot, with their heartbeats.
+    """The heartbeats and stack files of this machine's ranks, for stall detection.
 
     ``stacks_files`` maps each rank to the file to which it writes its stacks; full dumps are stored in ``kept_stacks``. If
     ``has_other_nodes``, the straggler may be on another machine.
     """
 
     beats: mmap.mmap | bytearray
-    ranks: Mapping[int, int]
+    ranks: Mapping[int, int]  # slot in ``beats`` -> rank
     stacks_files: Mapping[int, Path]
     kept_stacks: Path | None = None
     has_other_nodes: bool = False
@@ -65,7 +65,7 @@ class WatchedRanks:
 
 @dataclasses.dataclass(slots=True)
 class _LaneState:
-    """The last heartbeat of one lane, and the time at which it last changed."""
+    """The last heartbeat of a rank's lane (main or save), and when its phase changed."""
 
     beat: Beat
     since_s: float
@@ -73,10 +73,10 @@ class _LaneState:
 
 
 class StallWatch:
-    """Detects stalls; one thread calls ``poll`` periodically.
+    """Detects and reports stalls of ranks; one thread calls ``poll`` periodically.
 
-    ``end_ranks`` is called with the straggler, if known, and the log line. ``end_left`` kills the rank of a slot whose program
-    has ended but whose process does not exit.
+    ``end_ranks`` gets the straggler, if known, and the log line, and ends all ranks. ``end_left`` gets the slot of a rank whose
+    program has ended but whose process does not exit, and kills that rank.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class StallWatch:
         return seen
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Return the stacks of responsive ranks, by rank; store the dumps."""
+        """Return the stacks by rank, without ranks that are stopped; store the dumps."""
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}
