@@ -83,7 +83,7 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     imported = Background(lambda: libraries.import_all(options.import_deadline_s))
 
     def known() -> libraries.Libraries:
-        # The result of a process that is killed at its deadline comes a little later, so wait longer than that.
+        # Wait longer than the deadline: the probe is killed then, and its result comes a little later.
         return imported.result(options.import_deadline_s + _CHECK_DEADLINE_S / 2)
 
     def check_libraries() -> list[Finding]:

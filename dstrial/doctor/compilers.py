@@ -28,14 +28,16 @@ class Compilers:
     cxx: str
     cxx_version: str | None
     ninja_version: str | None
-    ninja_beside_python: bool  # whether ninja is in this Python's environment, which is not activated; a master's trials find it
+    ninja_beside_python: (
+        bool  # whether ninja is next to this Python, where trials of a master find it without PATH
+    )
     has_python_headers: bool
     headers_dir: str
     nvcc: str | None
     nvcc_release: str | None  # such as 13.0
     stale_locks: tuple[
         str, ...
-    ] = ()  # of killed builds; every program that loads the operator blocks on them
+    ] = ()  # locks of killed builds, on which every program that loads the operator blocks
 
 
 def measure() -> Compilers:
