@@ -1,7 +1,7 @@
-"""Starts, finds and stops the background master of a state directory.
+"""Start, find and stop the background master of a state directory.
 
-The new process gets its port and options on its command line. It reports through a pipe that it serves, or why it failed.
-This module does not import the server.
+The new process gets its options on its command line, and reports through a pipe that it serves or why it failed. This module
+does not import the server, to keep commands fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KILL_SIGNAL = signal.SIGUSR1  # immediate: kill all trials, exit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterOptions:
-    """Options of ``dstrial up``; None means the value of the config file."""
+    """Options of ``dstrial up``; None means the value in the settings file."""
 
     port: int | None = None  # 0: any free port
     num_slots: int | None = None  # number of accelerators, CPU slots, or slots in a Slurm allocation
@@ -50,7 +50,7 @@ class MasterOptions:
     has_passwords: bool = True  # random passwords for the first users
     hostfile: str | None = None
     include: str = ""  # DeepSpeed's filter syntax for hosts and slots
-    exclude: str = ""
+    exclude: str = ""  # same syntax
     python: str | None = None  # interpreter path on each host
     is_under_slurm: bool = False  # the hosts are the nodes of the master's own Slurm allocation
     backend: str | None = None
@@ -71,10 +71,10 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a master in the background; return its record as soon as it serves.
+    """Start a master in the background; return its record once it serves requests.
 
-    If another command has just started a master for the directory, return its record. ``meanwhile`` is called while the new
-    process starts. With ``may_take_another_port``, use any free port if the chosen port is taken.
+    If another command has just started a master for the directory, return the record of that master. ``meanwhile`` is called
+    while the new process starts. With ``may_take_another_port``, use any free port if the chosen port is taken.
 
     Raises:
         MasterError: a master already serves this directory, the port is taken, trials of an earlier master report to
@@ -143,7 +143,7 @@ def _start_timeout_s(state: StateDirectory) -> float:
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
-    """Wait for a master that another command just started; None if it never serves."""
+    """Wait for a master that another command just started; None after a timeout."""
     deadline_s = time.monotonic() + _OTHER_TIMEOUT_S
     while time.monotonic() < deadline_s:
         record = state.running()
@@ -188,7 +188,7 @@ def _died(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port to listen on; with running trials, it is the last master's port."""
+    """Return the port for a new master: the last one's if its trials still run."""
     asked = options.port
     if asked is None and options.config_file is not None:
         from dstrial.master.settings import MasterSettings
@@ -206,7 +206,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 
 def living_allocations(state: StateDirectory) -> list[str]:
-    """Return ids of allocations whose supervisor runs, even if no master runs."""
+    """Return ids of allocations whose supervisor process runs, even if no master does."""
     found = supervisors(state)
     if not found:
         return []

@@ -28,7 +28,7 @@ _BACKLOG = 128
 def listening(state: StateDirectory, last: str) -> Iterator[tuple[socket.socket, Path]]:
     """Listen on the owner's socket; yield the listening socket and its path.
 
-    ``last`` is the socket path of the last master, or empty. That master may have been killed, so the file is removed.
+    ``last`` is the socket path of the last master, or empty. A master that was killed has left its file, which is removed.
     """
     if last:
         _remove(Path(last))

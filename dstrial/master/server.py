@@ -1,4 +1,4 @@
-"""The master process: creates its parts, serves on loopback, shuts down cleanly.
+"""The master process: create its parts, serve on loopback, shut down cleanly.
 
 ``dstrial up`` starts ``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS``.
 """
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master")
 
-_STREAM_END_S = 2.0  # grace period for open streams at shutdown
+_STREAM_END_S = 2.0  # grace period of open streams at shutdown
 
 _STOP_TIMEOUT_S = 24 * 3600.0
-"""Timeout for all trials' checkpoints at shutdown, in seconds; the ``preemption_timeout`` of each trial is shorter."""
+"""Time for all trials' last checkpoints at shutdown, in seconds; each trial's ``preemption_timeout`` is shorter."""
 
 _DRAIN_S = 5.0  # time for pending webhook events at shutdown
 
@@ -331,10 +331,9 @@ def _run(
 
 
 class Shutdown:
-    """Shutdown of the master: stops or kills the trials first, then stops the server.
+    """Shuts the master down: stops or kills the trials, then stops the server.
 
-    During the shutdown, the server accepts reports of trials, ``app`` rejects submissions, and ``delivery`` sends pending webhook
-    events.
+    Meanwhile the server accepts reports of trials, ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
     """
 
     def __init__(

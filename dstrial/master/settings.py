@@ -1,4 +1,4 @@
-"""The master's settings file: the subset of Determined's keys, and dstrial's keys."""
+"""Read the master's settings file: keys of Determined's master, and dstrial's own."""
 
 from __future__ import annotations
 
