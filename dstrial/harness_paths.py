@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Patch: TypeAlias = Callable[[ModuleType], None]
 
 ENDING_NAME = "ending.json"
-"""File in an allocation's directory that tells whether a rank on another host caused the first failure."""
+"""File in an allocation's directory: whether a rank on another host caused the first failure."""
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
@@ -98,7 +98,7 @@ def _patch_ipc(module: Any, allocation: str) -> None:
     read = module.read_pid_server_addr
 
     def read_pid_server_addr(addr: str) -> Any:
-        if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - what is replaced
+        if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - the replaced path
             # A short name, because a socket path is limited to 107 bytes.
             addr = os.path.join(os.environ.get("TMPDIR") or allocation, "pid_server")
         return read(addr)
@@ -277,7 +277,7 @@ class _Finder:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, patch)  # type: ignore[assignment]  # a loader by what it does
+            spec.loader = _Loader(spec.loader, patch)  # type: ignore[assignment]  # duck-typed loader
         return spec
 
 
