@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.experiment_arguments import add_experiment_arguments, chosen_point
+from dstrial.cli.experiment_arguments import add_experiment_arguments, resume_point_of
 from dstrial.cli.streams import context_text
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
@@ -73,7 +73,7 @@ class _PrintSchema(argparse.Action):
 def main(args: argparse.Namespace) -> int:
     """Return 0 if the config is valid, else 1."""
     try:
-        point = chosen_point(args)
+        point = resume_point_of(args)
         config = load_experiment(
             args.experiment,
             args.context_dir,
@@ -114,9 +114,9 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
         if with_values:
             configs[key]["effective"] = masked(checked.effective, _SECRETS)
             configs[key]["origins"] = {row.key: row.origin for row in explain(source, checked)}
-    watched = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
+    checks = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
     return {
-        **(watched if with_values else {}),
+        **(checks if with_values else {}),
         "ok": True,
         "problems": [],
         "warnings": [*config.warnings, *context.warnings()],

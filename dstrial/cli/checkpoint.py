@@ -50,7 +50,7 @@ examples:
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
 """
 # A directory that contains one of these is a checkpoint, possibly a damaged one.
-_TRACES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
+_CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -176,10 +176,10 @@ def find_checkpoint(
     runs = default_runs_dir(runs_dir)
     for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
         return _in_directory(found.resolve(), asked)
-    return _of_master(asked, StateDirectory.choose(state_dir), runs)
+    return _from_master(asked, StateDirectory.choose(state_dir), runs)
 
 
-def is_vouched_for(source: CheckpointSource) -> bool:
+def has_trusted_code(source: CheckpointSource) -> bool:
     """Return whether the configuration and code in a checkpoint can be trusted.
 
     These files must match the manifest, and the manifest must be signed by this account or have the SHA-256 that the master
@@ -207,7 +207,7 @@ def _in_directory(path: Path, asked: str) -> CheckpointSource:
                 f"the run {path} has no complete checkpoint; expected one. Name another run, or the directory of a checkpoint."
             )
         return CheckpointSource(newest.path, RunDirectory(path))
-    if not any((path / name).exists() for name in _TRACES):
+    if not any((path / name).exists() for name in _CHECKPOINT_FILES):
         raise CheckpointNotFoundError(
             f"checkpoint is {asked!r}, a directory without {MANIFEST_NAME}; expected the directory of a checkpoint that dstrial "
             "wrote, or of a run. Name one that a run has printed."
@@ -217,7 +217,7 @@ def _in_directory(path: Path, asked: str) -> CheckpointSource:
     return CheckpointSource(path, owner if is_of_run else None)
 
 
-def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSource:
+def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSource:
     from dstrial.master.login import session
 
     record = state.running()

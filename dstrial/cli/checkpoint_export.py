@@ -198,19 +198,19 @@ def _write(
                 max_shard_bytes=args.max_shard_size or size_argument(_DEFAULT_SHARD),
                 files=[
                     path
-                    for path in export.find_model_files(_places_of_files(args.files_from, source, folder))
-                    if not _leads_outside(path, source.path)
+                    for path in export.find_model_files(_file_directories(args.files_from, source, folder))
+                    if not _resolves_outside(path, source.path)
                 ],
                 on_bytes=advance,
             )
 
 
-def _leads_outside(path: Path, root: Path) -> bool:
+def _resolves_outside(path: Path, root: Path) -> bool:
     """Return whether a path resolves to outside of the checkpoint."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 
-def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:
+def _file_directories(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:
     if asked is not None:
         yield Path(asked)
     if folder:

@@ -66,7 +66,7 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
     for engine_idx, layout in enumerate(layouts):
         engine = {
             **layout_fields(layout),
-            "parameters": _counts(layout),
+            "parameters": _parameter_counts(layout),
             "optimizer_state": _optimizer(opened, engine_idx, layout, trusts_code=trusts_code),
         }
         if with_parameters:
@@ -91,7 +91,7 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
     }
 
 
-def _counts(layout: Layout) -> dict[str, Any]:
+def _parameter_counts(layout: Layout) -> dict[str, Any]:
     counts = count_parameters(layout)
     return {
         "parameters": counts.num_parameters,

@@ -30,7 +30,7 @@ from dstrial.launch.slots import slots_argument
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_FILES = {
+_DESTINATIONS = {
     "json": JSON_NAME,
     "yaml": YAML_NAME,
     "variable": f"{YAML_NAME}, variable",
@@ -148,9 +148,9 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 def _print_keys(conversion: Conversion) -> None:
     """Print a table of where each key of the Accelerate config went, unused keys last."""
-    order = list(_FILES)
+    order = list(_DESTINATIONS)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
-    rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
+    rows = [(one.key, render(one.value), _DESTINATIONS[one.status], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
     for one in (one for one in keys if one.status == "left"):
         sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")

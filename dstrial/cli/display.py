@@ -177,7 +177,7 @@ def summary(
         place = f" at batch {view.batches_trained}"
         place += "" if view.batches_total is None else f" of {view.batches_total}"
     saved = None if checkpoint is None else checkpoint.steps_completed
-    details = [verdict.reason, _what_remains(verdict, view.batches_trained, saved, steps_before)]
+    details = [verdict.reason, _lost_batches(verdict, view.batches_trained, saved, steps_before)]
     described = "; ".join(detail for detail in details if detail is not None)
     rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
     validations = read_validations(run_directory, metric)
@@ -217,7 +217,7 @@ def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name + ':':<15}{value}" for name, value in rows]
 
 
-def at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
+def view_at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
     """Return the view with the failed rank's batch, if that is after the last report."""
     batch = outcome.first_failure and outcome.first_failure.batches_trained
     if not batch:
@@ -244,14 +244,14 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
     return f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
 
 
-def _what_remains(
+def _lost_batches(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
     """Return a clause on lost batches, or on a resumed run without any left; or None."""
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"
-    if verdict.goes_on:
+    if verdict.may_continue:
         return None
     if batches_saved is None:
         return "no checkpoint"
@@ -296,8 +296,8 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
     specs = experiment.raw.get("hyperparameters") or {}
     rows = []
     for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:
-        chosen = _chosen(masked(json.loads(trial.hparams), SecretNames()), specs)
-        hparams = " ".join(f"{name}={_short(value)}" for name, value in chosen)
+        chosen = _searched_hparams(masked(json.loads(trial.hparams), SecretNames()), specs)
+        hparams = " ".join(f"{name}={_value_text(value)}" for name, value in chosen)
         metric = "" if trial.best_metric is None else number(trial.best_metric)
         rows.append((trial.id, trial.state.lower(), trial.total_batches, metric, hparams))
     header = ("trial", "state", "batches", experiment.metric, "hyperparameters")
@@ -306,7 +306,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
 
 
-def _chosen(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
+def _searched_hparams(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
     """Return (dotted name, value) of the hyperparameters that the search chose."""
     if not isinstance(specs, dict) or not isinstance(values, dict):
         return []
@@ -315,11 +315,11 @@ def _chosen(values: object, specs: object, prefix: str = "") -> list[tuple[str, 
         if not isinstance(spec, dict) or name not in values:
             continue
         if "type" not in spec:
-            chosen += _chosen(values[name], spec, f"{prefix}{name}.")
+            chosen += _searched_hparams(values[name], spec, f"{prefix}{name}.")
         elif spec["type"] != "const":
             chosen.append((prefix + name, values[name]))
     return chosen
 
 
-def _short(value: object) -> str:
+def _value_text(value: object) -> str:
     return number(value) if isinstance(value, float) else json.dumps(value)

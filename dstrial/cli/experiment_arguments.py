@@ -18,7 +18,7 @@ from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory, default_runs_dir, find_runs
 
-_TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_TRIAL_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SHELL_SYNTAX = re.compile(r"[;&|<>$`\n]")
 _OUR_LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (
@@ -77,20 +77,20 @@ def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entr
             raise _error(where, f"{entrypoint!r} ({error})", "Close the quotation.") from error
     else:
         words = tuple(entrypoint)
-    if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
+    if len(words) == 1 and _TRIAL_PATTERN.fullmatch(words[0]):
         return Entrypoint(words[0])
-    launched = _behind_launcher(words)
+    launched = _launcher_arguments(words)
     if isinstance(entrypoint, str) and _SHELL_SYNTAX.search(entrypoint):
         if launched is not None:
             fix = "Remove the shell syntax, or start the entrypoint in a shell yourself."
             raise _error(where, f"{entrypoint!r}, a launcher within shell syntax", fix)
         return Entrypoint(None, ("sh", "-c", entrypoint))
     if launched is not None:
-        return _launched(launched, where, entrypoint)
+        return _parse_launcher_arguments(launched, where, entrypoint)
     return Entrypoint(None, words, starts_ranks=Path(words[0]).name in _FOREIGN_LAUNCHERS)
 
 
-def _behind_launcher(words: Sequence[str]) -> tuple[str, ...] | None:
+def _launcher_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
     for word_idx, (flag, module) in enumerate(itertools.pairwise(words)):
         if flag == "-m" and module in _LAUNCH_MODULES:
             rest = tuple(words[word_idx + 2 :])
@@ -100,7 +100,7 @@ def _behind_launcher(words: Sequence[str]) -> tuple[str, ...] | None:
     return None
 
 
-def _launched(rest: tuple[str, ...], where: str, entrypoint: object) -> Entrypoint:
+def _parse_launcher_arguments(rest: tuple[str, ...], where: str, entrypoint: object) -> Entrypoint:
     while rest and rest[0].startswith("--"):
         option, has_value, value = rest[0].partition("=")
         rest = rest[1:]
@@ -109,7 +109,7 @@ def _launched(rest: tuple[str, ...], where: str, entrypoint: object) -> Entrypoi
         if not has_value:
             value, rest = "".join(rest[:1]), rest[1:]
         if option == "--trial":
-            if not _TRIAL_FORM.fullmatch(value):
+            if not _TRIAL_PATTERN.fullmatch(value):
                 raise _error(where, f"{entrypoint!r}", "Write --trial model_def:MyTrial.")
             return Entrypoint(value)
     if rest:
@@ -144,7 +144,7 @@ class ResumePoint:
         return read_saved_run(self.checkpoint).of_trial(LOCAL_ID)
 
 
-def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
+def resume_point_of(args: argparse.Namespace) -> ResumePoint | None:
     """Resolve ``--resume``, ``--run-dir`` and ``--runs-dir``; None for a new run.
 
     If the run of ``--run-dir`` has checkpoints, the newest one is used.

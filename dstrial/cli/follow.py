@@ -20,7 +20,7 @@ from dstrial.master.store.views.observe import ExperimentView, LogRow
 from dstrial.process_state import is_stopped
 
 _POLL_PERIOD_S = 0.1
-_LOOK_PERIOD_S = 0.3  # between queries of the experiment's state
+_STATE_POLL_PERIOD_S = 0.3  # between queries of the experiment's state
 _STALLS_PERIOD_S = 1.0
 _STOPPED_AFTER_S = 10.0  # a debugger may hold the master for a moment
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
@@ -45,7 +45,7 @@ class Verdict:
     state: RunState
     exit_code: int  # of ``dstrial run``
     reason: str | None = None  # why the attempt did not complete, or was stopped
-    goes_on: bool = False  # the master may still save a checkpoint, so the number of lost batches is unknown
+    may_continue: bool = False  # the master may still save a checkpoint: lost batches are unknown
 
 
 class LogTail:
@@ -61,7 +61,7 @@ class LogTail:
         self._master = master
         self._show = show
         self._after = dict(after)
-        self._report: list[str] = []
+        self._withheld_report: list[str] = []
         self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
@@ -73,31 +73,31 @@ class LogTail:
     def _show_row(self, row: LogRow) -> None:
         if row.source != "task":
             if row.level == "WARNING":
-                for line in self._report:
+                for line in self._withheld_report:
                     self._show(line, None, "stderr")
-                self._report = []
-            if row.level == "WARNING" or (row.level == "ERROR" and not self._report):
+                self._withheld_report = []
+            if row.level == "WARNING" or (row.level == "ERROR" and not self._withheld_report):
                 self._show(row.text, None, "stderr")
             elif row.text.startswith("waiting for "):
                 self._show(row.text, None, "stdout")
             return
         self.has_task_lines = True
         if row.rank is None and row.stdtype == "stderr":
-            if self._report or _FAILURE_HEADLINE.match(row.text):
-                self._report.append(row.text)
+            if self._withheld_report or _FAILURE_HEADLINE.match(row.text):
+                self._withheld_report.append(row.text)
                 return
         elif row.rank is not None:
-            self._report = []
+            self._withheld_report = []
         self._show(row.text, row.rank, row.stdtype or "stdout")
 
 
 class StallReporter:
     """Prints when the master is stopped or a trial stalls, and when that is over."""
 
-    def __init__(self, master: Master, experiment_id: int, say: Callable[[str], None]) -> None:
+    def __init__(self, master: Master, experiment_id: int, print_line: Callable[[str], None]) -> None:
         self._state = master.state
         self._experiment_id = experiment_id
-        self._say = say
+        self._print_line = print_line
         self._shown: dict[str, str] = {}
         self._stopped_since_s: float | None = None  # when the master was first seen stopped
 
@@ -123,10 +123,10 @@ class StallReporter:
             }
         for prefix, text in found.items():
             if self._shown.get(prefix) != text:
-                self._say(f"{prefix}stalled: {text}")
+                self._print_line(f"{prefix}stalled: {text}")
         for prefix in self._shown.keys() - found.keys():
             if prefix or record is not None:
-                self._say(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
+                self._print_line(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
         self._shown = found
 
 
@@ -137,7 +137,7 @@ def follow(
     *,
     on_poll: Callable[[ExperimentView], None],
     on_stop: Callable[[], None],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     has_many_trials: bool = False,
 ) -> FollowResult:
     """Wait until an experiment settles; a signal pauses it, a second SIGINT detaches.
@@ -145,9 +145,9 @@ def follow(
     ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. ``has_many_trials`` prints stalls of
     trials; a single trial's log already contains its stalls.
     """
-    stalls = StallReporter(master, experiment_id, say)
+    stalls = StallReporter(master, experiment_id, print_line)
     is_waiting_for_master = is_pausing = False
-    next_look_at_s = next_stalls_at_s = 0.0
+    next_state_poll_at_s = next_stall_poll_at_s = 0.0
     gone_since_s: float | None = None
     view = observe.experiment_view(master.state, experiment_id)
     while True:
@@ -161,19 +161,19 @@ def follow(
                     on_stop()
             elif not is_waiting_for_master:
                 is_waiting_for_master = True
-                say(
+                print_line(
                     "the master is stopped and cannot be asked to pause before it goes on (Ctrl-C again to leave that to it)"
                 )
         stopped_by = signals[0].name if signals else None
         if signal.SIGINT in signals[1:]:
             view = observe.experiment_view(master.state, experiment_id)
             return FollowResult(view, stopped_by, is_detached=True)
-        if now_s >= next_look_at_s:
-            next_look_at_s = now_s + _LOOK_PERIOD_S
+        if now_s >= next_state_poll_at_s:
+            next_state_poll_at_s = now_s + _STATE_POLL_PERIOD_S
             view = observe.experiment_view(master.state, experiment_id)
             gone_since_s = (gone_since_s or now_s) if master.state.running() is None else None
-        if now_s >= next_stalls_at_s:
-            next_stalls_at_s = now_s + _STALLS_PERIOD_S
+        if now_s >= next_stall_poll_at_s:
+            next_stall_poll_at_s = now_s + _STALLS_PERIOD_S
             stalls.poll(with_trials=has_many_trials)
         if view is None:
             return FollowResult(None, stopped_by)
@@ -235,9 +235,9 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
         saved = max((trial.batches_saved or 0 for trial in view.trials), default=0)
         what = f"batch {saved}" if saved else "nothing"
         reason = f"left to the master, which has saved {what} so far"
-        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, goes_on=True)
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, may_continue=True)
     if followed.is_master_gone:
-        return Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True)
+        return Verdict(RunState.STOPPED, 1, "the master has ended", may_continue=True)
     if view.state == "CANCELED":
         return Verdict(RunState.STOPPED, 1, "cancelled")
     if view.state == "ERROR" and judged.state is not RunState.FAILED:

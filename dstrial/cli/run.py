@@ -22,9 +22,9 @@ from dstrial.cli.experiment_arguments import (
     Entrypoint,
     ResumePoint,
     add_experiment_arguments,
-    chosen_point,
     newest_resumable,
     parse_entrypoint,
+    resume_point_of,
     run_directory_of,
 )
 from dstrial.cli.follow import (
@@ -175,7 +175,7 @@ def main(args: argparse.Namespace) -> int:
         config=request.experiment.raw,
         path=own_path,
     )
-    with run_directory.lock(), _ended_on_record(run_directory):
+    with run_directory.lock(), _record_end_on_error(run_directory):
         if args.predict_memory:
             from dstrial.cli.memory import predict_run
 
@@ -233,7 +233,7 @@ def _check_hosts(
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
     """Read the command line and config; raise on errors before any file is created."""
-    point = chosen_point(args)
+    point = resume_point_of(args)
     load = functools.partial(
         load_experiment,
         args.experiment,
@@ -371,7 +371,7 @@ def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int
 
 
 @contextlib.contextmanager
-def _ended_on_record(run_directory: RunDirectory) -> Iterator[None]:
+def _record_end_on_error(run_directory: RunDirectory) -> Iterator[None]:
     """Record the end of an attempt when an exception ends it."""
     try:
         yield
@@ -490,28 +490,28 @@ class _Attempt:
 
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
         """Submit the run, show it until it ends, and return the exit status."""
-        request, master, say = self._request, self._master, self._display.message
+        request, master, print_line = self._request, self._master, self._display.message
         try:
-            say(f"run directory: {shown_path(self._run_directory.path)}")
+            print_line(f"run directory: {shown_path(self._run_directory.path)}")
             if request.checkpoint is not None:
-                say(f"resuming from checkpoint {request.checkpoint}")
+                print_line(f"resuming from checkpoint {request.checkpoint}")
             context = list_context(request.experiment.context_dir)
-            say(f"context:       {context_text(context)}")
+            print_line(f"context:       {context_text(context)}")
             experiment_id, known = submit(request, master, self._run_directory, context)
             if not master.is_own:
                 address = master.record.address
-                say(
+                print_line(
                     f"experiment:    {experiment_id} ({det_for(address)} experiment describe {experiment_id})"
                 )
-                say(f"page:          {page_of(address, experiment_id)}")
+                print_line(f"page:          {page_of(address, experiment_id)}")
             log = LogTail(master, self._display.line, known)
             followed = follow(
                 master,
                 experiment_id,
                 signals,
                 on_poll=self._show_search if request.is_search else functools.partial(self._show, log),
-                on_stop=lambda: say(self._stop_text()),
-                say=say,
+                on_stop=lambda: print_line(self._stop_text()),
+                print_line=print_line,
                 has_many_trials=request.is_search,
             )
             self._poll_run()
@@ -579,10 +579,10 @@ class _Attempt:
         request, run_directory, master = self._request, self._run_directory, self._master
         outcome = outcome_of(run_directory, followed)
         status = read_json(run_directory.status_path) or {}
-        judged = judge_search(followed) if request.is_search else judge(outcome, status)
-        verdict = judge_experiment(followed, judged, has_own_master=master.is_own)
+        verdict_on_ranks = judge_search(followed) if request.is_search else judge(outcome, status)
+        verdict = judge_experiment(followed, verdict_on_ranks, has_own_master=master.is_own)
         if job is not None:
-            verdict = job.judged(verdict, outcome.stopped_by, run_directory)
+            verdict = job.decide_requeue(verdict, outcome.stopped_by, run_directory)
         failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
         run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
         text = outcome.describe()
@@ -600,7 +600,7 @@ class _Attempt:
             lines = display.summary(
                 run_directory,
                 verdict,
-                display.at_failure(self._view, outcome),
+                display.view_at_failure(self._view, outcome),
                 metric=request.experiment.metric,
                 smaller_is_better=request.experiment.smaller_is_better,
                 steps_before=None if request.point is None else request.point.steps_completed,

@@ -48,7 +48,7 @@ from dstrial.visible_text import visible
 
 _POLL_S = 3.0  # between queries of Slurm's controller; a grace period is rarely below 30 s
 _SHOW_S = 0.5  # between reads of the job's output
-_AWAY_S = 60.0  # time without a response after which the controller is reported
+_SILENCE_S = 60.0  # time without a response after which the controller is reported
 _ENDED_BY_REQUEUE_S = 90.0  # wait after a requeue, in which Slurm ends this process
 _PREEMPTED = "Slurm gives its nodes to another job"
 
@@ -134,7 +134,9 @@ class BatchJob:
 
         threading.Thread(target=poll, name="dstrial-slurm-job", daemon=True).start()
 
-    def judged(self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory) -> Verdict:
+    def decide_requeue(
+        self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory
+    ) -> Verdict:
         """Decide whether to requeue the job; return the verdict, with the reason for that."""
         if verdict.state is RunState.COMPLETED:
             return verdict
@@ -158,7 +160,7 @@ class BatchJob:
         return bool(self._requeue_reason)
 
     def requeue(self, out: LossTolerantStream) -> None:
-        """Requeue the job if ``judged`` has decided so; Slurm then ends this process."""
+        """Requeue the job if ``decide_requeue`` has decided so; Slurm then ends this process."""
         if not self._requeue_reason:
             return
         job = self._job() if self._requeue_reason == _PREEMPTED else None
@@ -312,10 +314,10 @@ class _Follower:
                     try:
                         job = client.job_of(self._job_id)
                     except ConnectionError as error:
-                        if now_s > heard_s + _AWAY_S:
+                        if now_s > heard_s + _SILENCE_S:
                             heard_s = now_s
                             self._say(
-                                f"Slurm's controller has not answered for {_AWAY_S:g} s ({error}); the job goes on"
+                                f"Slurm's controller has not answered for {_SILENCE_S:g} s ({error}); the job goes on"
                             )
                     else:
                         heard_s = now_s

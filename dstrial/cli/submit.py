@@ -42,7 +42,7 @@ _NO_BARS = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
 # Arguments that ``command_line`` does not convert to flags.
-_NOT_REPEATED = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
+_OMITTED_ARGUMENTS = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
 _RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
 _HOSTS_TIMEOUT_S = 12.0  # for a new master to connect to its hosts, or to report their problems
 _END_TIMEOUT_S = 60.0  # for a run's own master to delete files, and the same time again for its exit
@@ -88,7 +88,7 @@ def command_line(args: argparse.Namespace, **changes: object) -> list[str]:
     for name, given in (vars(args) | changes).items():
         flag = f"--{name.replace('_', '-')}"
         for value in given if isinstance(given, list) else [given]:
-            if name in _NOT_REPEATED or value in (None, "", False):
+            if name in _OMITTED_ARGUMENTS or value in (None, "", False):
                 continue
             if value is True:
                 words.append(flag)
@@ -164,12 +164,12 @@ def require_hosts(hosts: Sequence[Host]) -> None:
     wanted = {host.name: len(host.slots) for host in hosts}
     if found != wanted:
         raise MasterError(
-            f"the master at {record.address} has {_described(found) or 'no hosts'}; expected {_described(wanted)}. End it with "
+            f"the master at {record.address} has {_hosts_text(found) or 'no hosts'}; expected {_hosts_text(wanted)}. End it with "
             "`dstrial down`, or name another state directory by DSTRIAL_STATE_DIR."
         )
 
 
-def _described(slots: Mapping[str, int]) -> str:
+def _hosts_text(slots: Mapping[str, int]) -> str:
     return ", ".join(f"{name} slots={count}" for name, count in slots.items())
 
 
@@ -189,7 +189,7 @@ def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> It
 
     state = StateDirectory(run_directory.master_path)
     # Processes of an earlier attempt report to the port of their master.
-    port = None if daemon.living_allocations(state) else 0
+    port = None if daemon.live_allocations(state) else 0
     record = daemon.start(state, dataclasses.replace(options, port=port, owner_pid=os.getpid()))
     try:
         await_hosts(state)
@@ -212,13 +212,13 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 def submitted_config(request: RunRequest) -> dict[str, Any]:
     """Return the experiment config without the parts that differ per attempt."""
     config = copy.deepcopy(request.experiment.raw)
-    config["entrypoint"] = _words(request.entrypoint)
+    config["entrypoint"] = _entrypoint_words(request.entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": request.num_slots}
     config["max_restarts"] = request.max_restarts
     return config
 
 
-def _words(entrypoint: Entrypoint) -> list[str]:
+def _entrypoint_words(entrypoint: Entrypoint) -> list[str]:
     launcher = ["python3", "-m", "dstrial.launch"]
     if entrypoint.trial is not None:
         return [*launcher, "--trial", entrypoint.trial]

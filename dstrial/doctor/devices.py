@@ -79,7 +79,7 @@ def _nvidia() -> Hardware:
         is_there = module is not None or Path("/dev/nvidiactl").exists()
         return Hardware(driver=module, error=str(error) if is_there else "")
     try:
-        return _ask(pynvml, module)
+        return _query(pynvml, module)
     except pynvml.NVMLError as error:
         return Hardware(driver=module, error=str(error))
     finally:
@@ -87,7 +87,7 @@ def _nvidia() -> Hardware:
             pynvml.nvmlShutdown()
 
 
-def _ask(nvml: Any, module: str | None) -> Hardware:
+def _query(nvml: Any, module: str | None) -> Hardware:
     def offered(call: Callable[..., T], *arguments: Any) -> T | None:
         """Return ``call(*arguments)``; None if the driver or device does not support it."""
         try:

@@ -84,14 +84,14 @@ def _deepspeed() -> dict[str, Any]:
         "accelerator": str(get_accelerator().device_name()),
         "cuda_mismatch": None if torch.version.cuda is None else process.cuda_mismatch(),
         "operators": {
-            name: _fate(name, builder, is_prebuilt=is_prebuilt)
+            name: _operator_status(name, builder, is_prebuilt=is_prebuilt)
             for name, builder, is_prebuilt in process.operators()
             if name != "deepspeed_not_implemented"  # the CPU accelerator's placeholder
         },
     }
 
 
-def _fate(name: str, builder: Any, *, is_prebuilt: bool) -> str:
+def _operator_status(name: str, builder: Any, *, is_prebuilt: bool) -> str:
     from dstrial.engine.deepspeed_internals import process
     from dstrial.launch.stale_locks import extensions_root
 

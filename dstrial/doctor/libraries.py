@@ -156,11 +156,11 @@ def judge(
     findings = [_judge_failure(failure) for failure in libraries.failures]
     torch, deepspeed, determined = libraries.torch, libraries.deepspeed, libraries.determined
     if torch is not None:
-        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_took(libraries, 'torch')}"))
+        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_timing(libraries, 'torch')}"))
         findings += [*_judge_copies("torch", torch, installed), *_judge_collectives(torch)]
     if deepspeed is not None:
         device = f", trains on {deepspeed.accelerator}"
-        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_took(libraries, 'deepspeed')}"))
+        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_timing(libraries, 'deepspeed')}"))
         findings += _judge_copies("deepspeed", deepspeed, installed)
         is_left_out = deepspeed.accelerator == "cpu" and torch is not None and torch.is_available
         if is_left_out and visible(hardware, environ)[0] and "DS_ACCELERATOR" not in environ:
@@ -170,7 +170,7 @@ def judge(
             )
     if determined is not None:
         findings += _judge_copies("determined", determined, installed)
-        findings.append(ok("what trials import", f"dstrial and determined{_took(libraries, 'dstrial')}"))
+        findings.append(ok("what trials import", f"dstrial and determined{_timing(libraries, 'dstrial')}"))
     slow = [f"{name} takes {took:.0f} s" for name, took in libraries.seconds.items() if took > _SLOW_S]
     if slow:
         todo = "Each rank pays this at its start: put the environment on a local disk."
@@ -207,7 +207,7 @@ def _judge_failure(failure: ImportFailure) -> Finding:
     return problem(f"import {failure.package}", f"{reason}{where}", todo)
 
 
-def _took(libraries: Libraries, library: str) -> str:
+def _timing(libraries: Libraries, library: str) -> str:
     return f"; imported in {libraries.seconds.get(library, 0.0):.1f} s"
 
 

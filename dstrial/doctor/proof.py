@@ -38,7 +38,7 @@ StepStatus = Literal["ok", "failed", "not reached"]
 _SAVED_AT, _END = 7, 12  # batches
 _STAGE, _OTHER_STAGE = 1, 3
 # Maximum relative difference of losses in another ZeRO stage, which sums fp32 gradients in another order.
-_ACROSS_STAGES = 1e-4
+_STAGE_TOLERANCE = 1e-4
 _MIN_MFU, _MAX_MFU = 0.1, 0.7  # fraction of the measured peak, on accelerators
 _MIN_STEP_S = 5.0  # minimum time left for starting a step
 _ENDING_S = 10.0  # grace period for a launcher after Ctrl-C
@@ -127,7 +127,7 @@ class Proof:
         trained = self._step("train and save", self._train)
         if trained is not None:
             self._step("resume", lambda: self._resume(trained, _STAGE, 0.0))
-            self._step("reshape", lambda: self._resume(trained, _OTHER_STAGE, _ACROSS_STAGES))
+            self._step("reshape", lambda: self._resume(trained, _OTHER_STAGE, _STAGE_TOLERANCE))
         self._step("speed and memory", self._speed)
 
     def _step(self, name: str, call: Callable[[], tuple[str, Any]]) -> Any:
@@ -185,17 +185,17 @@ class Proof:
 
     def _speed(self) -> tuple[str, None]:
         run = self._launch("speed", _STAGE, is_large=True)
-        told = json.loads(run.telemetry_path.read_text(encoding="utf-8"))
-        said = self._run(["dstrial.cli", "memory", str(run.path), "--json"], "memory")
-        predicted = json.loads(said[said.index("{") :])
-        self.facts.update(telemetry=told, memory=predicted)
-        mfu = told.get("mfu")
+        telemetry = json.loads(run.telemetry_path.read_text(encoding="utf-8"))
+        output = self._run(["dstrial.cli", "memory", str(run.path), "--json"], "memory")
+        predicted = json.loads(output[output.index("{") :])
+        self.facts.update(telemetry=telemetry, memory=predicted)
+        mfu = telemetry.get("mfu")
         if self._target.kind != "cpu" and mfu is not None and not _MIN_MFU <= mfu <= _MAX_MFU:
             raise StepFailedError(
                 f"MFU is {mfu:.3g}; expected {_MIN_MFU:g} to {_MAX_MFU:g}. See whether others use the device (nvidia-smi), "
                 "and whether its clocks are limited."
             )
-        rows = summary_rows(told, predicted["predicted"])
+        rows = summary_rows(telemetry, predicted["predicted"])
         if predicted["problem"]:
             rows.append(("prediction", str(predicted["problem"])))
         shown = "\n".join(f"  {name:<15}{text}" for name, text in rows)

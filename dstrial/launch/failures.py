@@ -170,7 +170,7 @@ def write_record(path: Path, error: BaseException, text: str, **fields: str) -> 
         partial.unlink()
 
 
-def keep_whole(text: str) -> str:
+def keep_whole_traceback(text: str) -> str:
     """Write a full traceback to the file that the launcher named; return its path.
 
     Return "" if the launcher named no file or the file cannot be written; the caller then prints the full traceback.

@@ -53,14 +53,14 @@ def memory_advice(error: BaseException) -> str:
         with contextlib.suppress(Exception):
             engine = _engine()
             tensors = _tensors(torch)
-    held = [_on_host(tensors.get("cpu", {}))]
+    texts = [_on_host(tensors.get("cpu", {}))]
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
-            held.append(_on_device(torch, tensors))
-    return "\n".join([*held, _remedy(engine, is_of_device=len(held) > 1)])
+            texts.append(_on_device(torch, tensors))
+    return "\n".join([*texts, _fixes_text(engine, is_of_device=len(texts) > 1)])
 
 
-def _remedy(engine: Any, *, is_of_device: bool) -> str:
+def _fixes_text(engine: Any, *, is_of_device: bool) -> str:
     micro_batch = stage = None
     with contextlib.suppress(Exception):
         micro_batch, stage = engine.train_micro_batch_size_per_gpu(), engine.zero_optimization_stage()
@@ -92,7 +92,7 @@ def killed_text(oom_kills_before: int | None) -> str:
     if now is not None and oom_kills_before is not None and now > oom_kills_before:
         return (
             "It left no traceback: memory ran out, and the kernel killed it (see dmesg). "
-            f"The largest rank held {largest}{capacity}.\n{_remedy(None, is_of_device=False)}"
+            f"The largest rank held {largest}{capacity}.\n{_fixes_text(None, is_of_device=False)}"
         )
     return (
         "It left no traceback. Somebody killed it, or memory ran out in a control group: then the kernel does so, see dmesg. "
@@ -107,7 +107,7 @@ def _on_host(parts: Mapping[str, int]) -> str:
         resident = pages * resource.getpagesize()
     total = _number(_MEMINFO, "MemTotal:")
     capacity = None if total is None else total * 1024
-    return _held("host memory", resident, parts, resident, capacity, available_bytes())
+    return _memory_text("host memory", resident, parts, resident, capacity, available_bytes())
 
 
 def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
@@ -115,10 +115,10 @@ def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
     free, capacity = torch.cuda.mem_get_info(device)
     name = f"cuda:{device}"
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return _held(f"memory of {name}", reserved, tensors.get(name, {}), allocated, capacity, free)
+    return _memory_text(f"memory of {name}", reserved, tensors.get(name, {}), allocated, capacity, free)
 
 
-def _held(
+def _memory_text(
     name: str, held: int, parts: Mapping[str, int], used: int, capacity: int | None, free: int | None
 ) -> str:
     """Return a sentence on the memory that this process holds; all sizes are in bytes.

@@ -22,7 +22,7 @@ from typing import Any
 
 from dstrial import collector
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
-from dstrial.launch.failures import keep_whole, record_exception
+from dstrial.launch.failures import keep_whole_traceback, record_exception
 from dstrial.launch.memory_shortage import memory_advice
 from dstrial.launch.tracebacks import MAX_SHOWN_CHARS, short_traceback, whole_traceback
 from dstrial.launch.trial_import import find_modules_first, import_trial, is_determined_trial
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     except (TrialImportError, ConfigError) as error:
         text = cut_text(f"{type(error).__name__}: {error}", MAX_SHOWN_CHARS)
-        whole = keep_whole(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
+        whole = keep_whole_traceback(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
         # The error is the same on every rank; the launcher shows it once.
         sys.exit(1 if record_exception(error, text, whole=whole) else text)
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
@@ -137,12 +137,12 @@ def _record_failure(error: BaseException) -> None:
     """Record this rank's exception for dstrial's launcher; else print the exception."""
     advice = memory_advice(error)
     short = short_traceback(error)
-    whole = "" if short.is_whole else keep_whole(whole_traceback(error))
+    whole = "" if short.is_whole else keep_whole_traceback(whole_traceback(error))
     text = short.text if short.is_whole or whole else whole_traceback(error).rstrip("\n")
     is_recorded = record_exception(error, text, line=short.summary, advice=advice, whole=whole)
     if not (is_recorded and os.environ.get(LAUNCHED_VARIABLE)):
-        told = [text, *([advice] if advice else [])]
-        print("\n".join(told), file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
+        texts = [text, *([advice] if advice else [])]
+        print("\n".join(texts), file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
 
 
 def _parse_trial(words: Sequence[str]) -> argparse.Namespace:

@@ -106,7 +106,7 @@ class SlurmStep:
     num_ranks_of_all: int
 
     @property
-    def has_a_rank_a_task(self) -> bool:
+    def has_rank_per_task(self) -> bool:
         """Whether each Slurm task is one rank."""
         return self.task.world_size > self.task.num_nodes
 
@@ -114,7 +114,7 @@ class SlurmStep:
     def variables(self) -> dict[str, str]:
         """Return rank variables of the whole step, in place of those of a single launcher."""
         task = self.task
-        if not self.has_a_rank_a_task:
+        if not self.has_rank_per_task:
             return {}
         return {
             "LOCAL_RANK": str(task.local_rank),

@@ -71,25 +71,25 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 class Build:
     """An extension (compiled operator) that a process compiles or loads now.
 
-    ``is_kept``: whether a compiled file exists; then the process probably only loads it.
+    ``is_compiled``: whether a compiled file exists; then the process probably only loads it.
     """
 
     operator: str
     folder: Path
     since_s: float
     holder: str
-    is_kept: bool
+    is_compiled: bool
 
 
-def builds_under_way(root: Path | None = None) -> list[Build]:
+def running_builds(root: Path | None = None) -> list[Build]:
     """Return the builds of extensions that run now, by their locks, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):
             with contextlib.suppress(OSError):
                 status = lock.stat()
-                folder, is_kept = lock.parent, any(lock.parent.glob("*.so"))
-                found.append(Build(folder.name, folder, status.st_mtime, _holder(status), is_kept))
+                folder, is_compiled = lock.parent, any(lock.parent.glob("*.so"))
+                found.append(Build(folder.name, folder, status.st_mtime, _holder(status), is_compiled))
     return sorted(found, key=lambda build: build.since_s)
 
 

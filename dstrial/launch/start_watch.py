@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_stale_locks
-from dstrial.launch.watches import ShownFile, polling
+from dstrial.launch.stale_locks import Build, extensions_root, remove_stale_locks, running_builds
+from dstrial.launch.watches import StatusFile, polling
 from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"
@@ -59,11 +59,11 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
     """Return the longest current startup phase of all ranks; None if all ranks train."""
-    under_way = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
-    under_way = [phase for phase in under_way if phase[0] not in ("", TRAINING)]
-    if not under_way:
+    current = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
+    current = [phase for phase in current if phase[0] not in ("", TRAINING)]
+    if not current:
         return None
-    text, since_s = min(under_way, key=lambda phase: phase[1])
+    text, since_s = min(current, key=lambda phase: phase[1])
     return Activity(text, since_s)
 
 
@@ -106,7 +106,7 @@ class _Watch:
         self._began_s = time.time()
         self._last_logged_s = self._began_s
         self._logged_age_s: dict[tuple[str, float], float] = {}
-        self._shown = ShownFile(STARTING_NAME)
+        self._status_file = StatusFile(STARTING_NAME)
         self._next_cleaning_s = 0.0
 
     def poll(self) -> None:
@@ -123,11 +123,11 @@ class _Watch:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)
         if found is None:
-            self._shown.show(None)
+            self._status_file.write(None)
             return
         # Not for a script, which may train while an operator is compiled.
         untrained = {"untrained": found.text} if is_untrained else {}
-        self._shown.show({"phase": found.text, "since_s": found.since_s, **untrained})
+        self._status_file.write({"phase": found.text, "since_s": found.since_s, **untrained})
         key = (found.text, found.since_s)
         age_s = time.time() - found.since_s
         if is_due(age_s, self._logged_age_s.get(key), time.time() - self._last_logged_s):
@@ -148,9 +148,9 @@ class _Watch:
         """
         return [
             build
-            for build in builds_under_way(self._root)
-            if time.time() - build.since_s >= (_LOADING_S if build.is_kept else _SILENCE_S)
+            for build in running_builds(self._root)
+            if time.time() - build.since_s >= (_LOADING_S if build.is_compiled else _SILENCE_S)
         ]
 
     def close(self) -> None:
-        self._shown.show(None)
+        self._status_file.write(None)

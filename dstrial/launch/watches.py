@@ -48,7 +48,7 @@ def polling(
         thread.join()
 
 
-class ShownFile:
+class StatusFile:
     """A JSON status file in the allocation's directory; no file off a master."""
 
     def __init__(self, name: str) -> None:
@@ -56,7 +56,7 @@ class ShownFile:
         self._path = Path(directory) / name if directory else None
         self._content: dict[str, Any] | None = None
 
-    def show(self, fields: Mapping[str, Any] | None) -> None:
+    def write(self, fields: Mapping[str, Any] | None) -> None:
         """Replace the file's content; None deletes the file."""
         content = None if fields is None else dict(fields)
         if self._path is None or content == self._content:

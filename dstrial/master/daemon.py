@@ -82,23 +82,23 @@ def start(
     """
     state.make()
     port = choose_port(state, options)
-    if may_take_another_port and not living_allocations(state) and not _is_free(port):
+    if may_take_another_port and not live_allocations(state) and not _is_free(port):
         port = 0
     options = dataclasses.replace(options, port=port)
-    process, told = _launch(state, options, meanwhile)
-    if told is None:
+    process, report = _launch(state, options, meanwhile)
+    if report is None:
         process.kill()
         process.wait()
         raise MasterError(
             f"the master did not serve within {_start_timeout_s(state):.0f} s; expected it to start. See {state.log_path}."
         )
-    message: dict[str, Any] = json.loads(told) if told else {}
+    message: dict[str, Any] = json.loads(report) if report else {}
     if "record" not in message:
         process.wait()
         other = _wait_for_record(state) if message.get("is_in_use") else None
         if other is not None:
             return other
-        raise MasterError(message.get("error") or _died(state, process.returncode))
+        raise MasterError(message.get("error") or _startup_failure(state, process.returncode))
     process.returncode = 0  # detach the master: subprocess must not wait for its end
     record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
     # Wait for a complete request, not only for an open port.
@@ -130,8 +130,8 @@ def _launch(
         finally:
             os.close(theirs)
         meanwhile()
-        told = _read_all(ready.fileno(), time.monotonic() + _start_timeout_s(state))
-    return process, told
+        report = _read_all(ready.fileno(), time.monotonic() + _start_timeout_s(state))
+    return process, report
 
 
 def _start_timeout_s(state: StateDirectory) -> float:
@@ -176,7 +176,7 @@ def _read_all(descriptor: int, deadline_s: float) -> bytes | None:
         content += chunk
 
 
-def _died(state: StateDirectory, exit_code: int) -> str:
+def _startup_failure(state: StateDirectory, exit_code: int) -> str:
     lines = tail(state.log_path, 20)
     return "\n".join(
         [
@@ -195,7 +195,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
         asked = MasterSettings.load(Path(options.config_file)).port
     last = state.read_record()
-    if last is None or asked == last.port or not living_allocations(state):
+    if last is None or asked == last.port or not live_allocations(state):
         return DEFAULT_PORT if asked is None else asked
     if asked is None:
         return last.port
@@ -205,7 +205,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
     )
 
 
-def living_allocations(state: StateDirectory) -> list[str]:
+def live_allocations(state: StateDirectory) -> list[str]:
     """Return ids of allocations whose supervisor process runs, even if no master does."""
     found = supervisors(state)
     if not found:
@@ -240,7 +240,7 @@ def wait_for_end(
     A stopped master gets SIGCONT. ``on_progress`` gets the number of running allocations whenever this number changes.
     """
     deadline_s = time.monotonic() + timeout_s
-    told: int | None = None
+    last_count: int | None = None
     next_count_at_s = 0.0
     while process_start_time(record.pid) == record.start_time:
         if time.monotonic() > deadline_s:
@@ -248,9 +248,9 @@ def wait_for_end(
         if time.monotonic() > next_count_at_s:
             next_count_at_s = time.monotonic() + 0.5
             _resume_if_stopped(record)
-            count = len(living_allocations(state))
-            if count != told:
-                told = count
+            count = len(live_allocations(state))
+            if count != last_count:
+                last_count = count
                 on_progress(count)
         time.sleep(_POLL_PERIOD_S)
     return True

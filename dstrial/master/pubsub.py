@@ -17,7 +17,7 @@ class Follower:
         self._topics: set[str] = set()
         self._future: asyncio.Future[None] | None = None
 
-    def tell(self, topics: Iterable[str]) -> None:
+    def add(self, topics: Iterable[str]) -> None:
         """Add published topics and wake ``next``; the caller must hold the lock."""
         self._topics.update(filter(self._is_wanted, topics))
         if self._topics and self._future is not None:
@@ -61,7 +61,7 @@ class PubSub:
         topics = tuple(topics)
         with self._lock:
             for follower in self._followers:
-                follower.tell(topics)
+                follower.add(topics)
             for topic in topics:
                 self._versions[topic] = self._versions.get(topic, 0) + 1
                 for event in self._thread_waiters.get(topic, ()):

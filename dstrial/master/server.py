@@ -155,7 +155,7 @@ def serve(
         # Trials use the user's umask, as their files may be meant for other accounts.
         local.trial_umask = os.umask(_PRIVATE_UMASK)
         stack.enter_context(state.lock())
-        state.close_to_others()
+        state.restrict_to_owner()
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
         port = int(listener.getsockname()[1])
         last = state.read_record()
@@ -394,7 +394,7 @@ def main(words: list[str]) -> int:
 
     options = MasterOptions.from_arguments(words[2:])
     if options.owner_pid is not None:
-        _end_with(options.owner_pid)
+        _exit_with_parent(options.owner_pid)
         # The state directory is in a run directory; agents store their files here too, so that nothing is left elsewhere.
         os.environ[STATE_DIR_VARIABLE] = str(state.path)
     try:
@@ -407,7 +407,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _end_with(owner_pid: int) -> None:
+def _exit_with_parent(owner_pid: int) -> None:
     """Have the kernel send SIGTERM to this process when its parent process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != owner_pid:

@@ -95,7 +95,7 @@ class Services:
     checker: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
     )
-    password_turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    password_lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     grants: ServiceGrants = dataclasses.field(default_factory=ServiceGrants)
     activity: Activity = dataclasses.field(default_factory=Activity)
@@ -127,12 +127,12 @@ class Services:
             on_exit=self._wake_scheduler,
         )
         (self.state_dir / "engine.json").unlink(missing_ok=True)  # stale file of an earlier master
-        self.backend = self._over_hosts(own) if settings.backend == "agent" else self._over_engine(own)
+        self.backend = self._hosts_backend(own) if settings.backend == "agent" else self._engine_backend(own)
 
     def _wake_scheduler(self) -> None:
         self.pubsub.publish(("scheduler",))
 
-    def _over_engine(self, own: LocalBackend) -> Backend:
+    def _engine_backend(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.backend import QueuedBackend
 
         settings = self.settings
@@ -174,7 +174,7 @@ class Services:
             transport=self.transport or SshTransport(),
         )
 
-    def _over_hosts(self, own: LocalBackend) -> Backend:
+    def _hosts_backend(self, own: LocalBackend) -> Backend:
         """Return the back end for ``hosts``; without hosts, return the local back end."""
         from dstrial.master.backends.hosts.backend import HostsBackend
 
@@ -214,7 +214,7 @@ class Services:
 
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
-    def note_scheduler(self, step: str) -> None:
+    def record_scheduler_step(self, step: str) -> None:
         """Record the scheduler's current step and its start, for :meth:`describe_trouble`."""
         self.scheduler_step = step, time.monotonic()
 

@@ -35,7 +35,7 @@ from dstrial.launch.stalls.stacks import (
     stack_of,
     thread_names,
 )
-from dstrial.launch.watches import ShownFile
+from dstrial.launch.watches import StatusFile
 from dstrial.local.run_directory import shown_path
 from dstrial.process_state import kernel_function, read_state
 from dstrial.ranks.heartbeat import MAIN_LANE, SAVE_LANE, Beat, Phase, read_beat
@@ -75,8 +75,8 @@ class _LaneState:
 class StallWatch:
     """Detects and reports stalls of ranks; one thread calls ``poll`` periodically.
 
-    ``end_ranks`` gets the straggler, if known, and the log line, and ends all ranks. ``end_left`` gets the slot of a rank whose
-    program has ended but whose process does not exit, and kills that rank.
+    ``end_ranks`` gets the straggler, if known, and the log line, and ends all ranks. ``kill_hanging`` gets the slot of a rank
+    whose program has ended but whose process does not exit, and kills that rank.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class StallWatch:
         settings: StallSettings,
         print_line: Callable[[str], None],
         end_ranks: Callable[[int | None, str], None],
-        end_left: Callable[[int], None],
+        kill_hanging: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watched = watched
         self._settings = settings
         self._print_line = print_line
         self._end_ranks = end_ranks
-        self._end_left = end_left
+        self._kill_hanging = kill_hanging
         self._clock = clock
         self._polled_s = clock()
         self._now_s = 0.0  # time watched
@@ -104,8 +104,8 @@ class StallWatch:
         self._reported_batch = 0
         self._has_deferred = False
         self._has_ended_ranks = False
-        self._shown = ShownFile("stalled.json")
-        self._left: set[int] = set()
+        self._status_file = StatusFile("stalled.json")
+        self._killed_slots: set[int] = set()
 
     def poll(self) -> None:
         if self._has_ended_ranks:
@@ -139,7 +139,7 @@ class StallWatch:
             for slot in self._watched.ranks:
                 self._view(slot, MAIN_LANE)
             self._end_stall(has_live_ranks=False)
-        self._shown.show(None)
+        self._status_file.write(None)
 
     def _end_stall(self, *, has_live_ranks: bool) -> None:
         stall, self._stall = self._stall, None
@@ -147,7 +147,7 @@ class StallWatch:
         if stall is not None and self._reported_s is not None and has_gone_on:
             self._print_line(f"{stall.prefix} no longer; training is at batch {self._farthest()}")
         self._reported_s, self._has_deferred = None, False
-        self._shown.show(None)
+        self._status_file.write(None)
 
     def _farthest(self) -> int:
         return max((one.beat.batch for (_, lane), one in self._seen.items() if lane == MAIN_LANE), default=0)
@@ -218,7 +218,7 @@ class StallWatch:
         self._print_line(line)
         if not stall.is_certain:
             return
-        self._shown.show({"text": diagnosis.text, "since_s": time.time() - stall.lasted_s})
+        self._status_file.write({"text": diagnosis.text, "since_s": time.time() - stall.lasted_s})
         self._print_stacks(views, stacks)
         self._restart(diagnosis, line)
 
@@ -253,9 +253,9 @@ class StallWatch:
 
     def _end_if_late(self, slot: int, view: RankView) -> None:
         """Kill a rank whose program ended long ago; report the threads that keep it alive."""
-        if view.age_s <= EXIT_TIMEOUT_S or slot in self._left:
+        if view.age_s <= EXIT_TIMEOUT_S or slot in self._killed_slots:
             return
-        self._left.add(slot)
+        self._killed_slots.add(slot)
         path = self._watched.stacks_files[view.rank]
         stacks = self._dump([view]).get(view.rank, [])
         names = thread_names(path.read_text(errors="replace")) if path.exists() else {}
@@ -276,4 +276,4 @@ class StallWatch:
             self._print_line(f"stack of {name} of rank {view.rank}, most recent call first:")
             for frame in one.frames[:_MAX_FRAMES]:
                 self._print_line(f"  {frame}")
-        self._end_left(slot)
+        self._kill_hanging(slot)

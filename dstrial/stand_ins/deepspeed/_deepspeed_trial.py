@@ -22,7 +22,7 @@ class DeepSpeedTrialController:
     Source: ``determined/pytorch/deepspeed/_deepspeed_trial.py:44`` (0.38.1).
     """
 
-    _OF_FIT = (
+    _FIT_NAMES = (
         "checkpoint_period",
         "validation_period",
         "reporting_period",
@@ -38,7 +38,9 @@ class DeepSpeedTrialController:
         assert isinstance(trial_inst, DeepSpeedTrial), "DeepSpeedTrialController needs a DeepSpeedTrial"
         self.trial = trial_inst
         self.context = context
-        self._arguments = {name: arguments[name] for name in self._OF_FIT if arguments.get(name) is not None}
+        self._arguments = {
+            name: arguments[name] for name in self._FIT_NAMES if arguments.get(name) is not None
+        }
 
     @classmethod
     def pre_execute_hook(cls, trial_seed: int, distributed_backend: Any) -> None:
