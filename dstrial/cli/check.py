@@ -38,15 +38,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print what the effective DeepSpeed config holds beside DeepSpeed's defaults, with origins",
+        help="print the effective DeepSpeed config without DeepSpeed's defaults, and the origin of each value",
     )
     parser.add_argument(
-        "--all", action="store_true", dest="with_defaults", help="with --explain: the defaults, too"
+        "--all", action="store_true", dest="with_defaults", help="with --explain: print the defaults, too"
     )
     parser.add_argument(
         "--resume",
         metavar="latest|RUN_DIR|CHECKPOINT",
-        help="check whether a checkpoint of `dstrial run` can go on with this config on these slots",
+        help="check whether a checkpoint of `dstrial run` can be resumed with this config on these slots",
     )
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"

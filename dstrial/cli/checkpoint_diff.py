@@ -158,8 +158,8 @@ def _compare_weights(
 
     if max(a.layout.model_parallel_size, b.layout.model_parallel_size) > 1:
         raise CheckpointError(
-            f"engine {engine_idx} is cut over a model-parallel axis; expected whole layers, for only the model knows how it is "
-            "cut. Compare the rest with --only config --only layout --only progress."
+            f"engine {engine_idx} is sharded over a model-parallel axis; expected whole layers, as only the model's code can "
+            "merge them. Compare the rest with --only config --only layout --only progress."
         )
     numels = {place.name: math.prod(place.shape) for place in own_places(a.layout)}
     names = comparable(a, b)

@@ -310,7 +310,7 @@ def _rewrite(
     if outcome.exit_code != 0 or newest is None:
         stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"
         raise LaunchError(
-            f"the ranks that were to reshape {opened.path} {stopped}; nothing is written.\n{outcome.describe().strip()}"
+            f"the ranks that reshape {opened.path} {stopped}; nothing was written.\n{outcome.describe().strip()}"
         )
     return newest.path
 
@@ -362,8 +362,8 @@ def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, z
         wanted = was.zero_stage if zero_stage is None else zero_stage
         if (is_.world_size, is_.zero_stage) != (num_slots, wanted):
             raise CheckpointLayoutError(
-                f"engine {engine_idx} came out with {is_.world_size} ranks and ZeRO stage {is_.zero_stage}; expected {num_slots} "
-                f"and {wanted}. Let the trial read its DeepSpeed config with context.get_deepspeed_config(), or merge "
-                "hyperparameters.overwrite_deepspeed_args into it."
+                f"engine {engine_idx} was written with {is_.world_size} ranks and ZeRO stage {is_.zero_stage}; expected "
+                f"{num_slots} and {wanted}. Let the trial read its DeepSpeed config with context.get_deepspeed_config(), or "
+                "merge hyperparameters.overwrite_deepspeed_args into it."
             )
     return layouts[0].zero_stage

@@ -45,7 +45,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = add_action(
         actions,
         "verify",
-        help="read every file and say which is missing, truncated, changed or unexpected",
+        help="read every file; report missing, truncated, changed and unexpected ones",
         description="Read every file of a checkpoint and compare it with the size and checksum that were written down "
         "when it was saved.",
         epilog=_EPILOG,
@@ -103,7 +103,7 @@ class Registration:
         if self.state == "changed":
             return (
                 f"manifest changed since the master at {self.by} registered it: SHA-256 is {self.found[:12]}; expected "
-                f"{str(self.registered)[:12]}. Somebody has made another manifest: use another checkpoint."
+                f"{str(self.registered)[:12]}. The manifest was replaced: use another checkpoint."
             )
         who = "no master runs" if self.by is None else f"the master at {self.by} has no manifest of it"
         signed = "bears" if self.is_signed else "does not bear"

@@ -47,14 +47,14 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "convert",
         help="convert another tool's config to an experiment config",
-        description="Make an experiment config and a DeepSpeed JSON of another tool's config, and say where every key went.",
+        description="Convert another tool's config to an experiment config and a DeepSpeed JSON; print where every key went.",
     )
     tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
     accelerate = tools.add_parser(
         "accelerate",
-        help="of a file that `accelerate config` wrote",
-        description=f"Write {JSON_NAME} and {YAML_NAME} of a file that `accelerate config` wrote. What such a file cannot say "
-        "(script, micro batch, optimizer, searcher) is marked in the files. "
+        help="convert a file that `accelerate config` wrote",
+        description=f"Convert a file that `accelerate config` wrote to {JSON_NAME} and {YAML_NAME}. Settings that such a file "
+        "does not have (script, micro batch, optimizer, searcher) are marked in the new files. "
         "Accelerate need not be installed.",
     )
     accelerate.add_argument("config", metavar="default_config.yaml", type=Path, help="the Accelerate config")
@@ -72,7 +72,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=Path,
         metavar="DIR",
         default=Path(),
-        help="where to write: the directory of the training script (default: .)",
+        help="directory to write to, which has the training script (default: .)",
     )
     accelerate.add_argument("--force", action="store_true", help="replace files that exist")
 

@@ -111,7 +111,7 @@ class StallReporter:
             self._stopped_since_s = now_s
         elif now_s - self._stopped_since_s >= _STOPPED_AFTER_S:
             found[""] = (
-                f"the master, process {record.pid}, is stopped (SIGSTOP), and nothing of what runs arrives. Let it go on with "
+                f"the master, process {record.pid}, is stopped (SIGSTOP), so nothing arrives from the trials. Continue it with "
                 f"`kill -CONT {record.pid}`."
             )
         if with_trials:
@@ -162,7 +162,7 @@ def follow(
             elif not is_waiting_for_master:
                 is_waiting_for_master = True
                 print_line(
-                    "the master is stopped and cannot be asked to pause before it goes on (Ctrl-C again to leave that to it)"
+                    "the master is stopped (SIGSTOP) and will pause the experiment when it is continued (Ctrl-C again to detach)"
                 )
         stopped_by = signals[0].name if signals else None
         if signal.SIGINT in signals[1:]:

@@ -132,7 +132,7 @@ def _restore(args: argparse.Namespace, state: StateDirectory) -> None:
         f"{restored.last_experiment}; the next one gets number {restored.next_experiment}\n"
     )
     if restored.kept is not None:
-        sys.stdout.write(f"what was there is kept in {restored.kept}\n")
+        sys.stdout.write(f"the replaced database is kept in {restored.kept}\n")
     sys.stdout.write("start the master with `dstrial up`\n")
 
 

@@ -94,7 +94,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "run",
         help="train one experiment on this machine and follow it",
         description="Check an experiment, submit it to this machine's master, which is started if none runs, follow "
-        "it to its end, and say where its files lie.",
+        "it to its end, and print where its files are.",
         epilog=_EPILOG,
     )
     add_experiment_arguments(parser, slots_help="number of slots instead of slots_per_trial")
@@ -142,7 +142,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--predict-memory",
         action="store_true",
-        help="predict where memory goes before training, as `dstrial memory` does, and show it beside what was measured",
+        help="predict the use of memory before training, as `dstrial memory` does, and show it beside the measured use",
     )
     parser.add_argument(
         "--debug",
@@ -181,7 +181,7 @@ def main(args: argparse.Namespace) -> int:
 
             problem = predict_run(run_directory, request.experiment, request.num_slots)
             if problem is not None:
-                sys.stdout.write(f"where memory goes is not predicted: {problem}\n")
+                sys.stdout.write(f"the use of memory is not predicted: {problem}\n")
         if args.debug:
             return _debug(request, run_directory)
         return _train(request, run_directory, allocation)

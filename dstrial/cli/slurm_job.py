@@ -370,7 +370,7 @@ class _Follower:
     def _end(self) -> int:
         job = self._last
         if job is None:
-            self._say(f"Slurm knows nothing of job {self._job_id} any more; {self._log} says what it did")
+            self._say(f"Slurm no longer knows job {self._job_id}; its output is in {self._log}")
             return 1
         if job.state == "COMPLETED":
             return 0

@@ -131,7 +131,7 @@ def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None =
     record = state.running()
     if record is not None and is_stopped(record.pid):
         raise MasterError(
-            f"the master's process {record.pid} is stopped (SIGSTOP); expected one that answers. Let it go on with "
+            f"the master's process {record.pid} is stopped (SIGSTOP); expected one that responds. Continue it with "
             f"`kill -CONT {record.pid}`, or end it with `dstrial down`."
         )
     is_new = record is None

@@ -95,7 +95,7 @@ def killed_text(oom_kills_before: int | None) -> str:
             f"The largest rank held {largest}{capacity}.\n{_fixes_text(None, is_of_device=False)}"
         )
     return (
-        "It left no traceback. Somebody killed it, or memory ran out in a control group: then the kernel does so, see dmesg. "
+        "It left no traceback. Another process killed it, or the kernel did as memory ran out in a control group: see dmesg. "
         f"The largest rank held {largest}{capacity}."
     )
 

@@ -119,7 +119,7 @@ class RefuseSubmissions:
         ):
             from starlette.responses import JSONResponse
 
-            text = "the master is ending and takes nothing new; submit again after the next `dstrial up`"
+            text = "the master is shutting down and accepts nothing new; submit again after the next `dstrial up`"
             error = {"code": 14, "reason": "Unavailable", "error": text}
             await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
             return

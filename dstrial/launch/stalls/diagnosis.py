@@ -247,7 +247,7 @@ def _hint(view: RankView, place: Place | None) -> str:
     if view.state == "t":
         return f"End the debugger of process {view.beat.pid}."
     if view.is_stopped:
-        return f"Let it go on with `kill -CONT {view.beat.pid}`."
+        return f"Continue it with `kill -CONT {view.beat.pid}`."
     if _is_blocked(view, place):
         return "Look at the storage and the kernel's log; no signal ends such a process."
     if _waits_for_data(view, place):
