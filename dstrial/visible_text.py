@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    r"""Escape like ``visible``, and also tabs and newlines: the result is one line."""
+    r"""Escape control characters as ``visible`` does, and tabs and newlines: one line."""
     shown = visible(text)
     return shown if shown.isprintable() else _TABS_AND_BREAKS.sub(_escaped, shown)
 

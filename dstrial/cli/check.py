@@ -71,7 +71,7 @@ class _PrintSchema(argparse.Action):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the config is valid, else 1."""
+    """Check the experiment config, print the result; return 0 if valid, else 1."""
     try:
         point = resume_point_of(args)
         config = load_experiment(

@@ -118,7 +118,7 @@ def add_action(
     epilog: str,
     checkpoints: Mapping[str, str] = MappingProxyType({"checkpoint": "CHECKPOINT"}),
 ) -> argparse.ArgumentParser:
-    """Add an action; ``checkpoints`` maps its checkpoint arguments to metavars."""
+    """Add the parser of an action; ``checkpoints``: checkpoint argument -> metavar."""
     parser = actions.add_parser(
         name,
         help=help,

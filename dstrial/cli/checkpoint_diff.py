@@ -69,7 +69,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the checkpoints are equal, 1 if they differ, 2 for an error."""
+    """Compare two checkpoints; return 0 if equal, 1 if they differ, 2 for an error."""
     try:
         report = _compare(args)
     except DstrialError as error:

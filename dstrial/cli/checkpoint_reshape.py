@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
-    """Yield a temporary directory on the file system of ``output``."""
+    """Yield a temporary directory beside ``output``, on the same file system."""
     workspace = output.with_name(f".{output.name}.{secrets.token_hex(4)}.reshaping")
     try:
         workspace.mkdir()

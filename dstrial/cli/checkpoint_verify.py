@@ -54,7 +54,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the checkpoint is intact, else 1."""
+    """Verify a checkpoint's files and manifest; return 0 if intact, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
         report = verified(source, is_plain=args.no_progress or args.as_json)
@@ -111,7 +111,7 @@ class Registration:
 
 
 def registration_of(source: CheckpointSource, state: StateDirectory) -> Registration:
-    """Compare the manifest with the SHA-256 registered at the master.
+    """Return how a checkpoint's manifest compares with the SHA-256 that a master has.
 
     If the checkpoint was not resolved through a master, the running master is queried.
     """

@@ -83,7 +83,7 @@ class Display:
             self._write(prefix + text, self._err if stream == "stderr" else self._out)
 
     def message(self, text: str) -> None:
-        """Show a line, unless it is a startup phase, which ``starting`` shows."""
+        """Show a line of the launcher, except startup phases, which ``starting`` shows."""
         if text.startswith("waiting for "):
             self._shown.add(text)
         if not _is_phase(text):
@@ -96,7 +96,7 @@ class Display:
             self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
 
     def view(self, view: RunView) -> None:
-        """Show progress and new reports."""
+        """Show a run's progress and its new reports."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
                 self.message(report_line(report, view.batches_total, self._metric))
@@ -282,7 +282,7 @@ def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
 
 
 def search_summary(view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict) -> list[str]:
-    """Return the last lines of a search: its trials, state and best trial."""
+    """Return the summary's lines for a search: its trials, state and best trial."""
     described = f" ({verdict.reason})" if verdict.reason else ""
     rows = [("state", verdict.state.value + described)]
     for best in _best_first(view, experiment)[:1]:

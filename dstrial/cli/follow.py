@@ -188,12 +188,12 @@ def follow(
 
 
 def kill_command(master: Master, experiment_id: int) -> str:
-    """Return the command that frees an experiment's slots at once."""
+    """Return the shell command that kills an experiment, to free its slots at once."""
     return f"{det_for(master.record.address)} experiment kill {experiment_id}"
 
 
 def _pause(master: Master, experiment_id: int) -> bool:
-    """Request a pause; return False if the master is unreachable."""
+    """Request the experiment's pause; return False if the master is unreachable."""
     try:
         master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
     except RequestError:

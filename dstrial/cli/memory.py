@@ -76,7 +76,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if there is a prediction or a measurement, else 1."""
+    """Print a model's predicted or measured memory; return 0, or 1 without any."""
     if Path(args.experiment).is_dir():
         return _show_run(args, RunDirectory.open(args.experiment))
     return _show_prediction(args)

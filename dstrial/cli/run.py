@@ -337,7 +337,7 @@ def _require_trainable(
 
 
 def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
-    """Write warnings, and the settings that a resumed run keeps, to stderr."""
+    """Print warnings, and settings that the checkpoint of a resumed run determines."""
     warnings = list(experiment.warnings)
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
@@ -362,7 +362,7 @@ def _has_engine() -> bool:
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return ``max_restarts`` if it is set, else 0, to show failures at once."""
+    """Return the config's ``max_restarts``; 0 if unset, so that failures show at once."""
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -372,7 +372,7 @@ def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int
 
 @contextlib.contextmanager
 def _record_end_on_error(run_directory: RunDirectory) -> Iterator[None]:
-    """Record the end of an attempt when an exception ends it."""
+    """If an exception leaves the block, record it as the end of the run's attempt."""
     try:
         yield
     except BaseException as error:
@@ -617,7 +617,7 @@ class _Attempt:
         return verdict, lines, text
 
     def _resume_value(self, verdict: Verdict) -> str:
-        """Return ``latest`` if that names this run, else the run's directory."""
+        """Return this run's value of ``--resume``: ``latest`` if possible, else a path."""
         experiment = self._request.experiment
         runs = find_runs(
             default_runs_dir(self._request.args.runs_dir), experiment.name, experiment.context_dir

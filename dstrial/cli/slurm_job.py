@@ -160,7 +160,7 @@ class BatchJob:
         return bool(self._requeue_reason)
 
     def requeue(self, out: LossTolerantStream) -> None:
-        """Requeue the job if ``decide_requeue`` has decided so; Slurm then ends this process."""
+        """Requeue the job if ``decide_requeue`` said so; Slurm then ends this process."""
         if not self._requeue_reason:
             return
         job = self._job() if self._requeue_reason == _PREEMPTED else None

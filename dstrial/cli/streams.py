@@ -73,7 +73,7 @@ def count_argument(text: str) -> int:
 
 
 def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
-    """Parse a duration; for ``type=`` of an ``argparse`` argument."""
+    """Parse a number of seconds; for ``type=`` of an ``argparse`` argument."""
     try:
         value = float(text)
     except ValueError:

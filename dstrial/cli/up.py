@@ -236,7 +236,7 @@ def _import_login() -> None:
 
 
 def _ignored_options(args: argparse.Namespace, record: MasterRecord) -> list[str]:
-    """Return the given options that have no effect on a running master."""
+    """Return the options of ``dstrial up`` that have no effect on a running master."""
     given = {
         f"--port {args.port}": args.port not in (None, 0, record.port),
         f"--slots {args.slots}": args.slots not in (None, len(record.slots)),

@@ -41,7 +41,7 @@ class Compilers:
 
 
 def measure() -> Compilers:
-    """Find compilers in the same way as torch 2.13's ``cpp_extension``."""
+    """Find this machine's compilers in the way of torch 2.13's ``cpp_extension``."""
     cxx = os.environ.get("CXX", "c++")
     headers = sysconfig.get_paths()["include"]
     nvcc = _nvcc()

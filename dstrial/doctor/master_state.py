@@ -56,7 +56,7 @@ def measure(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Send a request to a master; return an error text, empty if it responds."""
+    """Send a request to a master; return an error text, empty for a good response."""
     try:
         info = within(_ANSWER_TIMEOUT_S, lambda: Client(record.address).get("/info"))
     except (NoAnswerError, MasterError) as error:

@@ -319,7 +319,7 @@ def experiment(name: str, target: Target, stage: int, *, is_large: bool = False)
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:
-    """Return batch -> loss from a run's reports."""
+    """Return batch -> training loss, from the reports of a run."""
     return {
         int(row["steps_completed"]): float(row["metrics"]["loss"])
         for row in read_json_lines(run.metrics_path)

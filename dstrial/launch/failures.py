@@ -70,7 +70,7 @@ class RankFailure:
 
     @property
     def headline(self) -> str:
-        """One line: the rank and its exit code or signal."""
+        """One line: rank, exit code or signal, and host."""
         how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
         return f"rank {self.rank} failed first ({how}, host {self.host}):"
 

@@ -330,7 +330,7 @@ class _Ranks:
         return readable
 
     def end(self) -> None:
-        """Kill and reap ranks that still run after an error."""
+        """Kill and reap all ranks that still run."""
         for process in self._running:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

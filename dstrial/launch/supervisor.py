@@ -89,7 +89,7 @@ class Supervisor:
         self._oom_kills_before = oom_kills()
 
     def watch(self) -> None:
-        """Start a thread per rank that waits for it: a child that leads its own session."""
+        """Start one thread per rank that waits for the exit of the rank, a child process."""
         for rank in self._ranks:
             name = f"dstrial-rank-{rank.rank}-waiter"
             threading.Thread(target=self._await_end, args=(rank,), name=name, daemon=True).start()
@@ -109,7 +109,7 @@ class Supervisor:
             self._was_killed_by_user = True
 
     def tick(self) -> bool:
-        """Signal ranks as needed; return whether all ranks have ended."""
+        """Send signals that are due (stop, kill); return whether all ranks have ended."""
         alive = [rank for rank in self._ranks if rank.ended_s is None]
         if not alive:
             return True
@@ -139,7 +139,7 @@ class Supervisor:
         return False
 
     def outcome(self) -> LaunchOutcome:
-        """Return the outcome, once all ranks have ended."""
+        """Return the launch's outcome; call it when all ranks have ended."""
         ending = self._first_ending()
         failure = None if ending is None else ending.failure
         exit_codes = tuple(shell_exit_code(rank.status) for rank in self._ranks)

@@ -82,7 +82,7 @@ def _bind_somewhere(listener: socket.socket, state_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """Yield the path, or its alias below ``/proc/self/fd`` if it is too long."""
+    """Yield the address of a socket path: an alias in ``/proc/self/fd`` if too long."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return
@@ -94,7 +94,7 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a socket file, and its directory if that was created for the socket."""
+    """Remove the owner's socket, and its directory if that was created for the socket."""
     with contextlib.suppress(OSError):
         if path.name != _NAME or not stat.S_ISSOCK(path.lstat().st_mode):
             return

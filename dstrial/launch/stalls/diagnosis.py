@@ -169,7 +169,7 @@ def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosi
 
 
 def sentence(stall: Stall, diagnosis: Diagnosis) -> str:
-    """Return the log line about a stall."""
+    """Return a stall's log line: where the ranks are, for how long, and a hint."""
     unit = _PHASES[stall.kind][0]
     if stall.longest_s is not None:
         so_far = f"the longest {unit} so far took {_seconds(stall.longest_s)}"
