@@ -25,9 +25,9 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_good() -> Iterator[None]:
-    """Disable collection inside the block; then exempt existing objects for good.
+    """Disable collection in the block; then exempt existing objects (``gc.freeze``).
 
-    Use it (``gc.freeze``) only for imports before user code runs, so that user objects are still collected.
+    Use this only for imports before user code runs, so that user objects are still collected.
     """
     with paused():
         try:

@@ -38,7 +38,7 @@ class DeviceUser:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """One NVIDIA device."""
+    """One NVIDIA device, as its driver describes it."""
 
     idx: int  # driver's index, as with CUDA_DEVICE_ORDER=PCI_BUS_ID
     name: str

@@ -131,7 +131,7 @@ class Proof:
         self._step("speed and memory", self._speed)
 
     def _step(self, name: str, call: Callable[[], tuple[str, Any]]) -> Any:
-        """Run a step; return the second value of ``call``, None if it failed."""
+        """Run a step, record its result; return the second value of ``call``, or None."""
         began_s = time.monotonic()
         status: StepStatus = "failed"
         found, output = None, ""

@@ -127,7 +127,7 @@ class SlurmStep:
         }
 
     def placement(self, timeout_s: float) -> Placement:
-        """Return this launcher's placement, after the first launcher is found."""
+        """Find the step's first launcher; return this launcher's placement."""
         from dstrial.launch.local_ranks import Placement
         from dstrial.ranks.rendezvous_store import located
 

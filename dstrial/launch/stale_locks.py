@@ -48,7 +48,7 @@ def find_stale_locks(root: Path | None = None) -> list[Path]:
 
 
 def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return locks that no process has open, with inode and times to recognise them."""
+    """Return lock -> (device, inode, mtime) for old locks that no process has open."""
     try:
         locks = _locks(folder)
     except OSError:
