@@ -28,16 +28,12 @@ class Compilers:
     cxx: str
     cxx_version: str | None
     ninja_version: str | None
-    ninja_beside_python: (
-        bool  # whether ninja is next to this Python, where trials of a master find it without PATH
-    )
+    ninja_beside_python: bool  # whether ninja is next to this Python; trials of a master need no PATH
     has_python_headers: bool
     headers_dir: str
     nvcc: str | None
     nvcc_release: str | None  # such as 13.0
-    stale_locks: tuple[
-        str, ...
-    ] = ()  # locks of killed builds, on which every program that loads the operator blocks
+    stale_locks: tuple[str, ...] = ()  # of killed builds; programs that load the operator wait forever
 
 
 def measure() -> Compilers:
