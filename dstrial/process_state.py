@@ -31,7 +31,6 @@ class ProcessState:
 
     @property
     def is_uninterruptible(self) -> bool:
-        """Whether the process is in uninterruptible sleep in the kernel."""
         return self.letter == "D"
 
 

@@ -214,7 +214,6 @@ def _hosts_and_slots(
 def _check_hosts(
     request: RunRequest, hosts: tuple[Host, ...], allocation: Allocation | None, shared_directory: Path
 ) -> None:
-    """Check whether the hosts can train together, and print them."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import transport_of
 
@@ -372,7 +371,6 @@ def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int
 
 @contextlib.contextmanager
 def _record_end_on_error(run_directory: RunDirectory) -> Iterator[None]:
-    """If an exception leaves the block, record it as the end of the run's attempt."""
     try:
         yield
     except BaseException as error:

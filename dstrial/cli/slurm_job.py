@@ -342,7 +342,6 @@ class _Follower:
         )
 
     def _show_state(self, job: Job | None) -> None:
-        """Print the job's state if it has changed."""
         if job is None:
             return
         text = "stopped, as asked" if job.state == "FAILED" and self._is_stopping else job.described

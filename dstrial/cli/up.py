@@ -192,7 +192,6 @@ def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemo
 def _show_hosts(
     state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
 ) -> None:
-    """Check whether the hosts are ready, and print them."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import own_allocation, transport_of
 

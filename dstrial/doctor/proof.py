@@ -150,7 +150,6 @@ class Proof:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of ``result.json``."""
         steps = [dataclasses.asdict(step) for step in self.steps]
         return {"target": dataclasses.asdict(self._target), "steps": steps, "facts": self.facts}
 
@@ -319,7 +318,6 @@ def experiment(name: str, target: Target, stage: int, *, is_large: bool = False)
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:
-    """Return batch -> training loss, from the reports of a run."""
     return {
         int(row["steps_completed"]): float(row["metrics"]["loss"])
         for row in read_json_lines(run.metrics_path)

@@ -107,7 +107,6 @@ class SlurmStep:
 
     @property
     def has_rank_per_task(self) -> bool:
-        """Whether each task of the Slurm step is one rank."""
         return self.task.world_size > self.task.num_nodes
 
     @property
