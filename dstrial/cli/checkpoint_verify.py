@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     """Verify a checkpoint's files and manifest; return 0 if intact, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
-        report = verified(source, is_plain=args.no_progress or args.as_json)
+        report = verify_with_progress(source, is_plain=args.no_progress or args.as_json)
     except CheckpointError as error:
         if not args.as_json:
             raise
@@ -142,7 +142,7 @@ def _uuid_of(path: Path) -> str:
     return quote(name if isinstance(name, str) else path.name, safe="")
 
 
-def verified(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
+def verify_with_progress(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
     """Verify every file of a checkpoint, with a progress bar on terminals."""
     manifest = read_manifest(source.path)
     with bytes_bar("verifying", bytes_to_read(manifest), is_plain=is_plain) as advance:

@@ -38,7 +38,7 @@ from dstrial.cli.follow import (
     kill_command,
     outcome_of,
 )
-from dstrial.cli.streams import LossTolerantStream, context_text, det_for, page_of, typed
+from dstrial.cli.streams import LossTolerantStream, command_of, context_text, det_for, page_of
 from dstrial.cli.submit import (
     Master,
     RunRequest,
@@ -459,7 +459,7 @@ def _master_of(
         )
     master, is_new = find_or_start_master(request.num_slots, on_hosts)
     if is_new:
-        out.write(f"started a master at {master.record.address}, which `{typed('dstrial')} down` ends\n")
+        out.write(f"started a master at {master.record.address}, which `{command_of('dstrial')} down` ends\n")
     yield master
 
 
@@ -590,7 +590,7 @@ class _Attempt:
         view = followed.view
         resume: list[str] = []
         if job is None or not job.will_requeue:  # Slurm resumes a job that is requeued
-            resume = [typed("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
+            resume = [command_of("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
         if request.is_search:
             lines = [] if view is None else display.search_summary(view, request.experiment, verdict)
             lines += display.row_lines([("run directory", shown_path(run_directory.path))])
@@ -607,7 +607,7 @@ class _Attempt:
         if view is None or master.is_own or verdict.state is RunState.COMPLETED:
             return verdict, lines, text
         if followed.is_master_gone:
-            ended = f"has ended; experiment {view.id} goes on at the next `{typed('dstrial')} up`"
+            ended = f"has ended; experiment {view.id} goes on at the next `{command_of('dstrial')} up`"
             lines += display.row_lines([("master", ended)])
         elif view.state == "PAUSED":
             command = f"{det_for(master.record.address)} experiment activate {view.id}"

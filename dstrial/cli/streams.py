@@ -147,7 +147,7 @@ def context_text(context: Context) -> str:
     return text
 
 
-def typed(name: str) -> str:
+def command_of(name: str) -> str:
     """Return how to invoke a command installed beside this Python, such as ``det``.
 
     The result is the name if PATH finds that file, else the path, relative if below the working directory.
@@ -167,9 +167,9 @@ def det_reaches(address: str) -> bool:
 
 def det_for(address: str) -> str:
     """Return the ``det`` command for a master, with ``-m ADDRESS`` if required."""
-    return typed("det") if det_reaches(address) else f"{typed('det')} -m {address}"
+    return command_of("det") if det_reaches(address) else f"{command_of('det')} -m {address}"
 
 
 def page_of(address: str, experiment_id: int) -> str:
     """Return the URL of an experiment's page, with a hint for the login."""
-    return f"{address}/det/experiments/{experiment_id} ({typed('dstrial')} login prints a link that logs in)"
+    return f"{address}/det/experiments/{experiment_id} ({command_of('dstrial')} login prints a link that logs in)"
