@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.experiment_arguments import add_experiment_arguments, chosen_point
+from dstrial.cli.experiment_arguments import add_experiment_arguments, resume_point_of
 from dstrial.cli.streams import context_text
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
@@ -23,7 +23,7 @@ from dstrial.visible_text import visible_line
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_PLAIN_COLUMNS = 160
+_PLAIN_COLUMNS = 160  # table width where the output is no terminal
 _SECRETS = SecretNames()
 
 
@@ -38,15 +38,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print what the effective DeepSpeed config holds beside DeepSpeed's defaults, with origins",
+        help="print the effective DeepSpeed config without DeepSpeed's defaults, and the origin of each value",
     )
     parser.add_argument(
-        "--all", action="store_true", dest="with_defaults", help="with --explain: the defaults, too"
+        "--all", action="store_true", dest="with_defaults", help="with --explain: print the defaults, too"
     )
     parser.add_argument(
         "--resume",
         metavar="latest|RUN_DIR|CHECKPOINT",
-        help="check whether a checkpoint of `dstrial run` can go on with this config on these slots",
+        help="check whether a checkpoint of `dstrial run` can be resumed with this config on these slots",
     )
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
@@ -71,9 +71,9 @@ class _PrintSchema(argparse.Action):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the config is valid, else 1."""
+    """Check the experiment config, print the result; return 0 if valid, else 1."""
     try:
-        point = chosen_point(args)
+        point = resume_point_of(args)
         config = load_experiment(
             args.experiment,
             args.context_dir,
@@ -114,9 +114,9 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
         if with_values:
             configs[key]["effective"] = masked(checked.effective, _SECRETS)
             configs[key]["origins"] = {row.key: row.origin for row in explain(source, checked)}
-    watched = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
+    checks = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
     return {
-        **(watched if with_values else {}),
+        **(checks if with_values else {}),
         "ok": True,
         "problems": [],
         "warnings": [*config.warnings, *context.warnings()],
@@ -163,7 +163,7 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, w
         table.add_column(heading, overflow="fold")
     num_hidden = 0
     for row in explained_rows(source, checked, _SECRETS):
-        # A resolved "auto" has the location of that "auto" appended to its origin; it is not a plain default.
+        # A default that replaces an "auto" of the user has a longer origin, with the place of that "auto"; show it.
         if row.origin == DEFAULT_ORIGIN and not with_defaults:
             num_hidden += 1
             continue

@@ -94,7 +94,7 @@ def size_argument(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0, or 2 for incompatible options."""
+    """Export a checkpoint's weights; return 0, or 2 for incompatible options."""
     for option, value in (("--max-shard-size", args.max_shard_size), ("--files-from", args.files_from)):
         if value is not None and args.format != "hf":
             sys.stderr.write(f"{option} is given with --format {args.format}; expected --format hf.\n")
@@ -148,7 +148,7 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 
 
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
-    """Raise if an engine's files are not DeepSpeed's, or damaged."""
+    """Raise if a checkpoint has no DeepSpeed weights of an engine, or damaged files."""
     roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
         raise CheckpointLayoutError(
@@ -198,19 +198,19 @@ def _write(
                 max_shard_bytes=args.max_shard_size or size_argument(_DEFAULT_SHARD),
                 files=[
                     path
-                    for path in export.find_model_files(_places_of_files(args.files_from, source, folder))
-                    if not _leads_outside(path, source.path)
+                    for path in export.find_model_files(_file_directories(args.files_from, source, folder))
+                    if not _resolves_outside(path, source.path)
                 ],
                 on_bytes=advance,
             )
 
 
-def _leads_outside(path: Path, root: Path) -> bool:
-    """Return whether a path resolves to outside of the checkpoint."""
+def _resolves_outside(path: Path, root: Path) -> bool:
+    """Return whether a link in a checkpoint's directory leads outside of it."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 
-def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:
+def _file_directories(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:
     if asked is not None:
         yield Path(asked)
     if folder:

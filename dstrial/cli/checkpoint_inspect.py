@@ -66,7 +66,7 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
     for engine_idx, layout in enumerate(layouts):
         engine = {
             **layout_fields(layout),
-            "parameters": _counts(layout),
+            "parameters": _parameter_counts(layout),
             "optimizer_state": _optimizer(opened, engine_idx, layout, trusts_code=trusts_code),
         }
         if with_parameters:
@@ -91,7 +91,7 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
     }
 
 
-def _counts(layout: Layout) -> dict[str, Any]:
+def _parameter_counts(layout: Layout) -> dict[str, Any]:
     counts = count_parameters(layout)
     return {
         "parameters": counts.num_parameters,
@@ -106,7 +106,7 @@ def _counts(layout: Layout) -> dict[str, Any]:
 def _optimizer(
     opened: OpenCheckpoint, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's settings and counters, or the error of reading them."""
+    """Return the optimizer's settings and counters, or {"problem": error text}."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:

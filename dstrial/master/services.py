@@ -1,4 +1,4 @@
-"""Objects that request handlers and the scheduler share, created at startup."""
+"""``Services``: the objects that request handlers and the scheduler share."""
 
 from __future__ import annotations
 
@@ -55,13 +55,12 @@ VERSION = "0.38.1"  # release of Determined whose API is served; clients warn ab
 
 
 class Activity:
-    """Last use of each task's proxied service, for idle timeouts; only in memory."""
+    """When each task's proxied service was last used, for idle timeouts; in memory."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
 
     def touch(self, task_id: str) -> None:
-        """Record that a task's service is used now."""
         self._last_s[task_id] = time.monotonic()
 
     def idle_s(self, task_id: str) -> float:
@@ -69,13 +68,12 @@ class Activity:
         return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
 
     def forget(self, task_id: str) -> None:
-        """Delete the last use of a task that has ended."""
         self._last_s.pop(task_id, None)
 
 
 @dataclasses.dataclass(slots=True)
 class Services:
-    """The parts of a running master, for handlers, web page and scheduler."""
+    """The parts of a running master that handlers, web page and scheduler use."""
 
     settings: MasterSettings
     state_dir: Path
@@ -97,7 +95,7 @@ class Services:
     checker: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
     )
-    password_turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    password_lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     grants: ServiceGrants = dataclasses.field(default_factory=ServiceGrants)
     activity: Activity = dataclasses.field(default_factory=Activity)
@@ -129,12 +127,12 @@ class Services:
             on_exit=self._wake_scheduler,
         )
         (self.state_dir / "engine.json").unlink(missing_ok=True)  # stale file of an earlier master
-        self.backend = self._over_hosts(own) if settings.backend == "agent" else self._over_engine(own)
+        self.backend = self._hosts_backend(own) if settings.backend == "agent" else self._engine_backend(own)
 
     def _wake_scheduler(self) -> None:
         self.pubsub.publish(("scheduler",))
 
-    def _over_engine(self, own: LocalBackend) -> Backend:
+    def _engine_backend(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.backend import QueuedBackend
 
         settings = self.settings
@@ -176,7 +174,7 @@ class Services:
             transport=self.transport or SshTransport(),
         )
 
-    def _over_hosts(self, own: LocalBackend) -> Backend:
+    def _hosts_backend(self, own: LocalBackend) -> Backend:
         """Return the back end for ``hosts``; without hosts, return the local back end."""
         from dstrial.master.backends.hosts.backend import HostsBackend
 
@@ -197,7 +195,7 @@ class Services:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return an allocation's node names, comma-separated; by default this machine's."""
+        """Return the names of an allocation's nodes, comma-separated; without slots, ours."""
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
@@ -216,8 +214,8 @@ class Services:
 
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
-    def note_scheduler(self, step: str) -> None:
-        """Record what the scheduler does now, for :meth:`describe_trouble`."""
+    def record_scheduler_step(self, step: str) -> None:
+        """Record the scheduler's current step and its start, for :meth:`describe_trouble`."""
         self.scheduler_step = step, time.monotonic()
 
     def describe_trouble(self) -> str:
@@ -270,7 +268,7 @@ def open_services(
     hosts: tuple[Host, ...] = (),
     transport: Transport | None = None,
 ) -> Services:
-    """Create the services; the first start also creates the cluster id and users.
+    """Create a master's services; at its first start, also the cluster id and users.
 
     With ``has_passwords``, the first users get random passwords, stored in ``credentials.json`` in ``state_dir`` (mode 0600).
     Otherwise their passwords are blank, as in Determined.

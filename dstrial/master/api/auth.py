@@ -42,7 +42,7 @@ async def log_in(request: ApiRequest) -> Response:
     stored = _NOBODY if row is None else row.password_hash
 
     async def compare() -> bool:
-        async with services.password_turn:
+        async with services.password_lock:
             return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
 
     if not await request.unless_gone(compare()) or row is None:

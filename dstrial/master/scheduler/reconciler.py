@@ -115,7 +115,7 @@ class Reconciler:
 
     def _poll_one(self, state: _State) -> None:
         row = state.row
-        self._services.note_scheduler(f"polling allocation {row.id}")
+        self._services.record_scheduler_step(f"polling allocation {row.id}")
         is_stopping = row.preempt_us is not None or row.kill_us is not None
         state.poll_period_s = _FIRST_POLL_S if is_stopping else min(state.poll_period_s * 2, _LONGEST_POLL_S)
         has_more = False

@@ -148,7 +148,7 @@ class Scheduler:
         while not self._is_stopping:
             try:
                 if not self._is_begun:
-                    self._services.note_scheduler("connecting to the nodes")
+                    self._services.record_scheduler_step("connecting to the nodes")
                     self._backend.begin()
                     self._is_begun = True
                 wait_s = self._tick()
@@ -166,18 +166,18 @@ class Scheduler:
 
     def _tick(self) -> float:
         """Run one iteration; return the seconds until the next."""
-        self._services.note_scheduler("reading the allocations")
+        self._services.record_scheduler_step("reading the allocations")
         version = self._services.pubsub.version("scheduler")  # before the rows are read
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         wait_s = min(self._reconciler.poll(live, is_all_due=version != self._version), _IDLE_TICK_S)
         self._version = version
-        self._services.note_scheduler("assigning slots")
+        self._services.record_scheduler_step("assigning slots")
         if self._dispatcher.poll():
             wait_s = 0.0
         self._heartbeat_timeout.check()
         self._backend.poll(is_busy=bool(live))
-        self._services.note_scheduler("waiting")
+        self._services.record_scheduler_step("waiting")
         return wait_s
 
     def _remove_stale(self, live: set[str]) -> None:

@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_told_however_long_batches_take() -> None:
     assert found.is_certain
     assert sentence(found, diagnose(views, {0: IN_ALL_REDUCE})) == (
         "stalled: rank 1 is stopped (SIGSTOP) at batch 81 in train_batch; rank 0 waits for it in a collective "
-        "(all_reduce). Nothing has moved for 10 s; the longest batch so far took 3600 s. Let it go on with "
+        "(all_reduce). Nothing has moved for 10 s; the longest batch so far took 3600 s. Continue it with "
         "`kill -CONT 101`."
     )
     short = [view(0, age_s=12), view(1, age_s=12, state="T", stopped_s=1)]
