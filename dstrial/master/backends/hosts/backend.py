@@ -1,4 +1,4 @@
-"""Runs allocations with slots on hosts of a hostfile, others on this machine."""
+"""Run allocations with slots on other machines, those without on the master's own."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ENDS_BY_ITSELF_S = 5.0  # grace period of the other nodes after one has failed
 
 
 class LinkedBackend(abc.ABC):
-    """Runs allocations with slots on linked machines, others on the master's."""
+    """Base of back ends with a link to each node; no slots means the master's machine."""
 
     def __init__(self, local: LocalBackend, state_dir: Path) -> None:
         self._local = local
         self._status = StatusFile(state_dir / HOSTS_NAME)
-        # Allocations that are killed because a node failed, with its exit if the node cannot report it.
+        # Allocations that are being killed because a node failed; its exit if it cannot report that itself, else None.
         self._terminating: dict[str, NodeExit | None] = {}
 
     @abc.abstractmethod
@@ -47,7 +47,7 @@ class LinkedBackend(abc.ABC):
 
     @abc.abstractmethod
     def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
-        """Return the link to a share's machine; None if it is gone."""
+        """Return the link to a node of a run; None if the master no longer has the node."""
 
     def _unlinked_reason(self, run: RunRef, share: Share) -> str:
         del run
@@ -90,11 +90,11 @@ class LinkedBackend(abc.ABC):
         return RemoteRun(mirror, request, link.numbers_of(share.slots), _ranks_of(run, share))
 
     def _mirror(self, run: RunRef, share: Share) -> Path:
-        # The run's directory mirrors the first node, because status and page read it.
+        # The first node's mirror is the run's directory, which the status and the page read.
         return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return each share's link and state, also of a run that another master started."""
+        """Return the link and state of each node's part, also of an adopted run's."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for share in run.shares:
             link = self._link_to(run, share)
@@ -123,7 +123,10 @@ class LinkedBackend(abc.ABC):
         }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """The first failure decides how it ended; the other parts end with it."""
+        """Return how a run ended on all nodes, None before; kill it if a node failed.
+
+        The first failure decides the exit.
+        """
         if run.is_on_own_node:
             return self._local.observe(run)
         parts = self._parts(run)
@@ -139,7 +142,7 @@ class LinkedBackend(abc.ABC):
                     exit_ = NodeExit(share.node_id, 137, 9, "unreachable", why)
                     self._terminating.setdefault(run.allocation_id, exit_)
         if first is not None:
-            # Ranks on other nodes notice the failure and end by themselves.
+            # The ranks on other nodes get time to detect the failure and exit.
             waits = first.exit is not None and first.exit.cause in ("exited", "refused")
             if not waits or time.monotonic() > first.heard_s + _ENDS_BY_ITSELF_S:
                 self._terminating.setdefault(run.allocation_id, None)
@@ -159,7 +162,7 @@ class LinkedBackend(abc.ABC):
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Those on a lost host are unknown."""
+        """Return uuids of begun checkpoints; those on a lost host are unknown."""
         found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
         return sorted(found)
 
@@ -204,7 +207,7 @@ class LinkedBackend(abc.ABC):
 class HostsBackend(OwnNodes, LinkedBackend):
     """Runs allocations with slots on the hosts of a hostfile.
 
-    ``tell`` wakes the scheduler; any thread calls it.
+    ``tell`` wakes the scheduler; it is called from any thread.
     """
 
     def __init__(
@@ -243,25 +246,26 @@ def _is_right(part: RemoteRun) -> bool:
 
 
 def _order_of_blame(part: RemoteRun) -> tuple[bool, bool, float]:
-    """Order parts by which one failed first.
+    """Return a sort key that orders an allocation's parts by their failure.
 
-    What was ended because of another's failure is no cause, though it may be heard of first.
+    Order: parts that failed themselves, parts that ended because another failed, parts that run or succeeded; within each, by
+    the time of the report.
     """
     is_preempted = part.exit is not None and part.exit.cause == "preempted"
     return _is_right(part), part.is_consequence or is_preempted, part.heard_s
 
 
 def _ranks_of(run: RunRef, share: Share) -> str:
-    """Return the ranks of a share for messages: ``ranks 2 to 3``."""
+    """Return the ranks on a node, for messages: ``ranks 2 to 3``."""
     first = sum(len(one.slots) for one in run.shares[: run.shares.index(share)])
     last = first + len(share.slots) - 1
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
 def _whole(ended: Sequence[RemoteRun], cause: RemoteRun, terminating: NodeExit | None) -> AllocationExit:
-    """Return the exit of an allocation whose parts have ended.
+    """Return the exit of an allocation whose parts have all ended.
 
-    ``cause`` is the part that failed first; ``terminating`` is a node's failure that the part there could not tell.
+    ``cause`` is the part that failed first. ``terminating``, if given, is the exit of a node that could not report it; it wins.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]
