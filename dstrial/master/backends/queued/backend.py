@@ -1,11 +1,11 @@
-"""Runs each allocation in a job of its own, of an engine that has a queue.
+"""Run each allocation in a job of an engine that has a queue.
 
-A job is submitted when a trial waits, and is *pending* in the engine's queue; it is *running* once it has nodes, to each of
-which a link is opened. The allocation begins when all of them answer. A job is *leaving* while the engine asks for its nodes:
-the allocation saves and ends. It is *ended* when the engine has taken the nodes, or when the allocation has ended and the
-master has cancelled the job. A trial that begins again, with as many slots or others, has another job.
+When a trial waits for slots, the master submits a job, which is *pending* in the engine's queue. Once it has nodes, the job is
+*running*: the master opens a link to each node, and starts the allocation when all of them answer. While the engine reclaims the
+nodes, the job is *leaving*: the allocation saves a checkpoint and ends. The job is *ended* when it has lost its nodes, or
+when its allocation has ended and the master has cancelled the job. A restarted trial gets a new job.
 
-One thread polls the engine and may wait for it; the scheduler's thread leaves requests and takes slots.
+The engine's thread polls the engine and may block. The scheduler's thread only queues requests and reads slots.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ from dstrial.visible_text import visible_line
 
 logger = logging.getLogger("dstrial.master.engine")
 
-_JOB_NAME = "job.json"  # file of an allocation's directory: its job, for the next master
+_JOB_NAME = "job.json"  # file in an allocation's directory with the job's id, for a restarted master
 _BEGIN_S = 8.0  # timeout of the first poll and of links to running allocations
-_POLL_S = 1.0  # period of polls; a poll is one or two commands of the engine
-_IDLE_POLL_S = 10.0  # period of polls when nothing has changed for `_BUSY_S`
+_POLL_S = 1.0  # interval of polls; a poll is one or two commands of the engine
+_IDLE_POLL_S = 10.0  # interval of polls when nothing has changed for `_BUSY_S`
 _BUSY_S = 60.0
 _RETRY_S = 5.0  # backoff after the engine has not answered
-_NODES_PERIOD_S = 20.0  # between queries of all nodes, which are many on a large cluster
+_NODES_PERIOD_S = 20.0  # interval of queries of all nodes, which are slow on a large cluster
 _REJECTED_RETRY_S = 30.0  # backoff of a rejected request
-_CLOSE_LINKS_S = 3.0  # after it, links to nodes that do not answer close in the background
-_CLOSE_S = 15.0  # for cancelling unused jobs when the master ends
+_CLOSE_LINKS_S = 3.0  # timeout of closing links; the others close in the background
+_CLOSE_S = 15.0  # timeout of cancelling unused jobs when the master ends
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs allocations with slots in jobs of an engine, others on this machine.
+    """Runs allocations with slots in an engine's jobs, others on the master's machine.
 
     Args:
-        engine: the engine; one thread calls it.
-        ids_of: returns permanent ids of nodes by name.
-        tell: wakes the scheduler; any thread calls it.
+        engine: called from one thread only.
+        ids_of: returns the permanent ids of nodes by name.
+        tell: wakes the scheduler; called from any thread.
         wants_devices: whether slots are accelerators.
     """
 
@@ -107,7 +107,7 @@ class QueuedBackend(LinkedBackend):
         self._is_closing = threading.Event()
         self._has_tried = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dstrial-engine", daemon=True)
-        with contextlib.suppress(ConnectionError):  # The first poll asks again.
+        with contextlib.suppress(ConnectionError):  # the first poll retries
             self._update_capacity()
             self._nodes.update(())
 
@@ -151,7 +151,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots of a running, unused job; None without one."""
+        """Return slots in a running, unused job of the request; None if it has none."""
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -159,7 +159,7 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Nothing is rejected while the engine does not answer."""
+        """Return why the engine rejects a request; empty also if it does not answer."""
         if self._why_away is not None:
             return ()
         try:
@@ -209,7 +209,7 @@ class QueuedBackend(LinkedBackend):
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return None until the engine has named the job's nodes; see ``Backend``."""
+        """Return how a run ended; None also before the engine has named the job's nodes."""
         with self._lock:
             job = self._find_job(run)
             if job is not None and not job.seen.parts and not job.links and job.end is None:
@@ -249,7 +249,7 @@ class QueuedBackend(LinkedBackend):
     # An allocation's job; under the lock
 
     def _find_job(self, run: RunRef) -> TrackedJob | None:
-        """Return a run's job; a run of an earlier master has it in its directory."""
+        """Return a run's job; an earlier master's run has its id in ``job.json``."""
         job = self._job_of.get(run.allocation_id)
         if job is None and not run.is_on_own_node:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -306,7 +306,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel([job for job, _ in todo.cancelled])
         for name, waiting in submitted:
             self._submit(name, waiting)
-        # Not earlier: a controller that has just started answers, but rejects jobs that it cannot place yet.
+        # Only after the submissions: a controller that has just started answers, but may reject jobs for now.
         with self._lock:
             self._why_away = None
             over = [job for job in self._jobs.values() if job.end is not None and job.run is None]
@@ -328,7 +328,7 @@ class QueuedBackend(LinkedBackend):
     def _note_away(self, why: str) -> None:
         with self._lock:
             is_new = self._why_away is None or not self._has_tried.is_set()
-            if is_new:  # Each command words it differently.
+            if is_new:  # keep the first text: each command words it differently
                 self._why_away = visible_line(why)
         if is_new:
             logger.warning("%s does not answer, and is asked again: %s", self._engine.name, why)
@@ -339,7 +339,7 @@ class QueuedBackend(LinkedBackend):
         self._capacity_s = time.monotonic()
 
     def _track(self, seen: Mapping[str, EngineJob]) -> bool:
-        """Record the engine's jobs; return whether anything is new."""
+        """Update the jobs from the engine's report; return whether any has changed."""
         changed = False
         for job_id, job in self._jobs.items():
             if job.report(seen.get(job_id)):
@@ -357,7 +357,7 @@ class QueuedBackend(LinkedBackend):
         return changed
 
     def _open_links(self, job: TrackedJob) -> None:
-        """Open links to a job's nodes; slots get the lowest ids that no other job has."""
+        """Open links to a job's nodes; assign the lowest slot ids that no other job has."""
         run = job.run
         shares = {} if run is None else {share.node_id: share for share in run.shares}
         taken = [share for one in self._jobs.values() for share in one.shares]
@@ -368,7 +368,7 @@ class QueuedBackend(LinkedBackend):
                 used = {index_of(slot) for share in taken if share.node_id == node_id for slot in share.slots}
                 ids = tuple(slot_id_of(node_id, index) for index in free_indices(part.num_slots, used))
                 shares[node_id] = Share(node_id, ids)
-            elif node_id not in shares:  # Its allocation does not use this node.
+            elif node_id not in shares:  # the allocation does not use this node
                 continue
             share = shares[node_id]
             link = job.links[node_id] = HostLink(
@@ -379,7 +379,7 @@ class QueuedBackend(LinkedBackend):
                 slot_ids=share.slots,
                 place=job.seen.id,
             )
-            if run is not None:  # An agent kills allocations that it does not know.
+            if run is not None:  # an agent kills all allocations that its link does not list
                 link.recover(run.allocation_id, self._new_part(run, share, link, None))
             link.start()
         job.shares = tuple(shares.values())
@@ -389,7 +389,7 @@ class QueuedBackend(LinkedBackend):
         self._tell_scheduler()
 
     def _plan(self) -> Plan:
-        """Return which jobs to cancel and submit; none before the first request."""
+        """Return which jobs to cancel and submit; none before the first ``request``."""
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -415,7 +415,7 @@ class QueuedBackend(LinkedBackend):
             self._engine.cancel(job.seen.id)
 
     def _cancel_unused(self) -> None:
-        """Cancel the jobs without an allocation: the master ends."""
+        """Cancel the jobs without an allocation, when the master ends."""
         with self._lock:
             unused = [job for job in self._jobs.values() if job.run is None and job.end is None]
             for job in unused:
@@ -423,7 +423,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with as many slots as the engine accepts."""
+        """Submit a job with the most acceptable slots that the engine does not reject."""
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None
