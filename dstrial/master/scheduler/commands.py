@@ -1,4 +1,4 @@
-"""Builds requests to start commands, and ends idle or oversized TensorBoards."""
+"""Build the requests that start commands; end idle or oversized TensorBoards."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 _MIB = 2**20
-_MEMORY_PERIOD_S = 2.0  # between measurements of a TensorBoard's memory
-_CONNECT_TIMEOUT_S = 0.2  # of a probe of a TensorBoard that may not listen yet
+_MEMORY_PERIOD_S = 2.0  # interval of measurements of a TensorBoard's memory
+_CONNECT_TIMEOUT_S = 0.2  # timeout of a probe whether a TensorBoard listens
 
 
 def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
-    """Return a command's ports, as ``choose_ports`` takes them."""
+    """Return a command's port variables, for ``choose_ports``."""
     kind = commands.require(connection, task_id).kind
     return dict(TENSORBOARD_PORTS) if kind == "TENSORBOARD" else {}
 
@@ -37,7 +37,7 @@ def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
 def request(
     services: Services, connection: Connection, allocation: Allocation, common: Mapping[str, Any]
 ) -> AllocationRequest:
-    """Return a command's request; ``common`` are the fields it shares with trials."""
+    """Return the request that starts a command; ``common`` are fields as of trials."""
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
     links: dict[str, Path] = {}
@@ -69,7 +69,7 @@ def request(
 
 
 def _words(entrypoint: str | list[str]) -> list[str]:
-    """Return the command line; a single string is run by the shell."""
+    """Return an entrypoint's command line; a single string is run by ``sh``."""
     if isinstance(entrypoint, str):
         return ["sh", "-c", entrypoint]
     return ["sh", "-c", entrypoint[0]] if len(entrypoint) == 1 else entrypoint

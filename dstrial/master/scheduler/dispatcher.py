@@ -1,4 +1,4 @@
-"""Assigns free slots to waiting trials and commands, and starts them."""
+"""Assign free slots to waiting trials and commands, and start them."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_PERIOD_S = 1.0  # between polls of the queue if nothing was published
-_NODE_GRACE_US = 5_000_000  # during which a node that is down still counts as capacity
-_EXCLUDED = 2  # of `trials.is_node_excluded`: the trial has failed, and a log policy excludes this machine
+_PERIOD_S = 1.0  # interval of polls of the queue if nothing was published
+_NODE_GRACE_US = 5_000_000  # time during which a node that is down still counts as capacity
+_EXCLUDED = 2  # value of `trials.is_node_excluded`: the trial has failed, and a log policy excludes nodes
 
 _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
-    """Snapshot of one poll: waiting jobs and slots."""
+    """Snapshot of one poll of the queue: waiting trials and commands, and slots."""
 
     live: list[Allocation]
     capacity: Capacity
-    disabled: frozenset[int] = frozenset()  # nodes
-    largest: int = 0  # most enabled slots of a node
-    is_all_off: bool = False
-    is_idle: bool = False  # nothing waits, and no trial is due for a resize
+    disabled: frozenset[int] = frozenset()  # ids of disabled nodes
+    largest: int = 0  # largest number of enabled slots on a node
+    is_all_off: bool = False  # whether all nodes are disabled
+    is_idle: bool = False  # whether nothing waits, and no trial is due for a resize
     excluded: Sequence[jobs.WaitingTrial] = ()  # trials whose log policies exclude every node
     rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
     entries: list[_Entry] = dataclasses.field(default_factory=list)  # of ``rows``, the most urgent first
@@ -67,7 +67,7 @@ class _Queue:
 
 
 class Dispatcher:
-    """Called by the scheduler's thread."""
+    """Assigns slots to waiting trials and commands; used by the scheduler's thread."""
 
     def __init__(
         self, services: Services, reconciler: Reconciler, storage_wait: StorageWait, retries: Retries
@@ -85,10 +85,9 @@ class Dispatcher:
         self.is_draining = False
 
     def poll(self) -> bool:
-        """Poll the queue if it is due; return whether anything was started.
+        """Poll the queue if that is due; return whether anything was started.
 
-        Every write that may change which trial is next publishes "scheduler". A poll in each iteration would cost processor time
-        in proportion to the waiting trials.
+        A poll is due after a write that published "scheduler", or after ``_PERIOD_S``: its cost grows with the waiting trials.
         """
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
         if self.is_draining or (version == self._version and now_s < self._polled_s + _PERIOD_S):
@@ -183,7 +182,7 @@ class Dispatcher:
         trials: Iterable[jobs.WaitingTrial],
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add each trial's request to the queue; ``excluded_nodes`` is by trial."""
+        """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         for row in trials:
             if not self._retries.is_due(row.id):
@@ -208,7 +207,7 @@ class Dispatcher:
                 queue.entries.append((row, one))
 
     def _retry_later(self, row: jobs.WaitingTrial, error: Exception) -> None:
-        """Skip a trial until its backoff is over; fail it after the last attempt."""
+        """Back off a trial that could not be scheduled; fail it after the last attempt."""
         logger.error("trial %d could not be scheduled", row.id, exc_info=error)
         if self._retries.record_failure(row.id):
             self._fail(row, f"the master could not schedule it ({type(error).__name__}: {error})")
@@ -222,7 +221,10 @@ class Dispatcher:
         self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return a trial's slot count; fewer than configured if its checkpoint allows it."""
+        """Return the slots a trial waits for: as configured, or fewer to resume on.
+
+        Fewer are returned only if the configured number exceeds what the trial can get.
+        """
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -239,9 +241,9 @@ class Dispatcher:
     def _with_choices(
         self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
     ) -> Waiting:
-        """Return a waiting trial with the slot counts that it can start with.
+        """Return ``one`` with the numbers of slots that the trial can start with.
 
-        A trial that waits alone takes all free slots up to ``max_slots``, but not with an engine, whose free slots are unknown.
+        A trial that waits alone may get all free slots up to ``max_slots``, except with an engine, whose free slots are unknown.
         """
         takes_all = len(queue.rows) == 1 and self._services.engine is None
         choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
@@ -249,12 +251,12 @@ class Dispatcher:
             choices = tuple(count for count in choices if count <= one.num_slots)
         if not choices:
             return one
-        # If no choice is its own slot count, wait for the best choice.
+        # If the configured number is no choice, wait for the best choice.
         num_slots = one.num_slots if one.num_slots in choices else choices[0]
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """Fail a trial excluded from every node; without ``launch_error`` it waits.
+        """Fail a trial excluded from every node; let it wait without ``launch_error``.
 
         Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
         """
@@ -266,7 +268,7 @@ class Dispatcher:
         self._fail(row, why)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
-        """Request slots from the engine; None where the master has its own."""
+        """Request slots from the engine; return None if there is none."""
         requests = requests_of(waiting, queue.capacity.used_by, queue.disabled, self._describe)
         answer = self._backend.request(requests)
         if answer is not None:
@@ -291,7 +293,7 @@ class Dispatcher:
         return started
 
     def _resize(self, queue: _Queue) -> None:
-        """Preempt trials for a more urgent job, off drained slots, or to grow."""
+        """Stop trials to make room for the next job, to free drained slots, or to grow."""
         capacity = queue.capacity
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next(
@@ -323,11 +325,11 @@ class Dispatcher:
     def _start(
         self, key: Key, slots: list[int], used_ports: Iterable[int], num_wanted: int | None
     ) -> Allocation | None:
-        """Assign slots to a trial or command and start it; None if it no longer waits.
+        """Start a trial or command on slots; return None if it no longer waits.
 
-        A trial may get fewer slots than ``num_wanted``, its configured number.
+        ``num_wanted`` is a trial's configured number of slots.
         """
-        first_ports: Mapping[str, int] | None = None  # those of a trial
+        first_ports: Mapping[str, int] | None = None  # the ports of a trial
         if isinstance(key, str):
             with self._database.read() as connection:
                 first_ports = command_start.first_ports(connection, key)
@@ -410,8 +412,8 @@ class Dispatcher:
 
 
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
-    """Return the slots of a poll; ``off``: disabled slot -> whether it is drained."""
-    # A node that was lost just now counts, so that a short outage shrinks no trial.
+    """Return free and enabled slots; ``off``: disabled slot -> whether it is drained."""
+    # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     some_time_ago_us = now_us() - _NODE_GRACE_US
     enabled = {
         slot.id

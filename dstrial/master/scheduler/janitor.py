@@ -1,4 +1,4 @@
-"""Deletes unneeded files and rows, and makes daily copies of the database."""
+"""The janitor: deletes unneeded files and rows, and copies the database daily."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from dstrial.master.store.reports import logs
 
 logger = logging.getLogger("dstrial.master.janitor")
 
-_PERIOD_S = 3600.0  # between checks for old logs, unused environments and a due copy
+_PERIOD_S = 3600.0  # interval of checks for old logs, unused environments and a due copy
 _RETRY_S = 5.0  # first backoff of a job that failed, or whose storage is unavailable
-# Kinds of jobs that wait until the storage of their experiment is available.
+# Kinds of background jobs that wait until the experiment's checkpoint storage is available.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
 class _StorageAwayError(Exception):
-    """The checkpoint storage of a job is unavailable."""
+    """The checkpoint storage that a background job needs is unavailable."""
 
 
-# Errors of a job that are not retried.
+# Errors of background jobs that are not retried.
 _FINAL = (DstrialError, OSError, IntegrityError, ValueError, LookupError)
 
 
 class Janitor:
-    """The thread that performs background jobs one after another.
+    """A thread that performs background jobs, such as deletions, one after another.
 
-    Every ``period_s`` it also deletes old logs and unused environments, and copies the database if the daily copy is due.
-    ``log_retention_days`` applies to experiments that do not set it; None or -1 keeps logs forever.
+    Every ``period_s`` the thread also deletes old logs and unused environments, and copies the database if the daily copy is due.
+    ``log_retention_days`` is the default for experiments that do not set it; None or -1 keeps logs forever.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Release claims of a killed master, and start the thread."""
+        """Release a killed master's claims on checkpoints, and start the thread."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the current job and stop; the next start does the rest."""
+        """Finish the current job and stop the thread; other jobs wait for the next start."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -99,8 +99,8 @@ class Janitor:
                 self._event.clear()
 
     def _work(self) -> None:
-        """Perform the next job, or wait for one."""
-        # By the clock, because a busy master sets the event more often than once per period.
+        """Perform the next background job, or wait for one."""
+        # Check the clock, not a timeout of the event: a busy master sets the event more often.
         if time.monotonic() >= self._forget_at_s:
             self._forget_at_s = time.monotonic() + self._period_s
             self._forget_old_logs()
@@ -156,7 +156,7 @@ class Janitor:
             self._delete_experiment(experiment_id)
 
     def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
-        """Drop a failed job; a failed deletion is recorded at its experiment."""
+        """Drop a failed background job; mark an experiment whose deletion failed."""
         experiment_id, why = int(row.experiment_id), str(error)
         logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
 
@@ -176,7 +176,7 @@ class Janitor:
         return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
-        """Delete incomplete checkpoints of an ended allocation."""
+        """Delete an ended allocation's checkpoints that were begun and never reported."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
             left = checkpoints.unknown_of(connection, uuids)
@@ -278,7 +278,7 @@ class Janitor:
                 logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
-        """Make the daily copy unless the database is damaged; retry a failure next time."""
+        """Make the database's daily copy if due, unless the database is damaged."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return

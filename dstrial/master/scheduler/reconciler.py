@@ -1,4 +1,4 @@
-"""Reconciles the processes of live allocations with their rows."""
+"""Reconcile the processes of live allocations with their rows in the database."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_FIRST_POLL_S = 0.05  # poll period of an allocation that prints or stops; doubled by each poll without news
+_FIRST_POLL_S = 0.05  # poll interval of an allocation that prints or stops; doubled by each poll without news
 _LONGEST_POLL_S = 0.5
-_KILL_RETRY_S = 2.0  # between kills of an allocation that has not ended
+_KILL_RETRY_S = 2.0  # interval of kills of an allocation that has not ended
 _STALLED_STOP_S = 30.0  # grace period of ranks that had stalled before the stop request
-_UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
+_UNTRAINED_STOP_US = 5_000_000  # of untrained ranks; a first batch is recorded 0.5 s or more late
 
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """In-memory state of a live allocation; seconds are monotonic."""
+    """The reconciler's state of a live allocation; seconds are monotonic."""
 
     row: Allocation
     run: RunRef
@@ -58,11 +58,11 @@ class _State:
     poll_period_s: float = _FIRST_POLL_S
     policies: tuple[LogPolicy, ...] | None = None
     kill_again_s: float = 0.0
-    is_terminated: bool = False  # a command that has got SIGTERM
-    deadline: tuple[int, float] | None = None  # as stored, and on the monotonic clock
+    is_terminated: bool = False  # whether SIGTERM was sent (commands only)
+    deadline: tuple[int, float] | None = None  # stored deadline, and the same on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
-        """Update the row; a new stop request makes the next poll due."""
+        """Set the allocation's row; make the next poll due at a new stop request."""
         before = self.row
         if row == before:
             return
@@ -72,7 +72,7 @@ class _State:
 
 
 class Reconciler:
-    """Called by the scheduler's thread."""
+    """Starts, polls and ends live allocations; used by the scheduler's thread."""
 
     def __init__(self, services: Services, storage_wait: StorageWait, retries: Retries) -> None:
         self._services = services
@@ -84,7 +84,7 @@ class Reconciler:
         self._commands = CommandWatch(services)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
-        """Adopt processes of a previous master."""
+        """Find the processes of allocations that a previous master started."""
         for row in rows:
             run = run_of(row)
             handle = self._backend.find(run)
@@ -94,7 +94,7 @@ class Reconciler:
                     self._started(row, run)
 
     def poll(self, rows: Iterable[Allocation], *, is_all_due: bool) -> float:
-        """Poll the allocations that are due; return the seconds until the next one is."""
+        """Poll the allocations that are due; return the seconds until the next poll."""
         states = {}
         for row in rows:
             state = states[row.id] = self._states.get(row.id) or _State(row, run_of(row))
@@ -160,7 +160,7 @@ class Reconciler:
         return has_more
 
     def _add_notes(self, row: Allocation, run: RunRef) -> None:
-        """Add the back end's messages about an allocation to its log."""
+        """Append the back end's new messages about an allocation to its log."""
         notes = self._backend.notes(run)
         if not notes:
             return
@@ -180,7 +180,7 @@ class Reconciler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Preempt an allocation whose slots the back end will reclaim."""
+        """Preempt an allocation that will lose its slots, according to the back end."""
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.leaving_reason(run)
             if why is not None:
@@ -252,7 +252,7 @@ class Reconciler:
         return state.policies
 
     def launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
-        """Start an allocation's processes; a failure to start ends it."""
+        """Start an allocation's processes; end the allocation if that fails."""
         run = run_of(row)
         try:
             handle = self._backend.submit(request(), run)
@@ -285,7 +285,7 @@ class Reconciler:
         self._database.write(write)
 
     def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        """Store an exit with its explanation."""
+        """End an allocation; find the explanation of a failed exit in its output."""
         traceback = None
         if exit_.exit_code != 0:
             for output in self._backend.outputs(run):
@@ -296,7 +296,7 @@ class Reconciler:
         self._finish(row, run, exit_, exited, traceback)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return the transition for a trial's exit."""
+        """Return the function that stores a trial's exit."""
         trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -337,10 +337,11 @@ def _requests(row: Allocation) -> tuple[int | None, ...]:
 
 
 def _untrained_phase(row: Allocation) -> str | None:
-    """Return the startup phase of ranks asked to stop before their first batch.
+    """Return the startup phase of untrained ranks that ignore a stop request.
 
-    They have nothing to save, and ranks that compile an operator ignore requests for minutes. A rank's file may be stale if its
-    disk is full, but a run with reports has trained.
+    None before the grace period has passed, and for ranks that have trained. Untrained ranks have nothing to save, and ignore the
+    request while they compile an operator, for minutes. On a full disk the ranks' files are stale, but a run with reports has
+    trained.
     """
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None
@@ -349,10 +350,10 @@ def _untrained_phase(row: Allocation) -> str | None:
 
 
 def _why_late(state: _State) -> str | None:
-    """Return the grace period that has run out since the stop request, if one has.
+    """Return which grace period since the stop request has expired, or None.
 
-    Ranks that had stalled before the request save nothing and get a shorter one. The monotonic clock measures from when this
-    master first sees the request.
+    Ranks that had stalled before the request cannot save, and get a shorter one. A grace period starts when this master first
+    sees the request, on the monotonic clock.
     """
     row = state.row
     deadline_us = row.preempt_deadline_us
@@ -374,7 +375,7 @@ def _why_late(state: _State) -> str | None:
 
 
 def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return a failed exit with the error in its output, and the traceback."""
+    """Return a failed exit with an explanation from the output, and the traceback."""
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))
@@ -390,6 +391,6 @@ def _log_of(row: Allocation) -> LogOwner:
 
 
 def failed_start(error: Exception) -> AllocationExit:
-    """Return the exit of an allocation that could not start; lost without its slots."""
+    """Return the exit of an allocation whose start failed; lost if its slots are gone."""
     was_lost = isinstance(error, SlotsGoneError)
     return AllocationExit(1, None, now_us(), f"could not be started: {error!s}", was_lost)

@@ -1,4 +1,4 @@
-"""Logs why trials and commands wait, each reason once."""
+"""Write to their logs why trials and commands wait, each reason once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_NAMED = 3  # slot users named in one line
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotUser:
-    """A trial or command with slots."""
+    """A trial or command that uses slots, for messages."""
 
     name: str  # for example ``trial 3 of experiment 2 (gpt)``
     experiment_id: int  # 0 for a command
@@ -44,9 +44,9 @@ def waiting_text(
     max_slots: int | None,
     before: str | None,
 ) -> str:
-    """Return one line: how many slots a trial waits for, and which jobs use them.
+    """Return a log line: how many slots a trial waits for, and which jobs use them.
 
-    ``before`` names the first trial in the queue; None if that is the trial itself.
+    ``before`` names the first trial in the queue; None if that is the waiting trial.
     """
     wanted = f"waiting for {_slots(num_slots)}"
     own = sum(user.num_slots for user in slot_users if user.experiment_id == experiment_id)
@@ -67,7 +67,7 @@ def _slots(count: int) -> str:
 
 
 class WaitReasons:
-    """Called by the scheduler's thread, outside of any snapshot."""
+    """Writes to logs why jobs wait; not to be called inside a database snapshot."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -102,7 +102,10 @@ class WaitReasons:
             logger.info("%s waits: %s", _key(row), text)
 
     def lacks_slots(self, row: WaitingTrial | CommandInfo, num_slots: int, why: str | None = None) -> None:
-        """Log that a job needs more slots than exist; ``why`` is its checkpoint's reason."""
+        """Log that a job needs more slots than exist.
+
+        ``why`` says why the trial's checkpoint cannot resume on fewer slots.
+        """
         services = self._services
         is_command = isinstance(row, CommandInfo)
         wanted = row.num_slots if isinstance(row, CommandInfo) else row.slots_per_trial
