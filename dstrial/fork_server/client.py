@@ -97,13 +97,13 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
     connection.settimeout(ANSWER_TIMEOUT_S)
     try:
         with _adopting_orphans():
-            given = _ask_for_spare(connection, fork.CHILD)
+            received = _ask_for_spare(connection, fork.CHILD)
     except ForkRefusedError:
         end_spare()  # a broken spare would delay every later program
         raise
     finally:
         connection.detach()
-    return ForkedProcess(start_program(given, program, files))
+    return ForkedProcess(start_program(received, program, files))
 
 
 def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
@@ -123,10 +123,10 @@ def end_spare() -> None:
 
 
 def _ask_for_spare(connection: socket.socket, request: bytes) -> int:
-    answer, given = _ask(connection, request)
-    if not given:
+    answer, received = _ask(connection, request)
+    if not received:
         raise ForkRefusedError(answer[1:].decode())
-    return given[0]
+    return received[0]
 
 
 def start_program(
@@ -166,12 +166,12 @@ def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -
     try:
         if request:
             socket.send_fds(connection, [request], list(files))
-        answer, given, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        answer, received, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise ForkRefusedError(f"it does not answer ({error})") from None
     if not answer:
         raise ForkRefusedError("it has ended")
-    return answer, given
+    return answer, received
 
 
 class ForkServer:

@@ -138,7 +138,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
         os.close(theirs)
         raise
     if child == 0:
-        _be_spare(theirs, origin, is_adopted=is_adopted)
+        _run_spare(theirs, origin, is_adopted=is_adopted)
     os.close(theirs)
     if is_adopted:
         with contextlib.suppress(ChildProcessError):  # the server ignores SIGCHLD
@@ -146,7 +146,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
     return ours
 
 
-def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
+def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
     """Wait for a program, run it and exit.
 
     The exit also unwinds the frames inherited from the parent, which must hold open files by descriptor only.
@@ -166,15 +166,15 @@ def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
         if request[0] == PID:
             os.write(descriptor, b"%d" % os.getpid())
         else:
-            give_spare(descriptor, origin, is_adopted=True)
+            send_spare(descriptor, origin, is_adopted=True)
     with _ending_on_error():
         program, files = _read_program(request[1])
         refusal = origin.refusal(program)
         if refusal:
             reply(descriptor, refusal)
             os._exit(0)
-        descriptor = _above(descriptor, program.numbers)
-        _take_on(program, files, origin, descriptor)
+        descriptor = _move_above(descriptor, program.numbers)
+        _adopt_state(program, files, origin, descriptor)
     spare = fork_spare(origin) if program.has_spare else None
     with _ending_on_error():
         _reset_modules(program, origin)
@@ -183,7 +183,7 @@ def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
     _run(program.words)
 
 
-def give_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
+def send_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
     """Fork a spare and send its socket, or an error, to the requesting process."""
     try:
         given = fork_spare(origin, is_adopted=is_adopted)
@@ -227,13 +227,13 @@ def _read_program(files: list[int]) -> tuple[Program, list[int]]:
         return Program(**json.load(text)), files[1:]
 
 
-def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor: int) -> None:
+def _adopt_state(program: Program, files: Sequence[int], origin: Origin, descriptor: int) -> None:
     """Set signals, files, environment, name and directory as a new process has them."""
     for number in _IGNORED_WHILE_IDLE:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _place(files, program.numbers)
+    _install_files(files, program.numbers)
     _close_all_but(origin.descriptors | {*program.numbers, descriptor})
     if program.leads == "session":
         os.setsid()
@@ -355,15 +355,15 @@ def end_without_teardown() -> None:
     os._exit(_exit_code & 0xFF)
 
 
-def _above(descriptor: int, numbers: Iterable[int]) -> int:
+def _move_above(descriptor: int, numbers: Iterable[int]) -> int:
     """Duplicate an open file to a descriptor above ``numbers``; close the old one."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
     os.close(descriptor)
     return moved
 
 
-def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    moved = [_above(file, numbers) for file in files]
+def _install_files(files: Sequence[int], numbers: Sequence[int]) -> None:
+    moved = [_move_above(file, numbers) for file in files]
     for file, number in zip(moved, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)

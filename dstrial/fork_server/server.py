@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     fork.reply(descriptor, problem or _unforkable())
     while request := os.read(descriptor, 1):
-        fork.give_spare(descriptor, origin, is_adopted=request == fork.CHILD)
+        fork.send_spare(descriptor, origin, is_adopted=request == fork.CHILD)
     os._exit(0)
 
 

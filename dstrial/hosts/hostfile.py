@@ -99,8 +99,8 @@ def _read(path: Path) -> tuple[Host, ...]:
         elif not _NAME.fullmatch(name):
             wrong = (repr(name), "a host's name or address", "Correct the name.")
         elif name in lines:
-            told = f"{name!r} once more, as in line {lines[name]}"
-            wrong = (told, "each host once", "Give its slots in one line.")
+            got = f"{name!r} once more, as in line {lines[name]}"
+            wrong = (got, "each host once", "Give its slots in one line.")
         elif not 1 <= slots <= _MAX_SLOTS:
             wrong = (f"slots={slots}", f"1 to {_MAX_SLOTS} slots", "Leave the host out, or give it slots.")
         if wrong is not None:

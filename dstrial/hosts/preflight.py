@@ -20,8 +20,8 @@ from dstrial.hosts.transport import SshTransport, Transport
 from dstrial.ranks.devices import SHARE_VARIABLE, may_share
 from dstrial.visible_text import visible_line
 
-_MORE_S = 1.0
-_STEP_S = 5.0
+_CONNECT_MARGIN_S = 1.0
+_ANSWER_S = 5.0
 _CONNECT_S = 2.0
 _MAX_SKEW_S = 30.0
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -84,11 +84,11 @@ def check_hosts(
     """
     began_s = time.monotonic()
     transport = transport or SshTransport()
-    give_up_at_s = began_s + transport.connect_s + _MORE_S
+    give_up_at_s = began_s + transport.connect_s + _CONNECT_MARGIN_S
     connections: list[HostConnection] = []
     try:
-        connections += _on_all(hosts, lambda host: HostConnection(host, python, transport))
-        answers = _on_all(connections, lambda one: _facts(one, give_up_at_s))
+        connections += _map_concurrently(hosts, lambda host: HostConnection(host, python, transport))
+        answers = _map_concurrently(connections, lambda one: _facts(one, give_up_at_s))
         problems = [answer for answer in answers if isinstance(answer, HostProblem)]
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
@@ -100,7 +100,7 @@ def check_hosts(
         problems += _connectivity(known, places, [fact.greeting for fact in facts])
         problems += _shared_problems(known, shared_directory)
     finally:
-        _on_all(connections, HostConnection.close)
+        _map_concurrently(connections, HostConnection.close)
     if problems:
         order = [host.name for host in hosts]
         raise HostError(sorted(problems, key=lambda problem: order.index(problem.host)), len(hosts))
@@ -182,12 +182,12 @@ def fact_problems(
             found += _device_problems(host, fact, environ)
         if abs(fact.skew_s) > _MAX_SKEW_S:
             ahead = "ahead of" if fact.skew_s > 0 else "behind"
-            told = f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock"
-            found.append((told, "Set the clocks, by chrony or another NTP client."))
+            got = f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock"
+            found.append((got, "Set the clocks, by chrony or another NTP client."))
         found += _network_problems(fact, interface, is_alone=len(hosts) == 1)
         if fact.machine and fact.machine in machines:
-            told = f"the same machine as {machines[fact.machine]}"
-            found.append((told, "Write one line for it, with all its slots."))
+            got = f"the same machine as {machines[fact.machine]}"
+            found.append((got, "Write one line for it, with all its slots."))
         machines.setdefault(fact.machine, host.name)
         problems += [HostProblem(host.name, got, fix) for got, fix in found]
     return problems
@@ -238,20 +238,20 @@ def _connectivity(
     """Make every host connect to every other one; return the failed connections."""
 
     def listen(number: int) -> int | None:
-        answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _STEP_S)
+        answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _ANSWER_S)
         return None if answer is None else answer["port"]
 
     numbers = range(len(connections))
-    ports = _on_all(numbers, listen)
+    ports = _map_concurrently(numbers, listen)
 
     def connect(number: int) -> list[str | None]:
         targets = [[*one] for one in zip((address for address, _ in places), ports, greetings, strict=True)]
         message = {"do": "connect", "targets": targets, "timeout_s": _CONNECT_S}
-        answer = connections[number].ask(message, _STEP_S)
+        answer = connections[number].ask(message, _ANSWER_S)
         silent = f"no answer from {connections[number].host.name}"
         return [silent] * len(targets) if answer is None else answer["verdicts"]
 
-    verdicts = _on_all(numbers, connect)
+    verdicts = _map_concurrently(numbers, connect)
     return [
         HostProblem(
             connections[number].host.name,
@@ -269,20 +269,22 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
     if not connections:
         return []
     first, *others = connections
-    left = first.ask({"do": "write_probe", "directory": str(directory)}, _STEP_S) or {"error": "no answer"}
-    if "error" in left:
+    probe = {"do": "write_probe", "directory": str(directory)}
+    written = first.ask(probe, _ANSWER_S) or {"error": "no answer"}
+    if "error" in written:
         problem = HostProblem(
             first.host.name,
-            f"unable to write into {directory} ({left['error']})",
+            f"unable to write into {directory} ({written['error']})",
             "Name a directory that all hosts can write into by DSTRIAL_RUNS_DIR or --runs-dir.",
         )
         return [problem]
     try:
-        answers = _on_all(
-            others, lambda one: one.ask({"do": "read_probe", "path": left["path"]}, _STEP_S) or {}
+        answers = _map_concurrently(
+            others,
+            lambda one: one.ask({"do": "read_probe", "path": written["path"]}, _ANSWER_S) or {},
         )
     finally:
-        first.ask({"do": "remove_probe", "path": left["path"], "made": left["made"]}, _STEP_S)
+        first.ask({"do": "remove_probe", "path": written["path"], "made": written["made"]}, _ANSWER_S)
     return [
         HostProblem(
             one.host.name,
@@ -291,11 +293,11 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
             "DSTRIAL_RUNS_DIR or --runs-dir.",
         )
         for one, answer in zip(others, answers, strict=True)
-        if answer.get("word") != left["word"]
+        if answer.get("word") != written["word"]
     ]
 
 
-def _on_all(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
+def _map_concurrently(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
     """Call ``do`` for all items concurrently; return the results in the items' order."""
     if not items:
         return []

@@ -16,7 +16,7 @@ _CONNECT_S = 20.0
 _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_DEBUG")
 
 _BY_HAND = "`srun --jobid={job} --overlap -N1 -n1 -w {host} true`"
-_SRUN_SAYS = (
+_SRUN_ERRORS = (
     (("no such file or directory", 127), "without Python at {python}",
      "Put the environment on a file system that all nodes mount, or name another interpreter by --python."),
     (("exec format error",), "another kind of machine than {python} is for", "Ask for nodes of one kind by --constraint."),
@@ -34,7 +34,7 @@ class SrunTransport(Transport):
     """
 
     connect_s = _CONNECT_S
-    says = _SRUN_SAYS
+    says = _SRUN_ERRORS
     silent = (
         f"silent (no step began within {_CONNECT_S:g} s)",
         f"Look whether {_BY_HAND} works, and at `scontrol show node {{host}}`.",

@@ -41,7 +41,7 @@ _OPTIONS = {
     "IPQoS": "throughput",
 }
 # Messages of OpenSSH's client (8 to 10) or exit codes, what is wrong, what to do; see `Transport.says`.
-_SSH_SAYS = (
+_SSH_ERRORS = (
     (("could not resolve hostname",), "unknown: no such name", "Correct the name, or give {host} an entry in ~/.ssh/config."),
     (("remote host identification has changed",), "not the machine that ~/.ssh/known_hosts knows (its host key has changed)",
      "If that is right, remove the old key by `ssh-keygen -R {host}`."),
@@ -55,7 +55,7 @@ _SSH_SAYS = (
      "Install the same environment at the same path on each host, or name another interpreter by --python."),
 )  # fmt: skip
 # Variables of a machine, a login or a terminal, and those that identify processes of another job.
-STAYING_NAMES = frozenset(
+LOCAL_NAMES = frozenset(
     {
         "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "HOSTNAME", "HOST", "TMPDIR", "TMP", "TEMP",
         "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "WINDOWID", "STY", "TMUX", "TMUX_PANE", "TERM_SESSION_ID",
@@ -64,7 +64,7 @@ STAYING_NAMES = frozenset(
     }
 )  # fmt: skip
 """Variables that are not sent to other hosts, by name."""
-STAYING_PREFIXES = (
+LOCAL_PREFIXES = (
     "SSH_", "XDG_", "DBUS_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_",
     "OMPI_", "PALS_",
 )  # fmt: skip
@@ -155,7 +155,7 @@ class SshTransport(Transport):
     """Start programs by ``ssh HOST``, with the user's own configuration of ssh."""
 
     connect_s = float(CONNECT_S)
-    says = _SSH_SAYS
+    says = _SSH_ERRORS
     silent = (
         f"silent (no answer within {CONNECT_S} s)",
         "Look whether `ssh {host} true` works, and how long the login takes.",
@@ -186,4 +186,4 @@ def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str
 
 def stays(name: str) -> bool:
     """Return whether a variable describes this machine and is not sent to other hosts."""
-    return name in STAYING_NAMES or name.startswith(STAYING_PREFIXES)
+    return name in LOCAL_NAMES or name.startswith(LOCAL_PREFIXES)

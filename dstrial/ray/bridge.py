@@ -37,7 +37,7 @@ _CLOSE_S = 4.0  # grace period after the master's end for relays to send a goodb
 _BACKLOG = 64  # pending connections of the socket
 
 
-class _NotThereError(Exception):
+class _JobGoneError(Exception):
     """The requested job has ended, or does not have the requested node."""
 
 
@@ -107,10 +107,10 @@ class Bridge:
         nodes = {node.id: node for node in parse_nodes(seen)}
         group = next((one for one in parse_groups(seen) if one.id == request["job"]), None)
         if group is None or group.state == "REMOVED":
-            raise _NotThereError(f"placement group {request['job']} is over")
+            raise _JobGoneError(f"placement group {request['job']} is over")
         names = [nodes[one].name if one in nodes else "" for one in group.node_ids]
         if request["host"] not in names:
-            raise _NotThereError(f"placement group {request['job']} has no node {request['host']}")
+            raise _JobGoneError(f"placement group {request['job']} has no node {request['host']}")
         index = names.index(request["host"])
         actor = self._actor.options(
             name=f"node-{group.id}-{index}-{group.node_ids[index]}",
@@ -147,21 +147,21 @@ def _serve_relay(bridge: Bridge, request: Mapping[str, Any], connection: socket.
 
     try:
         actor, number = bridge.start(request)
-    except (_NotThereError, ValueError, ray.exceptions.RayError) as error:
+    except (_JobGoneError, ValueError, ray.exceptions.RayError) as error:
         _refuse(connection, str(error))
         return
     threading.Thread(target=_write, args=(connection, actor, number), daemon=True).start()
     try:
         _read(connection, actor, number)
     except ray.exceptions.RayError as error:
-        _refuse(connection, f"the actor on {request['host']} is gone: {_plain(str(error))}")
+        _refuse(connection, f"the actor on {request['host']} is gone: {_without_ids(str(error))}")
     finally:
         actor.abandon.remote(number)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _plain(text: str) -> str:
+def _without_ids(text: str) -> str:
     """Remove the indented lines of Ray's error, which are ids of the actor."""
     return " ".join(line for line in text.splitlines() if not line.startswith("\t"))
 

@@ -81,7 +81,7 @@ def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
     return tuple(found)
 
 
-def choose_shares(
+def slots_per_node(
     num_slots: int, capacities: Iterable[int], *, is_on_one_node: bool = False
 ) -> tuple[int, ...] | None:
     """Return a job's slots per node, largest first; None if the cluster has too few.
@@ -96,5 +96,5 @@ def choose_shares(
     each, rest = divmod(num_slots, num_nodes)
     if rest == 0 and largest[num_nodes - 1] >= each:
         return (each,) * num_nodes
-    shares = largest[: num_nodes - 1]
-    return (*shares, num_slots - sum(shares))
+    counts = largest[: num_nodes - 1]
+    return (*counts, num_slots - sum(counts))

@@ -16,7 +16,7 @@ from dstrial.errors import LaunchError
 _FIRST_OWN_STEP = 0xFFFFFFF0
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_MOST = 65_536  # MAX_RANGE of Slurm's own parser (src/common/hostlist.c)
+_MAX_NAMES = 65_536  # MAX_RANGE of Slurm's own parser (src/common/hostlist.c)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
                 f"{wanted} slots are asked for in job {allocation.job_id}, whose {len(nodes)} node(s) have {sum(tasks)} tasks; "
                 f"expected as many tasks as slots. Ask Slurm for them (--ntasks={wanted}), or for fewer slots (--slots)."
             )
-        return _first(tasks, wanted)
+        return _fill_in_order(tasks, wanted)
     if wanted is None:
         return [max(allocation.num_devices, 1)] * len(nodes)
     if wanted <= len(nodes):
-        return _first(tasks, wanted)
+        return _fill_in_order(tasks, wanted)
     if wanted % len(nodes):
         raise LaunchError(
             f"{wanted} slots are asked for in job {allocation.job_id}, which has {len(nodes)} nodes and says nothing of tasks; "
@@ -97,7 +97,7 @@ def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
     return [wanted // len(nodes)] * len(nodes)
 
 
-def _first(tasks: Sequence[int], wanted: int | None) -> list[int]:
+def _fill_in_order(tasks: Sequence[int], wanted: int | None) -> list[int]:
     left = sum(tasks) if wanted is None else wanted
     given = []
     for count in tasks:
@@ -137,7 +137,7 @@ def expand_nodes(text: str) -> list[str]:
         if any("[" in choice or "]" in choice for choice in itertools.chain(*choices)):
             raise _error(text)
         names += ["".join(chosen) for chosen in itertools.product(*choices)]
-    if len(names) > _MOST:
+    if len(names) > _MAX_NAMES:
         raise _error(text)
     return names
 
@@ -157,7 +157,7 @@ def _numbers(text: str, whole: str) -> list[str]:
         if match is None:
             raise _error(whole)
         first, last = match[1], match[2] or match[1]
-        if not 0 <= int(last) - int(first) < _MOST:
+        if not 0 <= int(last) - int(first) < _MAX_NAMES:
             raise _error(whole)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

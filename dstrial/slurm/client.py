@@ -52,7 +52,7 @@ _FIXES = (
 )  # fmt: skip
 
 # Parts of messages which mean that the controller is unreachable.
-_AWAY = (
+_UNREACHABLE = (
     "contact slurm controller",
     "socket timed out",
     "has not answered for",
@@ -63,7 +63,7 @@ _AWAY = (
 )
 _IMPOSSIBLE = "node configuration is not available"
 # Rejections that a controller also gives for some seconds after its start, until its nodes have registered.
-_NOT_YET = (
+_NODES_MISSING = (
     _IMPOSSIBLE,
     "node count specification invalid",
     "more processors requested than permitted",
@@ -72,7 +72,7 @@ _NOT_YET = (
     "generic resource",
 )
 # Rejections by --test-only that are temporary: a real job would wait in the queue.
-_FOR_NOW = (
+_TEMPORARY = (
     "required partition not available",
     "required node not available",
     "requested nodes are busy",
@@ -155,7 +155,7 @@ def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) ->
     """
     code, output, errors = run_slurm(["sbatch", option, str(script)], timeout_s=timeout_s)
     if is_not_yet(f"{output}{errors}") and has_unknown_nodes(timeout_s):
-        said = words_of(errors or output)
+        said = one_line(errors or output)
         raise NodesUnknownError(
             f"Slurm does not know all its nodes yet; sbatch says: {said}. Try again in a minute; `sinfo` shows the nodes."
         )
@@ -164,7 +164,7 @@ def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) ->
 
 def is_not_yet(said: str) -> bool:
     """Return whether a rejection may be due to nodes not yet registered. Pure."""
-    return any(words in said.lower() for words in _NOT_YET)
+    return any(words in said.lower() for words in _NODES_MISSING)
 
 
 def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
@@ -204,21 +204,21 @@ def rejection_of(script: Path) -> tuple[str, str] | None:
         raise ConnectionError(away_reason(text, "sbatch", code))
     if not is_refusal(code, said):
         return None
-    return f"sbatch says: {words_of(text)}", fix_for(said) or "Correct it, or ask who runs the cluster."
+    return f"sbatch says: {one_line(text)}", fix_for(said) or "Correct it, or ask who runs the cluster."
 
 
 def is_refusal(code: int, said: str) -> bool:
     """Return whether ``sbatch --test-only`` has rejected a job permanently. Pure."""
     words = said.lower()
-    is_for_now = any(one in words for one in _FOR_NOW) or (
+    is_temporary = any(one in words for one in _TEMPORARY) or (
         _POLICY in words and _NAMED_LIMIT.search(words) is None
     )
-    return (code != 0 or _IMPOSSIBLE in words) and not is_for_now
+    return (code != 0 or _IMPOSSIBLE in words) and not is_temporary
 
 
 def is_away(said: str) -> bool:
     """Return whether a message means that Slurm is unreachable. Pure."""
-    return any(words in said.lower() for words in _AWAY)
+    return any(words in said.lower() for words in _UNREACHABLE)
 
 
 def away_reason(said: str, command: str, code: int) -> str:
@@ -229,11 +229,11 @@ def away_reason(said: str, command: str, code: int) -> str:
 
 def refused(errors: str, script: str) -> str:
     """Return an error text, with a fix, for sbatch's rejection of a script. Pure."""
-    said = words_of(errors)
+    said = one_line(errors)
     return f"Slurm does not take the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
 
 
-def words_of(errors: str) -> str:
+def one_line(errors: str) -> str:
     """Return the messages on sbatch's stderr in one line. Pure."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"

@@ -79,7 +79,7 @@ def parse_job(text: str) -> Job | None:
     """Parse the line of ``scontrol show job -o``; None if it shows no job."""
     found = {
         name: match[1]
-        for name in _NAMES
+        for name in _SCONTROL_FIELDS
         # A path may contain blanks: a value ends at the next key.
         if (match := re.search(rf"(?:^|\s){name}=(.*?)(?=\s[A-Z][\w/:]*=|\s*$)", text)) is not None
     }
@@ -165,7 +165,7 @@ def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> di
     return found
 
 
-_NAMES = (
+_SCONTROL_FIELDS = (
     "JobId",
     "JobState",
     "Reason",
@@ -199,8 +199,8 @@ _LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
 
 def explained(reason: str) -> str:
     """Return Slurm's reason for a job's state with its meaning, if known. Pure."""
-    told = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
-    return reason if told is None else f"{reason}: {told}"
+    meaning = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
+    return reason if meaning is None else f"{reason}: {meaning}"
 
 
 def _limit_text(reason: str) -> str | None:

@@ -15,9 +15,9 @@ SCRIPT_NAME = "sbatch.sh"
 NODES_SUFFIX = ".nodes"  # suffix of the file in which a holding job writes its nodes
 CANCELLED_SUFFIX = ".cancelled"  # suffix of the file that the master creates before it cancels a holding job
 ALIVE_NAME = "alive"  # file that a running master touches
-LONELY_MINUTES = 60  # a holding job ends after this time without its master
+MASTER_TIMEOUT_MINUTES = 60  # a holding job ends after this time without its master
 NOTICE_S = (30, 120)  # range of the notice before a time limit; Slurm may signal up to a minute earlier
-OF_CLUSTERS = (
+CLUSTER_OPTIONS = (
     "--clusters",
     "--cluster",
     "-M",
@@ -144,7 +144,7 @@ def refused_options(options: Sequence[str]) -> list[str]:
     """Return the user's options of sbatch that a job for holding nodes cannot have."""
     own = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
-        "--wait", "-W", "--parsable", "--test-only", *OF_CLUSTERS,
+        "--wait", "-W", "--parsable", "--test-only", *CLUSTER_OPTIONS,
     )  # fmt: skip
     names = [option.partition("=")[0].partition(" ")[0] for option in options]
     return [
@@ -177,7 +177,7 @@ def batch_script(
         "A task of Slurm's is a slot. The command starts a master, and an agent on each node by srun. It saves a",
         "checkpoint when the job is preempted, cancelled or short of time; started again by Slurm it goes on from there.",
     ]
-    head = _head(name, comments, request, working_directory, run_directory / LOG_NAME, [*ours, *options])
+    head = _header(name, comments, request, working_directory, run_directory / LOG_NAME, [*ours, *options])
     return f"{head}mkdir -p {shlex.quote(str(run_directory))}\nexec {shlex.join(command)}\n"
 
 
@@ -197,7 +197,7 @@ def holding_script(
         "It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and cancels the job",
         "when the trial has ended, paused, or saved a checkpoint because the job has to leave.",
     ]
-    head = _head(name, comments, request, directory, directory / "%j.log", ["--no-requeue", *options])
+    head = _header(name, comments, request, directory, directory / "%j.log", ["--no-requeue", *options])
     lines = [
         f"cd {shlex.quote(str(directory))} || exit 1",
         f'echo "$SLURM_JOB_NODELIST $SLURM_TASKS_PER_NODE" > "$SLURM_JOB_ID{NODES_SUFFIX}.new"',
@@ -205,15 +205,15 @@ def holding_script(
         "# A SIGTERM of Slurm's gives the trial time to save; one of the master's ends the job.",
         f"trap '[ -e \"$SLURM_JOB_ID{CANCELLED_SUFFIX}\" ] && exit 0' TERM",
         "# Without its master the job ends. A search that fails, at a file system that is away, says nothing of the master.",
-        f'until seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{LONELY_MINUTES}) && [ -z "$seen" ]; do',
+        f'until seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{MASTER_TIMEOUT_MINUTES}) && [ -z "$seen" ]; do',
         "    sleep 30 & wait $!",
         "done",
-        f'echo "the master was silent for {LONELY_MINUTES} minutes: the job ends"',
+        f'echo "the master was silent for {MASTER_TIMEOUT_MINUTES} minutes: the job ends"',
     ]
     return head + "\n".join(lines) + "\n"
 
 
-def _head(
+def _header(
     name: str,
     comments: Sequence[str],
     request: Sequence[str],

@@ -36,7 +36,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class NodeAllocation:
     """An allocation's slots on one node, as cluster-wide ids."""
 
     node_id: int
@@ -49,12 +49,12 @@ class RunRef:
 
     allocation_id: str
     directory: Path  # its files on the master's machine
-    shares: tuple[Share, ...]  # at least one, in rank order
+    allocated: tuple[NodeAllocation, ...]  # at least one, in rank order
     supervisor: SupervisorHandle | None = None  # on the master's machine, once the allocation's row has it
 
     @property
     def is_on_own_node(self) -> bool:
-        return all(share.node_id == OWN_NODE for share in self.shares)
+        return all(on_node.node_id == OWN_NODE for on_node in self.allocated)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,13 +256,15 @@ class OwnNodes:
 
 def run_of(allocation: Allocation) -> RunRef:
     """Build an allocation's :class:`RunRef`; one without slots runs on the own node."""
-    shares: dict[int, list[int]] = {}
+    allocated: dict[int, list[int]] = {}
     for slot_id in allocation.slots:
-        shares.setdefault(node_of(slot_id), []).append(slot_id)
-    parts = tuple(Share(node_id, tuple(ids)) for node_id, ids in shares.items())
+        allocated.setdefault(node_of(slot_id), []).append(slot_id)
+    parts = tuple(NodeAllocation(node_id, tuple(ids)) for node_id, ids in allocated.items())
     supervisor = (
         SupervisorHandle(allocation.supervisor_pid, allocation.supervisor_start)
         if allocation.supervisor_pid is not None and allocation.supervisor_start is not None
         else None
     )
-    return RunRef(allocation.id, Path(allocation.directory), parts or (Share(OWN_NODE, ()),), supervisor)
+    return RunRef(
+        allocation.id, Path(allocation.directory), parts or (NodeAllocation(OWN_NODE, ()),), supervisor
+    )

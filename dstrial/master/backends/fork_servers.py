@@ -55,7 +55,7 @@ def forkable_words(command: Sequence[str], environment: Mapping[str, str], pytho
 
 
 @dataclasses.dataclass(slots=True)
-class _Running:
+class _ServerEntry:
     server: ForkServer
     python: str
     used_s: float
@@ -84,7 +84,7 @@ class ForkServers:
     def __init__(self, settings: ForkSettings, log: Path) -> None:
         self._settings = settings
         self._log = log
-        self._running: list[_Running] = []
+        self._running: list[_ServerEntry] = []
         self._status = StatusFile(log.with_name(SERVERS_NAME))
 
     def start_supervisor(
@@ -101,7 +101,7 @@ class ForkServers:
         if not self._settings.is_on or spec.get("forkable") is None:
             return None, ""
         serving = (one for one in self._running if one.serves(python, environment))
-        found = next(serving, None) or self._begin(python, environment)
+        found = next(serving, None) or self._start_server(python, environment)
         if found is None or not found.is_ready():
             return None, ""
         found.used_s = time.monotonic()
@@ -114,8 +114,8 @@ class ForkServers:
                 pid = start_program(found.server.spare(ORPHAN), program, files, known=known)
         except ForkRefusedError as reason:
             logger.info("fork server %s does not fork and is ended: %s", found.server.pid, reason)
-            self._end(found)
-            self._begin(python, environment)
+            self._end_server(found)
+            self._start_server(python, environment)
             return None, str(reason)
         found.num_forks += 1
         return pid, ""
@@ -128,37 +128,37 @@ class ForkServers:
                 found.used_s = now_s
             if now_s - found.used_s > self._settings.idle_timeout_s:
                 logger.info("fork server %s is idle and is ended", found.server.pid)
-                self._end(found)
-        self._show()
+                self._end_server(found)
+        self._write_status()
 
     def close(self) -> None:
         for found in list(self._running):
-            self._end(found)
-        self._show()
+            self._end_server(found)
+        self._write_status()
 
-    def _show(self) -> None:
+    def _write_status(self) -> None:
         self._status.write(
             ShownServer(one.server.pid, one.python, "ready" if one.is_ready() else "importing", one.num_forks)
             for one in self._running
             if not one.is_broken
         )
 
-    def _begin(self, python: str, environment: Mapping[str, str]) -> _Running | None:
+    def _start_server(self, python: str, environment: Mapping[str, str]) -> _ServerEntry | None:
         """Start a fork server, or return None; end the least recently used of too many."""
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.mismatch(environment))
         while len(self._running) >= MAX_SERVERS:
-            self._end(min(self._running, key=lambda one: one.used_s))
+            self._end_server(min(self._running, key=lambda one: one.used_s))
         try:
             server = ForkServer(environment, IMPORTS, log=self._log, python=python)
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
             return None
         logger.info("fork server %s starts (%s)", server.pid, python)
-        self._running.append(_Running(server, python, time.monotonic()))
+        self._running.append(_ServerEntry(server, python, time.monotonic()))
         return self._running[-1]
 
-    def _end(self, found: _Running) -> None:
+    def _end_server(self, found: _ServerEntry) -> None:
         self._running.remove(found)
         found.server.close()

@@ -89,9 +89,9 @@ def prepare(
     """
     directory, workdir = request.directory, request.directory / "workdir"
     try:
-        _write_given(request, workdir)
+        _write_inputs(request, workdir)
         marker, temporary = _marker_of(directory), _temporary_of(directory)
-        command = _with_hooks(request, directory)
+        command = _command_with_hooks(request, directory)
         environment = trial_environment(request, marker=marker, temporary_directory=temporary)
         is_warm = is_warm and dstrial_section(request.config).get("warm") is not False
         if not is_warm:
@@ -127,7 +127,7 @@ def _temporary_of(directory: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"dstrial-{_marker_of(directory)[:10]}"
 
 
-def _write_given(request: AllocationRequest, workdir: Path) -> None:
+def _write_inputs(request: AllocationRequest, workdir: Path) -> None:
     from dstrial.master.backends.model_definition import unpack
 
     directory = request.directory
@@ -163,7 +163,7 @@ def _forkable(
     return forkable_words(command, environment, request.interpreter or sys.executable)
 
 
-def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
+def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
     """Return the command that runs hooks, `task_venv` if needed, and the entrypoint."""
     command = command_for(request.entrypoint)
     files = directory / "workdir"
@@ -327,7 +327,7 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
         with contextlib.suppress(OSError, ValueError):
             handle = read_record(directory / "supervisor.json", SupervisorHandle)
     for kill_try in range(_KILL_TRIES):
-        left = _marked(f"{MARKER_VARIABLE}={_marker_of(directory)}")
+        left = _pids_with_variable(f"{MARKER_VARIABLE}={_marker_of(directory)}")
         left |= set() if handle is None else _in_session(handle)
         if not left:
             return
@@ -391,7 +391,7 @@ def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
         os.close(descriptor)
 
 
-def _marked(assignment: str) -> set[int]:
+def _pids_with_variable(assignment: str) -> set[int]:
     wanted = assignment.encode()
     found = set()
     for entry in Path("/proc").iterdir():

@@ -60,24 +60,24 @@ def main(directory: str, line: str = "") -> None:
         child, refusal = _start(spec, libc)
     except OSError as error:
         os.write(log, b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
-        _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
+        _write_exit(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
         return
     output = _Output(child, requests, log, spec.get("log_bytes"))
-    output.say(line or refusal)
+    output.log_line(line or refusal)
     status = output.follow(spec.get("lease"), spec.get("agent"))
-    if output.is_given_up:
+    if output.is_orphaned:
         return
-    _leave(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
+    _write_exit(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
 
 
-def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> None:
+def _write_exit(requests: "_Requests", exit_code: int, signal_number: int | None) -> None:
     record = {"exit_code": exit_code, "signal": signal_number, "time_us": _now_us()}
     while True:
         try:
             write_json("exit.json", record)
             return
         except OSError as error:
-            if not requests.may_try_again(error):
+            if not requests.should_retry(error):
                 return
 
 
@@ -99,7 +99,7 @@ class _Requests:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def may_try_again(self, error: OSError) -> bool:
+    def should_retry(self, error: OSError) -> bool:
         """Sleep if the disk is full; return whether to retry the write.
 
         Other errors are permanent: the trial may have replaced the file or changed its mode.
@@ -139,7 +139,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
 
-    fork, refusal = _forked(spec)
+    fork, refusal = _start_in_spare(spec)
     if fork is not None:
         return fork, ""
     process = subprocess.Popen(
@@ -154,7 +154,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
     return process, refusal
 
 
-def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
+def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
     """Start the entrypoint in this process's spare; None, and why, if that fails."""
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
@@ -199,7 +199,7 @@ class _Output:
         self._parts: list[str] = []  # names of the log's parts except the first
         self._num_bytes = self._num_lines = 0  # size of the whole log
         self._size = 0  # size of the newest part
-        self._rest: dict[int, bytes] = {}
+        self._partial_lines: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests.wakeup, selectors.EVENT_READ)
         self._streams: dict[int, bytes] = {}
@@ -209,17 +209,17 @@ class _Output:
                 self._selector.register(stream.fileno(), selectors.EVENT_READ)
                 self._streams[stream.fileno()] = tag
         self._status: int | None = None
-        self.is_given_up = False
+        self.is_orphaned = False
 
     def follow(self, lease: "str | None", agent: "str | None") -> int:
         was_terminated = False
         while True:
             self._wait(_TICK_S)
             self._reap()
-            why = "" if lease is None or self.is_given_up else end_reason(lease, agent)
+            why = "" if lease is None or self.is_orphaned else end_reason(lease, agent)
             if why:
-                self.is_given_up = self._requests.kill = True
-                self.say(f"{why}: everything that runs here is killed")
+                self.is_orphaned = self._requests.kill = True
+                self.log_line(f"{why}: everything that runs here is killed")
             if self._requests.kill:
                 kill_descendants(self._is_spared)
             elif self._requests.terminate and not was_terminated:
@@ -227,7 +227,7 @@ class _Output:
                 _signal_group(self._child.pid, signal.SIGTERM)
             if self._status is None:
                 continue
-            if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
+            if was_terminated and not self._requests.kill and _is_group_alive(self._child.pid):
                 continue
             break
         began_s = time.monotonic()
@@ -235,14 +235,14 @@ class _Output:
             passed_s = time.monotonic() - began_s
             awaits_output = bool(self._streams) and passed_s < _TRAILING_OUTPUT_S
             is_patient = passed_s < _TRACKERS_END_S
-            if not kill_descendants(self._is_spared if is_patient else _nobody) and not awaits_output:
+            if not kill_descendants(self._is_spared if is_patient else _spare_none) and not awaits_output:
                 break
             self._wait(0.02)
             self._reap()
             if not self._streams and not descendants(os.getpid()):
                 break
         for descriptor in list(self._streams):
-            self._end(descriptor)
+            self._close_stream(descriptor)
         with contextlib.suppress(OSError):
             os.fsync(self._log)
         return self._status
@@ -265,16 +265,16 @@ class _Output:
         except BlockingIOError:
             return
         if not data:
-            self._end(descriptor)
+            self._close_stream(descriptor)
             return
-        data = self._rest.pop(descriptor, b"") + data
+        data = self._partial_lines.pop(descriptor, b"") + data
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         complete, _, rest = data.rpartition(b"\n")
         while len(rest) > _MAX_LINE_BYTES:
             complete = complete + b"\n" + rest[:_MAX_LINE_BYTES] if complete else rest[:_MAX_LINE_BYTES]
             rest = rest[_MAX_LINE_BYTES:]
         if rest:
-            self._rest[descriptor] = rest
+            self._partial_lines[descriptor] = rest
         if complete or data.startswith(b"\n"):
             self._append(descriptor, complete.split(b"\n"))
 
@@ -297,7 +297,7 @@ class _Output:
                 data = data[os.write(self._log, data) :]
             except OSError as error:
                 # While the supervisor waits, the entrypoint blocks once its pipe is full.
-                if not self._requests.may_try_again(error):
+                if not self._requests.should_retry(error):
                     return
 
     def _begin_part(self) -> None:
@@ -315,14 +315,14 @@ class _Output:
                 os.unlink(self._parts[0])
             del self._parts[0]
 
-    def say(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         """Log a line as stderr of the entrypoint, unless it is empty."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
 
-    def _end(self, descriptor: int) -> None:
-        rest = self._rest.pop(descriptor, b"")
+    def _close_stream(self, descriptor: int) -> None:
+        rest = self._partial_lines.pop(descriptor, b"")
         if rest:
             self._append(descriptor, [rest])
         self._selector.unregister(descriptor)
@@ -382,7 +382,7 @@ def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
     return bool(found)
 
 
-def _nobody(_: int) -> bool:
+def _spare_none(_: int) -> bool:
     return False
 
 
@@ -472,7 +472,7 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _group_lives(group: int) -> bool:
+def _is_group_alive(group: int) -> bool:
     return any(int(fields[2]) == group and not _has_ended(fields) for fields in _process_table().values())
 
 

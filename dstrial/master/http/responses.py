@@ -188,7 +188,7 @@ def error_response(refusal: Problem) -> Response:
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 5.0
+_TOKEN_CHECK_S = 5.0
 
 Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
@@ -256,7 +256,7 @@ class Stream(StreamingResponse):
 async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
     """Wait until the user logs out or is deactivated, or the token is revoked."""
     while await is_still_known():
-        await asyncio.sleep(_ASK_AGAIN_S)
+        await asyncio.sleep(_TOKEN_CHECK_S)
 
 
 def _error_line(error: Exception) -> dict[str, Any]:

@@ -445,7 +445,7 @@ class Api:
                     break
                 methods.append(found.method)
                 if found.method == scope["method"]:
-                    if unsupported.is_word(found.method, path) and path != found.path:
+                    if unsupported.is_fixed_path(found.method, path) and path != found.path:
                         raise unsupported.refusal(found.method, path)
                     return found, [
                         (name, kind, unquote(segment))

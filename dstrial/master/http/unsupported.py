@@ -44,7 +44,7 @@ def refusal(method: str, path: str) -> RequestError:
     )
 
 
-def is_word(method: str, path: str) -> bool:
+def is_fixed_path(method: str, path: str) -> bool:
     """Return whether Determined's client has this exact path, like ``users/setting``.
 
     Such a path must not match a route with a path parameter, ``users/{user_id}``.

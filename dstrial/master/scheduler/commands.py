@@ -101,30 +101,30 @@ class CommandWatch:
         if port is None or allocation.kill_us is not None:
             return
         if not allocation.is_ready:
-            if _answers(port):
+            if _is_listening(port):
                 self._services.database.write(lambda tx: life.mark_ready(tx, allocation.id))
             return
-        problem = self._idle(allocation) or self._too_large(allocation, run)
+        problem = self._idle_problem(allocation) or self._memory_problem(allocation, run)
         if problem is not None:
             why = problem
             self._services.database.write(lambda tx: life.kill(tx, allocation.task_id, why))
 
-    def _idle(self, allocation: Allocation) -> str | None:
+    def _idle_problem(self, allocation: Allocation) -> str | None:
         idle_s = self._services.activity.idle_s(allocation.task_id)
         limit_s = self._limits_s.get(allocation.id)
         if limit_s is None:
-            limit_s = self._limits_s[allocation.id] = self._limit_s(allocation.task_id)
+            limit_s = self._limits_s[allocation.id] = self._idle_timeout_s(allocation.task_id)
         if limit_s == 0 or idle_s < limit_s:
             return None
         return f"nobody has looked at it for {limit_s:g} s (idle_timeout)"
 
-    def _limit_s(self, task_id: str) -> float:
+    def _idle_timeout_s(self, task_id: str) -> float:
         with self._services.database.read() as connection:
             config = json.loads(commands.require(connection, task_id).config)
         own_s = None if config["idle_timeout"] is None else seconds_of(config["idle_timeout"])
         return float(self._services.settings.tensorboard_timeout) if own_s is None else own_s
 
-    def _too_large(self, allocation: Allocation, run: RunRef) -> str | None:
+    def _memory_problem(self, allocation: Allocation, run: RunRef) -> str | None:
         limit_mib = self._services.settings.tensorboard_memory_mib
         if time.monotonic() < self._measured_s.get(allocation.id, 0.0):
             return None
@@ -143,7 +143,7 @@ class CommandWatch:
         self._services.activity.forget(allocation.task_id)
 
 
-def _answers(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _CONNECT_TIMEOUT_S):
         return True
     return False

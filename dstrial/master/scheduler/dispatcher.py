@@ -44,7 +44,7 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _PERIOD_S = 1.0  # interval of polls of the queue if nothing was published
 _NODE_GRACE_US = 5_000_000  # time during which a node that is down still counts as capacity
-_EXCLUDED = 2  # value of `trials.is_node_excluded`: the trial has failed, and a log policy excludes nodes
+_NODE_EXCLUDED = 2  # `trials.is_node_excluded` of a failed trial for which a log policy excludes nodes
 
 _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
@@ -140,7 +140,7 @@ class Dispatcher:
         excluded_nodes = {
             row.id: nodes.excluded_for(connection, row.id)
             for row in found
-            if row.is_node_excluded == _EXCLUDED
+            if row.is_node_excluded == _NODE_EXCLUDED
         }
         known = {place.id for place in places}
         excluded = [row for row in found if row.id in excluded_nodes and excluded_nodes[row.id] >= known]
@@ -310,7 +310,7 @@ class Dispatcher:
             stops: list[Stop] = []
             if first is not None:
                 urgency = (first[0].priority, first[0].queue_position)
-                stops = self._resizing.make_room(connection, first[1], urgency, capacity, soon)
+                stops = self._resizing.preempt_for(connection, first[1], urgency, capacity, soon)
             elif not soon:
                 if capacity.drained:
                     stops = self._resizing.leave_drained(connection, capacity)
@@ -352,7 +352,7 @@ class Dispatcher:
                 else allocations.assign(tx, key, **resources)
             )
             if allocation is not None:
-                _add_parts(tx, allocation.id, slots)
+                _insert_node_allocations(tx, allocation.id, slots)
                 if num_wanted is not None:
                     note_slots(tx, allocation, len(slots), num_wanted)
             return allocation
@@ -414,11 +414,11 @@ class Dispatcher:
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
     """Return free and enabled slots; ``off``: disabled slot -> whether it is drained."""
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
-    some_time_ago_us = now_us() - _NODE_GRACE_US
+    grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {
         slot.id
         for place in places
-        if place.why_down is None or place.since_us > some_time_ago_us
+        if place.why_down is None or place.since_us > grace_start_us
         for slot in place.slots
         if slot.id not in off
     }
@@ -442,7 +442,7 @@ def _is_single_node(connection: Connection, experiment_id: int) -> bool:
     return bool((config.get("resources") or {}).get("is_single_node"))
 
 
-def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
+def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
     """Store an allocation's nodes in rank order, except the master's own."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])

@@ -38,7 +38,7 @@ _RETRY_S = 5.0  # first backoff of a job that failed, or whose storage is unavai
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
-class _StorageAwayError(Exception):
+class _StorageUnavailableError(Exception):
     """The checkpoint storage that a background job needs is unavailable."""
 
 
@@ -72,7 +72,7 @@ class Janitor:
         self._logged_away: set[int] = set()  # jobs whose unavailable storage was logged
         self._period_s = period_s
         self._retries = retries or Retries(first_s=_RETRY_S)  # by job
-        self._forget_at_s = time.monotonic()
+        self._next_cleanup_s = time.monotonic()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
@@ -101,8 +101,8 @@ class Janitor:
     def _work(self) -> None:
         """Perform the next background job, or wait for one."""
         # Check the clock, not a timeout of the event: a busy master sets the event more often.
-        if time.monotonic() >= self._forget_at_s:
-            self._forget_at_s = time.monotonic() + self._period_s
+        if time.monotonic() >= self._next_cleanup_s:
+            self._next_cleanup_s = time.monotonic() + self._period_s
             self._forget_old_logs()
             self._collect_venvs()
             self._copy_database()
@@ -110,13 +110,13 @@ class Janitor:
         with self._database.read() as connection:
             row = background_jobs.next_pending(connection, [key for key in postponed if isinstance(key, int)])
         if row is None:
-            wait_s = min([self._forget_at_s - time.monotonic(), *postponed.values()])
+            wait_s = min([self._next_cleanup_s - time.monotonic(), *postponed.values()])
             self._event.wait(max(0.0, wait_s))
             self._event.clear()
             return
         try:
             self._perform(row)
-        except _StorageAwayError as error:
+        except _StorageUnavailableError as error:
             self._retries.record_failure(row.id, counts=False)
             if row.id not in self._logged_away:
                 logger.warning("%s of experiment %d is put off: %s", row.kind, row.experiment_id, error)
@@ -136,7 +136,7 @@ class Janitor:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         trouble = self._storage_trouble(experiment_id)
         if trouble is not None and row.kind in _NEEDS_STORAGE:
-            raise _StorageAwayError(trouble)
+            raise _StorageUnavailableError(trouble)
         if row.kind == "gc":
             self._collect(experiment_id)
         elif row.kind == "delete_checkpoints":
@@ -233,7 +233,7 @@ class Janitor:
         trouble = self._storages.trouble(storage)
         if trouble is not None:  # lost meanwhile: the files may still exist
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
-            raise _StorageAwayError(trouble)
+            raise _StorageUnavailableError(trouble)
         self._database.write(lambda tx: checkpoints.set_resources(tx, uuid, left))
 
     def _delete_experiment(self, experiment_id: int) -> None:

@@ -67,7 +67,7 @@ class _State:
         if row == before:
             return
         self.row, self.run = row, run_of(row)
-        if _requests(before) != _requests(row):
+        if _stop_requests(before) != _stop_requests(row):
             self.poll_at_s, self.poll_period_s = 0.0, _FIRST_POLL_S
 
 
@@ -147,7 +147,7 @@ class Reconciler:
         self._kill_if_asked(state)  # first, as reading files may fail
         # Observe before reading output, so that everything printed before the exit is read.
         exit_ = self._backend.observe(run)
-        if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.shares):
+        if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.allocated):
             self._started(row, run)
         self._add_notes(row, run)
         if exit_ is None:
@@ -193,7 +193,7 @@ class Reconciler:
 
     def _stop_if_due(self, state: _State) -> None:
         row = state.row
-        why = None if row.kill_us is not None else _why_late(state)
+        why = None if row.kill_us is not None else _expired_grace_period(state)
         if why is not None:
             self._database.write(lambda tx: release(tx, row, f"it did not stop within {why}", is_kill=True))
         elif (phase := _untrained_phase(row)) is not None:
@@ -289,7 +289,7 @@ class Reconciler:
         traceback = None
         if exit_.exit_code != 0:
             for output in self._backend.outputs(run):
-                exit_, traceback = _explained(output.directory, exit_)
+                exit_, traceback = _with_explanation(output.directory, exit_)
                 if traceback is not None or exit_.explanation is not None:
                     break
         exited = life.exited if row.is_command else self._trial_exited(row, run, exit_)
@@ -332,7 +332,7 @@ def release(tx: Transaction, row: Allocation, why: str, *, is_kill: bool) -> Non
         endings.release(tx, row.trial_id, why, is_kill=is_kill)
 
 
-def _requests(row: Allocation) -> tuple[int | None, ...]:
+def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
     return (row.preempt_us, row.preempt_deadline_us, row.kill_us)
 
 
@@ -349,7 +349,7 @@ def _untrained_phase(row: Allocation) -> str | None:
     return untrained_phase_in(Path(row.directory)) if is_due else None
 
 
-def _why_late(state: _State) -> str | None:
+def _expired_grace_period(state: _State) -> str | None:
     """Return which grace period since the stop request has expired, or None.
 
     Ranks that had stalled before the request cannot save, and get a shorter one. A grace period starts when this master first
@@ -374,7 +374,7 @@ def _why_late(state: _State) -> str | None:
     return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
 
 
-def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
+def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
     """Return a failed exit with an explanation from the output, and the traceback."""
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):

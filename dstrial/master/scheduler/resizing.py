@@ -102,7 +102,7 @@ def _all_fit(
     return len(assignments(waiting, free, enabled, used_by)) == len(waiting)
 
 
-def leaves_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
+def can_leave_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
     """Return whether a trial on ``drained`` slots can continue on other slots."""
     kept = [slot for slot in one.slots if slot not in drained]
     if len(kept) == one.num_slots:
@@ -136,7 +136,7 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 SLOTS_GROUP = "resources"  # metric group with a report for each change of a trial's slots
 _POLL_S = 1.0  # interval of checks whether a trial can be resized
-_MAX_KNOWN = 10_000  # entries of the cache before it is cleared
+_MAX_CACHED = 10_000  # entries of the cache before it is cleared
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
+class _CacheEntry:
     """Cache entry: the numbers of slots on which a trial can resume."""
 
     key: tuple[Any, ...]  # checkpoint, config and excluded numbers for which the entry is valid
@@ -167,7 +167,7 @@ class Resizing:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known: dict[tuple[int, int, int], _Known] = {}  # by trial and bounds
+        self._cache: dict[tuple[int, int, int], _CacheEntry] = {}  # by trial and bounds
         # Allocation -> its newest checkpoint when it first could grow; it grows after the next checkpoint.
         self._grows_after: dict[str, str] = {}
         self._polled_s = -_POLL_S
@@ -213,7 +213,7 @@ class Resizing:
             iter(self._choices(connection, row.id, row.experiment_id, at_least, available).choices), None
         )
 
-    def make_room(
+    def preempt_for(
         self,
         connection: Connection,
         first: Waiting,
@@ -248,7 +248,7 @@ class Resizing:
             if capacity.drained.isdisjoint(json.loads(row.slots)):
                 continue
             one = self._running(connection, row)
-            if one is not None and leaves_drained(one, capacity.drained, capacity.free):
+            if one is not None and can_leave_drained(one, capacity.drained, capacity.free):
                 return [(row.trial_id, "its slots are being drained, and it goes on with others")]
         return []
 
@@ -326,21 +326,21 @@ class Resizing:
 
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
-    ) -> _Known:
+    ) -> _CacheEntry:
         """Return a trial's possible numbers of slots, cached per checkpoint and config."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
         key = (None if latest is None else latest.uuid, hash(text), unusable)
         cached_as = trial_id, at_least, at_most
-        known = self._known.get(cached_as)
+        known = self._cache.get(cached_as)
         if known is None or known.key != key:
-            if len(self._known) > _MAX_KNOWN:
-                self._known.clear()
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.clear()
             config = json.loads(text)
             trial = trial_rows.require(connection, trial_id)
             found = resume.choices(connection, trial, config, at_least=at_least, at_most=at_most)
-            known = self._known[cached_as] = _Known(key, found, _saves(config))
+            known = self._cache[cached_as] = _CacheEntry(key, found, _saves(config))
         return known
 
 

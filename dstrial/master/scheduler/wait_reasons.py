@@ -115,7 +115,7 @@ class WaitReasons:
             else "this master has"
         )
         text = f"{'it' if is_command else 'the trial'} needs {_slots(wanted)} and waits; {has} {num_slots}. "
-        text += self._how_to_have(wanted)
+        text += self._hint_more_slots(wanted)
         if why is not None:
             text += f", for its checkpoint cannot go on with fewer: {why}"
         self._log_once([(row, ("slots", wanted, num_slots), text)])
@@ -154,7 +154,7 @@ class WaitReasons:
             lines.append((row, ("queue", row.run_id), text))
         self._log_once(lines, "INFO")
 
-    def _how_to_have(self, num_slots: int) -> str:
+    def _hint_more_slots(self, num_slots: int) -> str:
         """Return a hint on how to get more slots."""
         services = self._services
         down = [node.name for node in services.backend.nodes() if node.why_down is not None]

@@ -83,13 +83,13 @@ class Agent:
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
         # An engine's node has an agent per job; each has its own files.
-        self._place = f"-{place}" if (place := str(hello.get("place", ""))) else ""
-        self._allocations = self._directory / f"allocations{self._place}"
+        self._suffix = f"-{place}" if (place := str(hello.get("place", ""))) else ""
+        self._allocations = self._directory / f"allocations{self._suffix}"
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._runs: dict[str, _Run] = {}
-        self._lease = self._directory / f"lease{self._place}"
-        self._record = self._directory / f"agent{self._place}.json"
+        self._lease = self._directory / f"lease{self._suffix}"
+        self._record = self._directory / f"agent{self._suffix}.json"
         if (
             not 0 <= supervisor.lease_left_s(str(self._lease)) <= ORPHAN_S
         ):  # no lease, an expired one, or one of an earlier boot
@@ -101,14 +101,14 @@ class Agent:
         self._parent = os.getppid() if hello["ends_with_parent"] else None
         self._replace_predecessor()
         self._slots = _slots_of(hello["slots"])
-        if self._place and len(self._slots) < len(hello["slots"]):
+        if self._suffix and len(self._slots) < len(hello["slots"]):
             raise MasterError(
                 f"without its devices: the job has {len(hello['slots'])} there, and its programs see {len(self._slots)} "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}). Ask for a device for each slot"
             )
         self._fork_servers = ForkServers(
             ForkSettings(is_on=hello["is_warm"], idle_timeout_s=hello["warm_idle_timeout_s"]),
-            self._directory / f"fork-server{self._place}.log",
+            self._directory / f"fork-server{self._suffix}.log",
         )
         self._streams = Streams(_send)
         self._listener = self._listen()
@@ -149,7 +149,7 @@ class Agent:
 
     def _listen(self) -> socket.socket:
         """Listen on the last agent's port, to which running trials send their reports."""
-        record = self._directory / f"relay{self._place}.json"
+        record = self._directory / f"relay{self._suffix}.json"
         port = 0
         with contextlib.suppress(OSError, ValueError, KeyError):
             port = int(json.loads(record.read_text(encoding="utf-8"))["port"])
@@ -209,7 +209,7 @@ class Agent:
         with contextlib.suppress(OSError):
             remove_tree(self._allocations, is_forced=True)
         for name in ("agent{}.json", "relay{}.json", "fork-server{}.log", "lease{}"):
-            (self._directory / name.format(self._place)).unlink(missing_ok=True)
+            (self._directory / name.format(self._suffix)).unlink(missing_ok=True)
         os._exit(0)
 
     def _outlive(self) -> NoReturn:
@@ -252,7 +252,7 @@ class Agent:
                 is_warm=self._hello["is_warm"],
                 forks_with_accelerators=self._hello["forks_with_accelerators"],
                 # Supervisors watch the agent, too: Slurm may kill only the agent's step when the job ends.
-                watch={"lease": str(self._lease), "agent": str(self._record) if self._place else None},
+                watch={"lease": str(self._lease), "agent": str(self._record) if self._suffix else None},
             )
             with self._lock:
                 run = self._runs[name] = _Run(asked.directory, None, sent={})

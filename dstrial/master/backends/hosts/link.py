@@ -56,7 +56,7 @@ _LEAVE_S = 2.0  # timeout for an agent to delete its files
 _SILENT_END_S = 2 * BEAT_S  # after such a silence, a disconnected host may still run
 _MARGIN_S = 2.0  # delay after a lease's end until its allocations are lost: supervisors poll the lease
 _KILLED = 137  # exit code of SIGKILL in a shell
-_MAY_RUN = (
+_ORPHAN_NOTICE = (
     "What the last master left there may go on, and begins again elsewhere once the host answers, at the latest after "
     f"{ORPHAN_S / 3600:g} hours"
 )
@@ -204,7 +204,7 @@ class HostLink:
             run = self._runs.get(name)
             if run is None:
                 return None
-            self._lose_if_late(run)
+            self._end_if_lease_over(run)
             return dataclasses.replace(run)
 
     def take_notes(self, name: str) -> list[Note]:
@@ -276,7 +276,7 @@ class HostLink:
                     if run.exit is None:
                         self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
 
-    def _lose_if_late(self, run: RemoteRun) -> None:
+    def _end_if_lease_over(self, run: RemoteRun) -> None:
         """End a run as lost if its host is down and the host's lease has ended."""
         # A connection may have extended the lease before its agent has answered.
         newest_s = self._connection.lease_ends_s if self._connection is not None else None
@@ -330,7 +330,9 @@ class HostLink:
             if is_wanted and (was_up or not self.has_tried.is_set()):
                 for run in self._runs.values():
                     if run.exit is None:
-                        self._note(run, f"is lost: {why}" if was_up else f"is not reached: {why}. {_MAY_RUN}")
+                        self._note(
+                            run, f"is lost: {why}" if was_up else f"is not reached: {why}. {_ORPHAN_NOTICE}"
+                        )
         self._streams.close()
         now_s = time.monotonic()
         if is_wanted and (was_up or (changed and now_s > self._logged_s + _LOG_PERIOD_S)):
@@ -407,17 +409,17 @@ class HostLink:
     def _follow(self, connection: HostConnection) -> str:
         """Process the agent's messages until the connection ends; return why it ended."""
         began_s = time.monotonic()
-        is_up = is_told = False
+        is_up = is_reported = False
         while not self._is_closing.is_set():
             limit_s = LOST_S if is_up else _HELLO_TIMEOUT_S
             silent_s = time.monotonic() - max(connection.heard_s, began_s)
             if silent_s > limit_s:
                 self._was_silent = True
                 return f"silent: nothing was heard for {limit_s:g} s"
-            if is_up and (silent_s > SILENT_S) != is_told:
-                is_told = not is_told
+            if is_up and (silent_s > SILENT_S) != is_reported:
+                is_reported = not is_reported
                 silence = f"is silent for {SILENT_S:g} s, and lost after {LOST_S:g} s"
-                self._note_all(silence if is_told else "is heard again")
+                self._note_all(silence if is_reported else "is heard again")
             try:
                 frame = connection.next(BEAT_S)
             except TimeoutError:
@@ -503,7 +505,7 @@ class HostLink:
         saving = run.mirror / SAVING_DIRECTORY
         for uuid in frame["begun"]:
             saving.mkdir(mode=0o700, exist_ok=True)
-            (saving / _plain(uuid)).touch()
+            (saving / _file_name(uuid)).touch()
         cause: Cause = "lost" if frame["was_lost"] else "exited" if run.kill is None else "preempted"
         text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
         with self._lock:
@@ -535,7 +537,7 @@ class HostLink:
 
 def _write_mirror(mirror: Path, frame: Mapping[str, Any]) -> None:
     """Write a received file to the mirror; append bytes that have an offset."""
-    path, at = mirror / _plain(frame["file"]), frame["at"]
+    path, at = mirror / _file_name(frame["file"]), frame["at"]
     if frame["data"] is None:
         path.unlink(missing_ok=True)
         return
@@ -553,6 +555,6 @@ def _sizes(mirror: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in mirror.glob("output.log*")}
 
 
-def _plain(name: str) -> str:
+def _file_name(name: str) -> str:
     """Return a path's last part, so that a host cannot write outside of the mirror."""
     return Path(str(name)).name

@@ -26,10 +26,10 @@ from dstrial.master.backends.backend import (
     Answer,
     Key,
     Node,
+    NodeAllocation,
     Refusal,
     ResourceRequest,
     RunRef,
-    Share,
     SlotsGoneError,
     SupervisorHandle,
 )
@@ -91,7 +91,7 @@ class QueuedBackend(LinkedBackend):
         super().__init__(local, state_dir)
         self._engine = engine
         self._settings = settings
-        self._tell_scheduler = tell
+        self._notify_scheduler = tell
         self._engine_status = StatusFile(state_dir / ENGINE_NAME)
         self._wants_devices = wants_devices
         self._lock = threading.RLock()
@@ -101,7 +101,7 @@ class QueuedBackend(LinkedBackend):
         self._job_of: dict[str, TrackedJob] = {}  # by allocation
         self._nodes = NodeTable(ids_of, engine.name, "cuda" if wants_devices else "cpu")
         self._capacity_s = -_NODES_PERIOD_S
-        self._why_away: str | None = f"{engine.name} has not been asked yet"
+        self._unreachable_reason: str | None = f"{engine.name} has not been asked yet"
         self._changed_s = time.monotonic()
         self._wake = threading.Event()
         self._is_closing = threading.Event()
@@ -160,7 +160,7 @@ class QueuedBackend(LinkedBackend):
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
         """Return why the engine rejects a request; empty also if it does not answer."""
-        if self._why_away is not None:
+        if self._unreachable_reason is not None:
             return ()
         try:
             found = self._engine.unsatisfiable_reasons(
@@ -177,8 +177,8 @@ class QueuedBackend(LinkedBackend):
 
     def _job_text(self, name: str) -> str:
         waiting = self._waiting.get(name)
-        if waiting is not None and self._why_away is not None:
-            return f"waiting for {self._engine.name}: {self._why_away}"
+        if waiting is not None and self._unreachable_reason is not None:
+            return f"waiting for {self._engine.name}: {self._unreachable_reason}"
         jobs = [one for one in self._jobs.values() if one.seen.key == name]
         if waiting is not None:
             jobs = [one for one in jobs if not one.was_used]  # the job of the trial's last allocation
@@ -192,11 +192,15 @@ class QueuedBackend(LinkedBackend):
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         if not run.is_on_own_node:
-            wanted = {slot_id for share in run.shares for slot_id in share.slots}
+            wanted = {slot_id for on_node in run.allocated for slot_id in on_node.slots}
             with self._lock:
                 free = [job for job in self._jobs.values() if job.is_free]
                 job = next(
-                    (one for one in free if wanted <= {slot for share in one.shares for slot in share.slots}),
+                    (
+                        one
+                        for one in free
+                        if wanted <= {slot for on_node in one.allocated for slot in on_node.slots}
+                    ),
                     None,
                 )
                 if job is None:
@@ -234,7 +238,7 @@ class QueuedBackend(LinkedBackend):
         with self._lock:
             there = [job.seen for job in self._jobs.values() if job.end is None and not job.is_cancelled]
             jobs = [f"{job.text} for {job.key}" for job in there]
-            why_away = self._why_away
+            why_away = self._unreachable_reason
         self._engine_status.write([ShownEngine(self._engine.name, why_away, jobs)])
 
     def close(self) -> None:
@@ -260,13 +264,13 @@ class QueuedBackend(LinkedBackend):
                 self._job_of[run.allocation_id] = job
         return job
 
-    def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
+    def _link_to(self, run: RunRef, on_node: NodeAllocation) -> HostLink | None:
         with self._lock:
             job = self._find_job(run)
-            return None if job is None else job.links.get(share.node_id)
+            return None if job is None else job.links.get(on_node.node_id)
 
-    def _unlinked_reason(self, run: RunRef, share: Share) -> str:
-        del share
+    def _unlinked_reason(self, run: RunRef, on_node: NodeAllocation) -> str:
+        del on_node
         with self._lock:
             job = self._find_job(run)
         return "its job is not known" if job is None else job.end or f"{job.name} has no such node"
@@ -280,7 +284,7 @@ class QueuedBackend(LinkedBackend):
                 self._poll()
                 period_s = _POLL_S if time.monotonic() < self._changed_s + _BUSY_S else _IDLE_POLL_S
             except ConnectionError as error:
-                self._note_away(str(error))
+                self._note_unreachable(str(error))
                 period_s = _RETRY_S
             except Exception:
                 logger.exception("%s is asked again after a problem", self._engine.name)
@@ -299,7 +303,7 @@ class QueuedBackend(LinkedBackend):
         seen = {job.id: job for job in self._engine.jobs()}
         self._nodes.learn({part.host for job in seen.values() for part in job.parts})
         with self._lock:
-            was_away = self._why_away is not None and self._has_tried.is_set()
+            was_away = self._unreachable_reason is not None and self._has_tried.is_set()
             changed = self._track(seen)
             todo = self._plan()
             submitted = [(name, self._waiting[name]) for name in todo.submitted]
@@ -308,7 +312,7 @@ class QueuedBackend(LinkedBackend):
             self._submit(name, waiting)
         # Only after the submissions: a controller that has just started answers, but may reject jobs for now.
         with self._lock:
-            self._why_away = None
+            self._unreachable_reason = None
             over = [job for job in self._jobs.values() if job.end is not None and job.run is None]
             for job in over:
                 del self._jobs[job.seen.id]
@@ -319,20 +323,20 @@ class QueuedBackend(LinkedBackend):
             changed = self._nodes.update(self._jobs.values()) or changed
         if changed or was_away or todo.cancelled or todo.submitted:
             self._changed_s = time.monotonic()
-            self._tell_scheduler()
+            self._notify_scheduler()
 
     def _note_change(self) -> None:
         self._changed_s = time.monotonic()
         self._wake.set()
 
-    def _note_away(self, why: str) -> None:
+    def _note_unreachable(self, why: str) -> None:
         with self._lock:
-            is_new = self._why_away is None or not self._has_tried.is_set()
+            is_new = self._unreachable_reason is None or not self._has_tried.is_set()
             if is_new:  # keep the first text: each command words it differently
-                self._why_away = visible_line(why)
+                self._unreachable_reason = visible_line(why)
         if is_new:
             logger.warning("%s does not answer, and is asked again: %s", self._engine.name, why)
-            self._tell_scheduler()
+            self._notify_scheduler()
 
     def _update_capacity(self) -> None:
         self._nodes.set_capacity(self._engine.nodes())
@@ -359,34 +363,39 @@ class QueuedBackend(LinkedBackend):
     def _open_links(self, job: TrackedJob) -> None:
         """Open links to a job's nodes; assign the lowest slot ids that no other job has."""
         run = job.run
-        shares = {} if run is None else {share.node_id: share for share in run.shares}
-        taken = [share for one in self._jobs.values() for share in one.shares]
+        allocated = {} if run is None else {on_node.node_id: on_node for on_node in run.allocated}
+        taken = [on_node for one in self._jobs.values() for on_node in one.allocated]
         settings = dataclasses.replace(self._settings, transport=self._engine.transport(job.seen.id))
         for part in job.seen.parts:
             node_id = self._nodes.ids[part.host]
             if run is None:
-                used = {index_of(slot) for share in taken if share.node_id == node_id for slot in share.slots}
+                used = {
+                    index_of(slot)
+                    for on_node in taken
+                    if on_node.node_id == node_id
+                    for slot in on_node.slots
+                }
                 ids = tuple(slot_id_of(node_id, index) for index in free_indices(part.num_slots, used))
-                shares[node_id] = Share(node_id, ids)
-            elif node_id not in shares:  # the allocation does not use this node
+                allocated[node_id] = NodeAllocation(node_id, ids)
+            elif node_id not in allocated:  # the allocation does not use this node
                 continue
-            share = shares[node_id]
+            on_node = allocated[node_id]
             link = job.links[node_id] = HostLink(
                 node_id,
-                Host(part.host, tuple(range(len(share.slots))), is_filtered=True),
+                Host(part.host, tuple(range(len(on_node.slots))), is_filtered=True),
                 settings,
                 self._on_link,
-                slot_ids=share.slots,
+                slot_ids=on_node.slots,
                 place=job.seen.id,
             )
             if run is not None:  # an agent kills all allocations that its link does not list
-                link.recover(run.allocation_id, self._new_part(run, share, link, None))
+                link.recover(run.allocation_id, self._new_part(run, on_node, link, None))
             link.start()
-        job.shares = tuple(shares.values())
+        job.allocated = tuple(allocated.values())
 
     def _on_link(self) -> None:
         self._note_change()
-        self._tell_scheduler()
+        self._notify_scheduler()
 
     def _plan(self) -> Plan:
         """Return which jobs to cancel and submit; none before the first ``request``."""

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from dstrial.master.backends.backend import Node, ResourceRequest, RunRef, Share
+from dstrial.master.backends.backend import Node, NodeAllocation, ResourceRequest, RunRef
 from dstrial.master.backends.devices import Slot, SlotKind
 from dstrial.master.backends.engine import EngineJob, JobState, NodeCapacity
 from dstrial.master.backends.hosts.link import HostLink
@@ -46,7 +46,9 @@ class TrackedJob:
     name: str  # for users
     # :func:`size_of` its request; None for a job of an earlier master
     size: tuple[int, bool, frozenset[int]] | None = None
-    shares: tuple[Share, ...] = ()  # its slots once it has nodes, in rank order; no other job has them
+    allocated: tuple[
+        NodeAllocation, ...
+    ] = ()  # its slots once it has nodes, in rank order; no other job has them
     links: dict[int, HostLink] = dataclasses.field(default_factory=dict)  # by node id
     run: RunRef | None = None  # the allocation in it
     was_used: bool = False  # whether an allocation has started in it; a job is used once
@@ -82,14 +84,14 @@ class TrackedJob:
 
     def begin(self, run: RunRef) -> None:
         """Record that an allocation uses the job."""
-        self.run, self.was_used, self.shares = run, True, self.shares or run.shares
+        self.run, self.was_used, self.allocated = run, True, self.allocated or run.allocated
 
     def cancel(self) -> bool:
         """Mark the job as cancelled; return False if it was already.
 
         The next job can get its slot ids, although the engine may still be ending this job.
         """
-        is_new, self.is_cancelled, self.shares = not self.is_cancelled, True, ()
+        is_new, self.is_cancelled, self.allocated = not self.is_cancelled, True, ()
         return is_new
 
     def leaving_reason(self) -> str | None:
@@ -109,11 +111,11 @@ class TrackedJob:
 
     def slots_for(self, request: ResourceRequest) -> list[int] | None:
         """Return slots of the job for a request, in rank order; None if it has too few."""
-        available = {part: len(share.slots) for part, share in enumerate(self.shares)}
+        available = {part: len(on_node.slots) for part, on_node in enumerate(self.allocated)}
         for count in (request.num_slots, *request.fewer):
             chosen = chosen_counts(count, available, is_on_one_node=request.is_on_one_node)
             if chosen is not None:
-                return [slot for part, num in chosen.items() for slot in self.shares[part].slots[:num]]
+                return [slot for part, num in chosen.items() for slot in self.allocated[part].slots[:num]]
         return None
 
     def unusable_reason(self, request: ResourceRequest) -> str | None:
@@ -131,7 +133,7 @@ class TrackedJob:
         if request.excluded_nodes & self.links.keys():
             return "it has a node that is disabled for this trial"
         if self.slots_for(request) is None:
-            num_slots = sum(len(share.slots) for share in self.shares)
+            num_slots = sum(len(on_node.slots) for on_node in self.allocated)
             return f"it has {num_slots} slots, which cannot be used as {request.num_slots} are requested"
         return None
 
@@ -270,7 +272,7 @@ class NodeTable:
             if link.is_silent and link.node_id not in up
         }
         known = {slot.id: slot for end in ends if end.why_down is None for slot in end.slots}
-        used = [slot_id for job in jobs for share in job.shares for slot_id in share.slots]
+        used = [slot_id for job in jobs for on_node in job.allocated for slot_id in on_node.slots]
         before = {node.id: node for node in self.nodes}
         nodes = []
         for name, node_id in sorted(self.ids.items(), key=lambda pair: pair[1]):

@@ -25,7 +25,7 @@ from dstrial.master.backends.engine import (
 )
 from dstrial.ray import relay
 from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
-from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, choose_shares, parse_groups, parse_nodes
+from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, parse_groups, parse_nodes, slots_per_node
 from dstrial.visible_text import visible_line
 
 _PREFIX = "dstrial"  # first word of placement groups' names
@@ -148,7 +148,7 @@ class RayEngine:
         self._bridge.close()
 
 
-_RAY_SAYS = (
+_RAY_ERRORS = (
     (("exec format error",), "another kind of machine than {python} is for", "Use a cluster whose nodes are of one kind."),
     (("no such file or directory", 127), "without Python at {python}",
      "Put the environment on a file system that all nodes mount, or name another interpreter."),
@@ -161,7 +161,7 @@ class RayTransport(Transport):
 
     connect_s = _CONNECT_S
     ends_with_parent = True  # the parent is the job's actor
-    says = _RAY_SAYS
+    says = _RAY_ERRORS
     silent = (
         f"silent (Ray has started no actor there within {_CONNECT_S:g} s)",
         "Look at `ray status`, and on {host} at /tmp/ray/session_latest/logs/raylet.out.",
@@ -227,7 +227,7 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
     kind = GPU if request.wants_devices else CPU
     nodes = [node for node in nodes if node.name not in request.excluded_nodes]
     counts = [node.num_slots(kind) for node in nodes]
-    shares = choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
+    shares = slots_per_node(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
     if shares is not None:
         return [{kind: float(count)} for count in shares]
     most = max(counts, default=0) if request.is_on_one_node else sum(counts)

@@ -44,7 +44,7 @@ _ALIVE_PERIOD_S = 60.0  # interval of the master's heartbeats to its jobs (``ALI
 _EXPERIMENT = "the experiment's config"
 _MASTER = "the master's settings"
 _OPTIONS = "slurm.sbatch_args"
-_SHARED_S = 60.0  # timeout of a running job's first file in the master's directory
+_NODES_FILE_S = 60.0  # timeout of a running job's first file in the master's directory
 
 
 class SlurmEngine:
@@ -68,11 +68,11 @@ class SlurmEngine:
         wants_devices: bool,
     ) -> None:
         self._directory = directory
-        self._mark = f"@{cluster_id.replace('-', '')[:8]}"
+        self._name_suffix = f"@{cluster_id.replace('-', '')[:8]}"
         self._settings = settings
         self._wants_devices = wants_devices
         self._parts: dict[str, tuple[Part, ...]] = {}
-        self._unseen_s: dict[str, float] = {}
+        self._unreported_s: dict[str, float] = {}
         self._alive_s = -_ALIVE_PERIOD_S
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -92,7 +92,7 @@ class SlurmEngine:
 
     def _query(self, words: Sequence[str]) -> str:
         """Run a command of Slurm and return its output; raise ConnectionError on failure."""
-        self._touch()  # even if Slurm does not answer, so that the jobs do not end
+        self._send_heartbeat()  # even if Slurm does not answer, so that the jobs do not end
         code, output, errors = client.run_slurm(list(words))
         if code:
             raise ConnectionError(client.away_reason(errors or output, words[0], code))
@@ -121,7 +121,7 @@ class SlurmEngine:
 
     def submit(self, request: JobRequest) -> str:
         """Submit a job that holds nodes; return its number."""
-        self._touch()
+        self._send_heartbeat()
         try:
             text = self._script(request)
         except ConfigError as error:
@@ -136,7 +136,7 @@ class SlurmEngine:
             raise EngineRefusedError(str(error)) from error
 
     def _script(self, request: JobRequest) -> str:
-        name = f"{request.key}{self._mark}"
+        name = f"{request.key}{self._name_suffix}"
         return script_of(request, self._settings, name, self._directory)
 
     def max_pending(self, num_slots: int) -> int:
@@ -146,10 +146,10 @@ class SlurmEngine:
 
     def jobs(self) -> Sequence[EngineJob]:
         jobs = parse_queue(self._query(SQUEUE))
-        return [self._engine_job(job) for job in jobs if job.name.endswith(self._mark)]
+        return [self._engine_job(job) for job in jobs if job.name.endswith(self._name_suffix)]
 
     def _engine_job(self, job: Job) -> EngineJob:
-        key = job.name.removesuffix(self._mark)
+        key = job.name.removesuffix(self._name_suffix)
         state = state_of(job)
         if state in ("pending", "ended"):
             self._parts.pop(job.job_id, None)
@@ -158,11 +158,11 @@ class SlurmEngine:
         text, parts = text_of(job), self._parts_of(job)
         if parts:
             return EngineJob(job.job_id, key, state, text, parts)
-        since_s = self._unseen_s.setdefault(job.job_id, time.monotonic())
-        if state == "running" and time.monotonic() > since_s + _SHARED_S:
+        since_s = self._unreported_s.setdefault(job.job_id, time.monotonic())
+        if state == "running" and time.monotonic() > since_s + _NODES_FILE_S:
             self.cancel(job.job_id)
             text = (
-                f"job {job.job_id} runs on {job.nodes}, and has written nothing into {self._directory} for {_SHARED_S:g} s; "
+                f"job {job.job_id} runs on {job.nodes}, and has written nothing into {self._directory} for {_NODES_FILE_S:g} s; "
                 "expected a directory that all nodes mount. Start the master with such a --state-dir"
             )
             return EngineJob(job.job_id, key, "ended", text)
@@ -174,7 +174,7 @@ class SlurmEngine:
             with contextlib.suppress(OSError, ValueError):
                 text = (self._directory / f"{job.job_id}{NODES_SUFFIX}").read_text(encoding="utf-8")
                 self._parts[job.job_id] = parts_of(text)
-                self._unseen_s.pop(job.job_id, None)
+                self._unreported_s.pop(job.job_id, None)
         return self._parts.get(job.job_id, ())
 
     def cancel(self, job_id: str) -> None:
@@ -191,7 +191,7 @@ class SlurmEngine:
 
     def close(self) -> None: ...
 
-    def _touch(self) -> None:
+    def _send_heartbeat(self) -> None:
         if time.monotonic() > self._alive_s + _ALIVE_PERIOD_S:
             self._alive_s = time.monotonic()
             with contextlib.suppress(OSError):

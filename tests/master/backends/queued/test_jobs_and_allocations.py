@@ -13,7 +13,7 @@ from waiting import wait_for
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Transport
-from dstrial.master.backends.backend import ResourceRequest, RunRef, Share, SlotsGoneError
+from dstrial.master.backends.backend import NodeAllocation, ResourceRequest, RunRef, SlotsGoneError
 from dstrial.master.backends.engine import (
     EngineJob,
     EngineRefusedError,
@@ -143,7 +143,7 @@ def submit(made: Made, directory: Path, index: int) -> None:
     values: dict[str, Any] = dict.fromkeys(
         (field.name for field in dataclasses.fields(AllocationRequest)), ""
     )
-    run = RunRef("2.x.1", directory, (Share(1, (slot_id_of(1, index),)),))
+    run = RunRef("2.x.1", directory, (NodeAllocation(1, (slot_id_of(1, index),)),))
     made.backend.submit(
         AllocationRequest(**{**values, "ports": {}, "slots": (), "links": {}, "variables": {}}), run
     )
@@ -188,7 +188,7 @@ def test_job_is_cancelled_when_its_allocation_has_ended(made: Made, tmp_path: Pa
     begin(made, "1")
     submit(made, tmp_path / "allocation", 0)
     made.backend.request([])
-    run = RunRef("2.x.1", tmp_path / "allocation", (Share(1, (slot_id_of(1, 0),)),))
+    run = RunRef("2.x.1", tmp_path / "allocation", (NodeAllocation(1, (slot_id_of(1, 0),)),))
     made.backend.forget(run)
     made.backend.request([request(1)])
     wait_for(lambda: set(made.engine.cancelled) == {"1"})
@@ -210,7 +210,7 @@ def test_allocation_of_a_job_that_ended_without_a_master_is_lost(made: Made, tmp
     directory = tmp_path / "allocation"
     directory.mkdir()
     (directory / "job.json").write_text('{"job": "1"}')
-    run = RunRef("2.x.1", directory, (Share(1, (slot_id_of(1, 0),)),))
+    run = RunRef("2.x.1", directory, (NodeAllocation(1, (slot_id_of(1, 0),)),))
     assert made.backend.find(run) is None
     assert made.backend.observe(run) is None, "the engine has not been asked"
     made.backend.begin()
