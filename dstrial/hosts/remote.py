@@ -126,7 +126,7 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
                 word = one.recv(_GREETING_BYTES).decode(errors="replace")
         except OSError as error:
             return (error.strerror or str(error)).lower()
-        return None if word == greeting else "somebody else answers there"
+        return None if word == greeting else "another program answers there"
 
     with ThreadPoolExecutor(len(targets)) as threads:
         return list(threads.map(attempt, targets))

@@ -34,12 +34,12 @@ class SrunTransport(Transport):
     """
 
     connect_s = _CONNECT_S
-    says = _SRUN_ERRORS
-    silent = (
+    known_errors = _SRUN_ERRORS
+    timeout_error = (
         f"silent (no step began within {_CONNECT_S:g} s)",
         f"Look whether {_BY_HAND} works, and at `scontrol show node {{host}}`.",
     )
-    fallback = ("not starting a step", f"Look at what {_BY_HAND} prints.")
+    other_error = ("not starting a step", f"Look at what {_BY_HAND} prints.")
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ _OPTIONS = {
     # Interactive sessions wait for acknowledgements, which delays logs of many lines.
     "IPQoS": "throughput",
 }
-# Messages of OpenSSH's client (8 to 10) or exit codes, what is wrong, what to do; see `Transport.says`.
+# Messages of OpenSSH's client (8 to 10).
 _SSH_ERRORS = (
     (("could not resolve hostname",), "unknown: no such name", "Correct the name, or give {host} an entry in ~/.ssh/config."),
     (("remote host identification has changed",), "not the machine that ~/.ssh/known_hosts knows (its host key has changed)",
@@ -94,17 +94,17 @@ class Transport(abc.ABC):
         connect_s: timeout of the start, seconds.
         ends_with_parent: whether the end of the program's parent process means that the job has lost the host.
         job: the engine's name of the job, for messages.
-        says: rows of causes (exit codes, or phrases in lower case), what is wrong, what to do; the first match is used.
-        silent: what is wrong and what to do if the command is still running.
-        fallback: what is wrong and what to do if no row of ``says`` matches.
+        known_errors: rows of causes (exit codes, or phrases in lower case), what is wrong, what to do; the first match is used.
+        timeout_error: what is wrong and what to do if the command is still running.
+        other_error: what is wrong and what to do if no row of ``known_errors`` matches.
     """
 
     connect_s: float
     ends_with_parent = False
     job = ""
-    says: Sequence[tuple[Sequence[str | int], str, str]] = ()
-    silent: tuple[str, str]
-    fallback: tuple[str, str]
+    known_errors: Sequence[tuple[Sequence[str | int], str, str]] = ()
+    timeout_error: tuple[str, str]
+    other_error: tuple[str, str]
 
     @abc.abstractmethod
     def words(self, host: str, python: str) -> list[str]:
@@ -121,14 +121,16 @@ class Transport(abc.ABC):
         """
         text, line = errors.lower(), last_line(errors)
         if exit_code is None:
-            got, fix = self.silent
+            got, fix = self.timeout_error
         else:
             rows = (
                 (got, fix)
-                for causes, got, fix in self.says
+                for causes, got, fix in self.known_errors
                 if any(one == exit_code if isinstance(one, int) else one in text for one in causes)
             )
-            got, fix = next(rows, (f"{self.fallback[0]} (exit code {exit_code}): {{line}}", self.fallback[1]))
+            got, fix = next(
+                rows, (f"{self.other_error[0]} (exit code {exit_code}): {{line}}", self.other_error[1])
+            )
         fields = {"host": host, "python": python, "job": self.job, "line": line or "nothing was printed"}
         return Refusal(got.format(**fields), fix.format(**fields))
 
@@ -155,12 +157,12 @@ class SshTransport(Transport):
     """Start programs by ``ssh HOST``, with the user's own configuration of ssh."""
 
     connect_s = float(CONNECT_S)
-    says = _SSH_ERRORS
-    silent = (
+    known_errors = _SSH_ERRORS
+    timeout_error = (
         f"silent (no answer within {CONNECT_S} s)",
         "Look whether `ssh {host} true` works, and how long the login takes.",
     )
-    fallback = ("not answering as expected", "Look at what `ssh {host} true` prints.")
+    other_error = ("not answering as expected", "Look at what `ssh {host} true` prints.")
 
     def words(self, host: str, python: str) -> list[str]:
         options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
@@ -174,16 +176,17 @@ def remote_command(python: str) -> str:
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
 
 
-def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
+def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program on another host.
 
-    It has all variables of ``environ`` except those that stay (``stays``), and the rest from ``there``, a login's environment.
+    It has the variables of ``environ`` that are not local (``is_local_variable``), and the others of ``there``, a login's
+    environment.
     """
-    ours = {name: value for name, value in environ.items() if not stays(name)}
+    ours = {name: value for name, value in environ.items() if not is_local_variable(name)}
     theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}
     return {**theirs, **ours}
 
 
-def stays(name: str) -> bool:
+def is_local_variable(name: str) -> bool:
     """Return whether a variable describes this machine and is not sent to other hosts."""
     return name in LOCAL_NAMES or name.startswith(LOCAL_PREFIXES)

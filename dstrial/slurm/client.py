@@ -154,7 +154,7 @@ def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) ->
         NodesUnknownError: sbatch rejects the job, but some nodes have not registered yet.
     """
     code, output, errors = run_slurm(["sbatch", option, str(script)], timeout_s=timeout_s)
-    if is_not_yet(f"{output}{errors}") and has_unknown_nodes(timeout_s):
+    if may_lack_nodes(f"{output}{errors}") and has_unknown_nodes(timeout_s):
         said = one_line(errors or output)
         raise NodesUnknownError(
             f"Slurm does not know all its nodes yet; sbatch says: {said}. Try again in a minute; `sinfo` shows the nodes."
@@ -162,7 +162,7 @@ def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) ->
     return code, output, errors
 
 
-def is_not_yet(said: str) -> bool:
+def may_lack_nodes(said: str) -> bool:
     """Return whether a rejection may be due to nodes not yet registered. Pure."""
     return any(words in said.lower() for words in _NODES_MISSING)
 
@@ -230,7 +230,7 @@ def away_reason(said: str, command: str, code: int) -> str:
 def refused(errors: str, script: str) -> str:
     """Return an error text, with a fix, for sbatch's rejection of a script. Pure."""
     said = one_line(errors)
-    return f"Slurm does not take the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
+    return f"Slurm rejects the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
 
 
 def one_line(errors: str) -> str:

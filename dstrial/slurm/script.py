@@ -174,8 +174,8 @@ def batch_script(
     ours = ["--requeue", f"--signal=B:USR1@{notice_s(value_of(options, '--time', '-t'))}"]
     comments = [
         f"Written by: {' '.join(submitted_by.splitlines())}",
-        "A task of Slurm's is a slot. The command starts a master, and an agent on each node by srun. It saves a",
-        "checkpoint when the job is preempted, cancelled or short of time; started again by Slurm it goes on from there.",
+        "Each task is a slot. The command starts a master, and an agent on each node by srun. It saves a checkpoint",
+        "when the job is preempted, cancelled or near its time limit; after a requeue it resumes from the checkpoint.",
     ]
     head = _header(name, comments, request, working_directory, run_directory / LOG_NAME, [*ours, *options])
     return f"{head}mkdir -p {shlex.quote(str(run_directory))}\nexec {shlex.join(command)}\n"
@@ -194,17 +194,17 @@ def holding_script(
     """
     comments = [
         f"For {' '.join(title.splitlines())}; written by the master of {directory.parent}.",
-        "It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and cancels the job",
-        "when the trial has ended, paused, or saved a checkpoint because the job has to leave.",
+        "It only holds nodes, with a task for each slot. The master starts the trial by srun, and cancels the job when",
+        "the trial has ended, was paused, or has saved a checkpoint because Slurm reclaims the nodes.",
     ]
     head = _header(name, comments, request, directory, directory / "%j.log", ["--no-requeue", *options])
     lines = [
         f"cd {shlex.quote(str(directory))} || exit 1",
         f'echo "$SLURM_JOB_NODELIST $SLURM_TASKS_PER_NODE" > "$SLURM_JOB_ID{NODES_SUFFIX}.new"',
         f'mv "$SLURM_JOB_ID{NODES_SUFFIX}.new" "$SLURM_JOB_ID{NODES_SUFFIX}"',
-        "# A SIGTERM of Slurm's gives the trial time to save; one of the master's ends the job.",
+        "# At Slurm's SIGTERM the job continues, so that the trial can save; at the master's SIGTERM it ends.",
         f"trap '[ -e \"$SLURM_JOB_ID{CANCELLED_SUFFIX}\" ] && exit 0' TERM",
-        "# Without its master the job ends. A search that fails, at a file system that is away, says nothing of the master.",
+        "# The job ends when the master no longer touches its file. A failed find (no file system) is ignored.",
         f'until seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{MASTER_TIMEOUT_MINUTES}) && [ -z "$seen" ]; do',
         "    sleep 30 & wait $!",
         "done",

@@ -45,19 +45,19 @@ _VARIABLE_PARTS = re.compile(
     r"0x[0-9a-fA-F]+|/tmp/\S+|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|\d+"
 )
 _MEANINGS = {
-    77: "a worker ended without saying so to Determined's launcher",
-    78: "a worker died or never started, as Determined's launcher saw it",
-    79: "a worker died, as Determined's launcher saw it",
-    80: "the trial's output could not be passed on",
+    77: "a worker exited without notifying Determined's launcher",
+    78: "a worker died or never started, according to Determined's launcher",
+    79: "a worker died, according to Determined's launcher",
+    80: "the trial's output could not be forwarded",
     126: "the entrypoint could not be executed; is the file executable?",
     127: "the entrypoint's command was not found; is it on PATH, and is the package installed?",
 }
 _SIGNALS = {
     signal.SIGKILL: "killed by SIGKILL: out of host memory, or killed by a user",
-    signal.SIGSEGV: "SIGSEGV: native code accessed memory that is not its own",
-    signal.SIGABRT: "SIGABRT: native code gave up, see the lines above",
+    signal.SIGSEGV: "SIGSEGV: invalid memory access in native code",
+    signal.SIGABRT: "SIGABRT: native code aborted, see the lines above",
     signal.SIGBUS: "SIGBUS: often a full /dev/shm",
-    signal.SIGTERM: "SIGTERM: asked to end from outside",
+    signal.SIGTERM: "SIGTERM: terminated from outside",
     signal.SIGINT: "SIGINT: interrupted",
     signal.SIGILL: "SIGILL: this processor lacks an instruction that a package was built with",
     signal.SIGFPE: "SIGFPE: an arithmetic error in native code",

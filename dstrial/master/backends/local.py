@@ -113,7 +113,7 @@ def prepare(
         temporary.mkdir(mode=0o700)
     except OSError as error:
         raise MasterError(
-            f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
+            f"{directory} cannot be created ({error.strerror}); expected a directory for the trial's files. "
             "Free some space, or start the master with another --state-dir."
         ) from error
 
@@ -487,7 +487,7 @@ class LocalBackend(OwnNodes):
             try:
                 self._on_exit()
             except Exception:  # the scheduler's next poll finds the end
-                logger.exception("nobody was notified of the end of a process")
+                logger.exception("notifying the scheduler of a supervisor's end failed")
 
         with contextlib.suppress(OSError, RuntimeError), contextlib.ExitStack() as unwatched:
             descriptor = os.pidfd_open(handle.pid)

@@ -219,7 +219,7 @@ class _Output:
             why = "" if lease is None or self.is_orphaned else end_reason(lease, agent)
             if why:
                 self.is_orphaned = self._requests.kill = True
-                self.log_line(f"{why}: everything that runs here is killed")
+                self.log_line(f"{why}: killing all processes")
             if self._requests.kill:
                 kill_descendants(self._is_spared)
             elif self._requests.terminate and not was_terminated:
@@ -435,14 +435,14 @@ def start_time(pid: int) -> str | None:
 def end_reason(lease: str, agent: "str | None") -> str:
     """Return why the allocation must be killed; "" while lease and agent are alive."""
     if lease_left_s(lease) < 0:
-        return "nothing has been heard of the master for too long"
+        return "the master has not answered for too long"
     if agent is None:
         return ""
     seen = _read_json(agent)
     # A new agent writes its record before it kills the old agent, so read the record again.
     if seen is None or start_time(seen["pid"]) == seen["start_time"] or _read_json(agent) != seen:
         return ""
-    return "the agent that watches the job has ended"
+    return "the agent of the job has ended"
 
 
 def _read_json(path: str) -> "dict[str, Any] | None":

@@ -84,7 +84,9 @@ def main(spec_path: str, filled: str = "", lock: str = "") -> None:
             _run_in_own(spec, None, has_filled=True)
         shared = Path(spec["root"], digest_of(spec["hooks"], spec["requirements"], Path(spec["files"])))
         descriptor, is_complete = acquire(shared, spec["task"])
-        _print_line(f"environment {shared.name}: {'shared with' if is_complete else 'made for'} other tasks")
+        _print_line(
+            f"environment {shared.name}: {'shared with' if is_complete else 'created for'} other tasks"
+        )
         if not is_complete:
             shutil.rmtree(shared, ignore_errors=True)
             make(shared)
@@ -159,8 +161,8 @@ def acquire(environment: Path, task: str) -> tuple[int, bool]:
             log_s = time.monotonic() + _LOG_PERIOD_S
             with contextlib.suppress(FileNotFoundError):
                 holder = path.read_text(encoding="utf-8", errors="replace") or "another task"
-                told = f"waiting for environment {environment.name}, which {holder} makes"
-                _print_line(f"{told} ({time.monotonic() - began_s:.0f} s)")
+                waited_s = time.monotonic() - began_s
+                _print_line(f"waiting for environment {environment.name}, which {holder} fills ({waited_s:.0f} s)")
         time.sleep(_POLL_S)
 
 

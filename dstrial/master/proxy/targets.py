@@ -154,8 +154,8 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
         whose = "an unknown account" if account is None else f"user id {account}"
         raise RequestError(
             502,
-            f"port {service.port} of task {service.task_id} is held by {whose}; expected user id {os.geteuid()}, who runs "
-            "the master. Have the task offer another port in environment.proxy_ports.",
+            f"port {service.port} of task {service.task_id} is held by {whose}; expected user id {os.geteuid()}, which "
+            "runs the master. Have the task offer another port in environment.proxy_ports.",
         )
     return reader, writer
 

@@ -116,7 +116,7 @@ class CommandWatch:
             limit_s = self._limits_s[allocation.id] = self._idle_timeout_s(allocation.task_id)
         if limit_s == 0 or idle_s < limit_s:
             return None
-        return f"nobody has looked at it for {limit_s:g} s (idle_timeout)"
+        return f"it was not used for {limit_s:g} s (idle_timeout)"
 
     def _idle_timeout_s(self, task_id: str) -> float:
         with self._services.database.read() as connection:

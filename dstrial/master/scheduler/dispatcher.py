@@ -264,7 +264,7 @@ class Dispatcher:
             return
         names = [place.name for place in self._backend.nodes()]
         where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
-        why = f"a log policy (exclude_node) keeps it from {where}; nothing is left that it could be started on again"
+        why = f"a log policy (exclude_node) excludes {where}; no agent is left to restart it on"
         self._fail(row, why)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:

@@ -93,7 +93,7 @@ class Janitor:
                 self._work()
                 self._retries.forget(None)
             except Exception:
-                logger.exception("the janitor has failed and tries again")
+                logger.exception("the janitor failed; retrying")
                 self._retries.record_failure(None)
                 self._event.wait(self._retries.delay_s(None))
                 self._event.clear()
@@ -119,7 +119,7 @@ class Janitor:
         except _StorageUnavailableError as error:
             self._retries.record_failure(row.id, counts=False)
             if row.id not in self._logged_away:
-                logger.warning("%s of experiment %d is put off: %s", row.kind, row.experiment_id, error)
+                logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
             self._logged_away.add(row.id)
         except Exception as error:
             logger.exception("%s of experiment %d has failed", row.kind, row.experiment_id)

@@ -132,14 +132,14 @@ class Reconciler:
     def _give_up(self, state: _State, error: Exception) -> None:
         """End an allocation that cannot be polled, as a failure of its trial."""
         row = state.row
-        why = f"the master could not look after it ({type(error).__name__}: {error}); see `dstrial logs`"
+        why = f"the master failed to poll it ({type(error).__name__}: {error}); see `dstrial logs`"
         logger.error("allocation %s is ended: %s", row.id, why)
         try:
             self._backend.kill(state.run, leaves_record=False)
             exited = life.exited if row.is_command else allocations.allocation_exited
             self._finish(row, state.run, AllocationExit(1, None, now_us(), why, was_lost=False), exited, None)
         except Exception:
-            logger.exception("allocation %s could not be ended and is tried again", row.id)
+            logger.exception("allocation %s could not be ended; retrying", row.id)
 
     def _reconcile(self, state: _State) -> bool:
         """Reconcile one allocation; return whether more output is ready."""
@@ -197,7 +197,7 @@ class Reconciler:
         if why is not None:
             self._database.write(lambda tx: release(tx, row, f"it did not stop within {why}", is_kill=True))
         elif (phase := _untrained_phase(row)) is not None:
-            text = f"it is asked to stop before its first batch ({phase})"
+            text = f"it was asked to stop before its first batch ({phase})"
             self._database.write(lambda tx: release(tx, row, text, is_kill=True))
         if row.preempt_us is not None and row.is_command and not state.is_terminated:
             state.is_terminated = True

@@ -238,8 +238,8 @@ class Resizing:
             enabled=capacity.enabled,
             used_by=capacity.used_by,
         )
-        who = f"trial {first.key}" if isinstance(first.key, int) else f"task {first.key}"
-        why = f"it makes room for {who}, whose priority is higher, and goes on with fewer slots"
+        name = f"trial {first.key}" if isinstance(first.key, int) else f"task {first.key}"
+        why = f"it is preempted by {name}, which has a higher priority, and resumes with fewer slots"
         return [(one.trial_id, why) for one in chosen]
 
     def leave_drained(self, connection: Connection, capacity: Capacity) -> list[Stop]:
@@ -249,7 +249,7 @@ class Resizing:
                 continue
             one = self._running(connection, row)
             if one is not None and can_leave_drained(one, capacity.drained, capacity.free):
-                return [(row.trial_id, "its slots are being drained, and it goes on with others")]
+                return [(row.trial_id, "its slots are being drained, and it resumes on others")]
         return []
 
     def grow(self, connection: Connection, capacity: Capacity) -> list[Stop]:
@@ -267,7 +267,7 @@ class Resizing:
             used = capacity.used_by.get(row.experiment_id, 0)
             target = grown(one, free=capacity.free, enabled=capacity.enabled, used=used)
             if target > num_slots and self._at_next_checkpoint(connection, row, elasticity):
-                why = f"it grows from {num_slots} to {target} slots, which nobody else wants"
+                why = f"it grows from {num_slots} to {target} slots, which are free"
                 return [(row.trial_id, why)]
         return []
 
@@ -350,13 +350,13 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:
         text = (
-            f"the trial asks for {num_wanted} slots and goes on from its checkpoint with {num_slots}, the most that "
-            "there are for it and that share its batch, which stays as it was"
+            f"the trial requests {num_wanted} slots and resumes from its checkpoint with {num_slots}, the most available "
+            "ones that divide its batch; the batch is unchanged"
         )
         if is_changed:
             text += f"; before it had {before}"
     elif is_changed:
-        text = f"the trial goes on from its checkpoint with {num_slots} slots, after {before}; its batch stays as it was"
+        text = f"the trial resumes from its checkpoint with {num_slots} slots, after {before}; its batch is unchanged"
     else:
         return
     level = "WARNING" if num_slots < num_wanted else "INFO"

@@ -153,7 +153,7 @@ class Scheduler:
                     self._is_begun = True
                 wait_s = self._tick()
             except Exception as error:
-                logger.exception("the scheduler has failed and tries again")
+                logger.exception("the scheduler failed; retrying")
                 self._services.scheduler_problem = str(error)
                 self._retries.record_failure(_THREAD)
                 # Retry at least as often as an idle master iterates.

@@ -117,12 +117,11 @@ class WaitReasons:
         text = f"{'it' if is_command else 'the trial'} needs {_slots(wanted)} and waits; {has} {num_slots}. "
         text += self._hint_more_slots(wanted)
         if why is not None:
-            text += f", for its checkpoint cannot go on with fewer: {why}"
+            text += f". Its checkpoint cannot resume with fewer: {why}"
         self._log_once([(row, ("slots", wanted, num_slots), text)])
 
     def all_agents_are_off(self, rows: Iterable[WaitingTrial | CommandInfo]) -> None:
-        how = f"`det agent enable {self._services.agent_id}`"
-        text = f"the agent is disabled, and nothing starts; go on with {how}"
+        text = f"the agent is disabled, so nothing starts. Enable it: `det agent enable {self._services.agent_id}`"
         self._log_once([(row, ("off", row.run_id), text) for row in rows])
 
     def waits_for_slots(

@@ -52,8 +52,8 @@ class LinkedBackend(abc.ABC):
     def _unlinked_reason(self, run: RunRef, on_node: NodeAllocation) -> str:
         del run
         return (
-            f"node {on_node.node_id} is no host of the master's any more; expected one of its hostfile. Start the master "
-            "with the hostfile that it had."
+            f"node {on_node.node_id} is no longer in the master's hostfile; expected one of its hosts. Start the master "
+            "with its previous hostfile."
         )
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
@@ -207,7 +207,7 @@ class LinkedBackend(abc.ABC):
 class HostsBackend(OwnNodes, LinkedBackend):
     """Runs allocations with slots on the hosts of a hostfile.
 
-    ``tell`` wakes the scheduler; it is called from any thread.
+    ``notify`` wakes the scheduler; it is called from any thread.
     """
 
     def __init__(
@@ -215,11 +215,11 @@ class HostsBackend(OwnNodes, LinkedBackend):
         local: LocalBackend,
         hosts: dict[int, Host],
         settings: AgentSettings,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         state_dir: Path,
     ) -> None:
         super().__init__(local, state_dir)
-        self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
+        self._links = {node_id: HostLink(node_id, host, settings, notify) for node_id, host in hosts.items()}
 
     def begin(self) -> None:
         for link in self._links.values():

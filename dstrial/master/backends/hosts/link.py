@@ -32,7 +32,7 @@ from dstrial.hosts.transport import (
     SshTransport,
     Transport,
     last_line,
-    travelling,
+    remote_environment,
 )
 from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
 from dstrial.master.backends.devices import Slot
@@ -57,7 +57,7 @@ _SILENT_END_S = 2 * BEAT_S  # after such a silence, a disconnected host may stil
 _MARGIN_S = 2.0  # delay after a lease's end until its allocations are lost: supervisors poll the lease
 _KILLED = 137  # exit code of SIGKILL in a shell
 _ORPHAN_NOTICE = (
-    "What the last master left there may go on, and begins again elsewhere once the host answers, at the latest after "
+    "Allocations of the last master may still run there; they restart elsewhere when the host answers, at the latest after "
     f"{ORPHAN_S / 3600:g} hours"
 )
 
@@ -311,8 +311,8 @@ class HostLink:
             try:
                 why = self._connect_and_follow()
             except Exception:
-                logger.exception("%s had a problem and is connected again", self.host.name)
-                why = "not usable: the master had a problem with it, which its log has"
+                logger.exception("the connection to %s failed; reconnecting", self.host.name)
+                why = "not usable: the master failed to connect to it; see `dstrial logs`"
             self._mark_down(why)
             self.has_tried.set()
             down_s = time.monotonic() - self._down_s
@@ -331,7 +331,8 @@ class HostLink:
                 for run in self._runs.values():
                     if run.exit is None:
                         self._note(
-                            run, f"is lost: {why}" if was_up else f"is not reached: {why}. {_ORPHAN_NOTICE}"
+                            run,
+                            f"is lost: {why}" if was_up else f"cannot be reached: {why}. {_ORPHAN_NOTICE}",
                         )
         self._streams.close()
         now_s = time.monotonic()
@@ -386,7 +387,7 @@ class HostLink:
             {
                 "do": "become",
                 "command": [settings.python, "-u", "-m", _AGENT],
-                "environment": travelling(os.environ, facts.environment),
+                "environment": remote_environment(os.environ, facts.environment),
                 "directory": home,
             }
         )
@@ -415,17 +416,17 @@ class HostLink:
             silent_s = time.monotonic() - max(connection.heard_s, began_s)
             if silent_s > limit_s:
                 self._was_silent = True
-                return f"silent: nothing was heard for {limit_s:g} s"
+                return f"silent: no heartbeat for {limit_s:g} s"
             if is_up and (silent_s > SILENT_S) != is_reported:
                 is_reported = not is_reported
                 silence = f"is silent for {SILENT_S:g} s, and lost after {LOST_S:g} s"
-                self._note_all(silence if is_reported else "is heard again")
+                self._note_all(silence if is_reported else "answers again")
             try:
                 frame = connection.next(BEAT_S)
             except TimeoutError:
                 continue
             if frame is None:
-                return f"gone: its connection has ended ({visible_line(last_line(connection.errors())) or 'without a word'})"
+                return f"disconnected: its connection has ended ({visible_line(last_line(connection.errors())) or 'no message'})"
             if "error" in frame:
                 return visible_line(str(frame["error"]))
             if "hello" in frame:
@@ -433,7 +434,7 @@ class HostLink:
                 self._on_hello(frame)
             else:
                 self._on_frame(frame)
-        return "given back: the master ends"
+        return "disconnected: the master ends"
 
     def _on_hello(self, frame: Mapping[str, Any]) -> None:
         """Mark the host as up, and reconcile the agent's allocations with the master's."""
@@ -467,7 +468,7 @@ class HostLink:
         elif run.request is not None and run.kill is None:
             self._submit(name, run)
         else:
-            why = f"{self.host.name} knows nothing of it any more"
+            why = f"{self.host.name} has no record of it any more"
             self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
         if run.kill is not None:
             self._send({"do": "kill", "id": name, "leaves_record": run.kill})

@@ -73,7 +73,7 @@ class QueuedBackend(LinkedBackend):
     Args:
         engine: called from one thread only.
         ids_of: returns the permanent ids of nodes by name.
-        tell: wakes the scheduler; called from any thread.
+        notify: wakes the scheduler; called from any thread.
         wants_devices: whether slots are accelerators.
     """
 
@@ -83,7 +83,7 @@ class QueuedBackend(LinkedBackend):
         engine: Engine,
         settings: AgentSettings,
         ids_of: Callable[[Sequence[str]], Mapping[str, int]],
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         state_dir: Path,
         *,
         wants_devices: bool,
@@ -91,7 +91,7 @@ class QueuedBackend(LinkedBackend):
         super().__init__(local, state_dir)
         self._engine = engine
         self._settings = settings
-        self._notify_scheduler = tell
+        self._notify_scheduler = notify
         self._engine_status = StatusFile(state_dir / ENGINE_NAME)
         self._wants_devices = wants_devices
         self._lock = threading.RLock()
@@ -101,7 +101,7 @@ class QueuedBackend(LinkedBackend):
         self._job_of: dict[str, TrackedJob] = {}  # by allocation
         self._nodes = NodeTable(ids_of, engine.name, "cuda" if wants_devices else "cpu")
         self._capacity_s = -_NODES_PERIOD_S
-        self._unreachable_reason: str | None = f"{engine.name} has not been asked yet"
+        self._unreachable_reason: str | None = f"{engine.name} has not answered yet"
         self._changed_s = time.monotonic()
         self._wake = threading.Event()
         self._is_closing = threading.Event()
@@ -204,7 +204,7 @@ class QueuedBackend(LinkedBackend):
                     None,
                 )
                 if job is None:
-                    raise SlotsGoneError(f"its job of {self._engine.name} has ended before it began there")
+                    raise SlotsGoneError(f"its {self._engine.name} job ended before the allocation started")
                 job.begin(run)
                 self._waiting.pop(job.seen.key, None)
                 self._job_of[run.allocation_id] = job
@@ -287,7 +287,7 @@ class QueuedBackend(LinkedBackend):
                 self._note_unreachable(str(error))
                 period_s = _RETRY_S
             except Exception:
-                logger.exception("%s is asked again after a problem", self._engine.name)
+                logger.exception("polling %s failed; retrying", self._engine.name)
                 period_s = _RETRY_S
             self._has_tried.set()
             self._is_closing.wait(_POLL_S)
@@ -335,7 +335,7 @@ class QueuedBackend(LinkedBackend):
             if is_new:  # keep the first text: each command words it differently
                 self._unreachable_reason = visible_line(why)
         if is_new:
-            logger.warning("%s does not answer, and is asked again: %s", self._engine.name, why)
+            logger.warning("%s does not answer; retrying: %s", self._engine.name, why)
             self._notify_scheduler()
 
     def _update_capacity(self) -> None:
@@ -409,7 +409,7 @@ class QueuedBackend(LinkedBackend):
         largest = max((request.num_slots for request in requests.values()), default=1)
         todo = plan(requests, due, self._jobs.values(), self._engine.max_pending(largest))
         for name in todo.deferred:
-            self._waiting[name].text = f"waits for its turn to ask {self._engine.name}"
+            self._waiting[name].text = f"waits until fewer jobs are pending in {self._engine.name}"
         for job, why in todo.cancelled:
             waiting = self._waiting.get(job.seen.key)
             if waiting is not None and job.is_free and job.links:
@@ -454,7 +454,7 @@ class QueuedBackend(LinkedBackend):
         with self._lock:
             if size_of(waiting.request) == size_of(request):  # else another size was requested meanwhile
                 waiting.retry_s = time.monotonic() + _REJECTED_RETRY_S
-            waiting.text = f"{self._engine.name} has nothing for it now{without}, and is asked again: {first}"
+            waiting.text = f"{self._engine.name} rejects its job{without}; retrying: {first}"
 
     def _job_request(
         self, name: str, request: ResourceRequest, num_slots: int, excluded: frozenset[str]

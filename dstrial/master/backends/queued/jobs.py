@@ -123,7 +123,7 @@ class TrackedJob:
         if self.was_used or self.is_cancelled:
             return "its allocation has ended"
         if self.state == "leaving":
-            return "its nodes are taken away"
+            return "it is losing its nodes"
         if self.state == "pending":
             return "another size is requested" if self.size not in (None, size_of(request)) else None
         if not self.links:
@@ -166,7 +166,7 @@ def plan(
             continue
         key = job.seen.key
         if key not in requests:
-            reason: str | None = "its allocation is not wanted any more"
+            reason: str | None = "its allocation is no longer requested"
         elif key in served:
             reason = "there is another job for the same allocation"
         else:

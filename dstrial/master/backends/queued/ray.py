@@ -53,7 +53,7 @@ class RayEngine:
         if address.startswith("ray://"):
             raise MasterError(
                 f"Ray's address is {address}; expected host:port of the head, or auto. Start the master on a machine of the "
-                "cluster: through Ray's client server bytes of programs cannot be passed."
+                "cluster: Ray's client server cannot forward the output of programs."
             )
         self._bridge = BridgeClient(address)
         self._cluster_id = cluster_id
@@ -107,7 +107,7 @@ class RayEngine:
                 excluded_nodes=[node.id for node in nodes if node.name in request.excluded_nodes],
             )
         except RayRefusedError as error:
-            raise EngineRefusedError(f"Ray does not take {request.key}; it says: {error}") from None
+            raise EngineRefusedError(f"Ray rejects {request.key}; it says: {error}") from None
         return str(answer["id"])
 
     def max_pending(self, num_slots: int) -> int:
@@ -161,12 +161,12 @@ class RayTransport(Transport):
 
     connect_s = _CONNECT_S
     ends_with_parent = True  # the parent is the job's actor
-    says = _RAY_ERRORS
-    silent = (
+    known_errors = _RAY_ERRORS
+    timeout_error = (
         f"silent (Ray has started no actor there within {_CONNECT_S:g} s)",
         "Look at `ray status`, and on {host} at /tmp/ray/session_latest/logs/raylet.out.",
     )
-    fallback = (
+    other_error = (
         "not starting a program",
         "Look at `ray status`, and at `ray list actors --filter state=ALIVE`.",
     )

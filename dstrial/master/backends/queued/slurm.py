@@ -242,7 +242,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
     """Return Slurm's rejection of a job as a problem of the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
-    is_for_nodes = client.is_not_yet(said)
+    is_for_nodes = client.may_lack_nodes(said)
     key, got = _OPTIONS, render(options) if options else "not given"
     expected = f"options with which Slurm takes a job of {slots}"
     if request.settings and not options:

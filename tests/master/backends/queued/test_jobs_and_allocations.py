@@ -39,7 +39,7 @@ class Nodes(Transport):
 
     command: tuple[str, ...] = ("cat",)
     connect_s: float = 600.0
-    fallback = ("not there", "Look for it.")
+    other_error = ("not there", "Look for it.")
 
     def words(self, host: str, python: str) -> list[str]:
         del host, python
@@ -199,7 +199,7 @@ def test_job_that_ends_before_its_allocation_begins_is_no_failure(made: Made, tm
     begin(made, "1")
     made.engine.job_ids = ()
     wait_for(lambda: made.backend.job_text(1) != "job 1")
-    with pytest.raises(SlotsGoneError, match="has ended before it began there") as raised:
+    with pytest.raises(SlotsGoneError, match="ended before the allocation started") as raised:
         submit(made, tmp_path / "allocation", 0)
     exit_ = failed_start(raised.value)
     assert exit_.was_lost, "it counts as no restart"
@@ -249,7 +249,7 @@ def test_rejected_request_waits_with_the_reason(made: Made) -> None:
     made.engine.refusal = "two jobs wait already"
     begin(made)
     made.backend.request([request(7)])
-    expected = "Memory has nothing for it now, and is asked again: two jobs wait already"
+    expected = "Memory rejects its job; retrying: two jobs wait already"
     wait_for(lambda: made.backend.job_text(7) == expected)
     assert made.backend.request([request(7)]).refused == {}
 
@@ -266,7 +266,7 @@ def test_request_without_a_disabled_node_is_retried_when_it_is_enabled(made: Mad
     begin(made)
     without = dataclasses.replace(request(7), excluded_nodes=frozenset({1}))
     made.backend.request([without])
-    wait_for(lambda: "now without host1, and is asked again" in made.backend.job_text(7))
+    wait_for(lambda: "its job without host1; retrying" in made.backend.job_text(7))
     asked = len(made.engine.asked)
     made.backend.request([request(7)])
     wait_for(lambda: len(made.engine.asked) > asked)
