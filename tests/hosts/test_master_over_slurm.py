@@ -276,9 +276,7 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
     cluster.run("scontrol", "delete", "PartitionName=soon")
     master.det("experiment", "activate", str(experiment))
     (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(
-        trial["id"], "Slurm rejects its job; retrying", "invalid partition specified: soon"
-    )
+    master.wait_for_log(trial["id"], "Slurm rejects its job; retrying", "invalid partition specified: soon")
     master.det("experiment", "kill", str(experiment))
     master.wait_for_state(experiment, ("CANCELED",))
     after = cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout

@@ -162,7 +162,9 @@ def acquire(environment: Path, task: str) -> tuple[int, bool]:
             with contextlib.suppress(FileNotFoundError):
                 holder = path.read_text(encoding="utf-8", errors="replace") or "another task"
                 waited_s = time.monotonic() - began_s
-                _print_line(f"waiting for environment {environment.name}, which {holder} fills ({waited_s:.0f} s)")
+                _print_line(
+                    f"waiting for environment {environment.name}, which {holder} fills ({waited_s:.0f} s)"
+                )
         time.sleep(_POLL_S)
 
 
