@@ -229,9 +229,7 @@ class ForkServer:
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
 
     def spare(self, request: bytes) -> int:
-        """Make the server fork a spare; return the spare's socket.
-
-        ``request`` is ``fork.CHILD`` or ``fork.ORPHAN``.
+        """Request a spare, ``fork.CHILD`` or ``fork.ORPHAN``; return the spare's socket.
 
         Raises:
             ForkRefusedError: the server has ended, is stopped or does not answer.

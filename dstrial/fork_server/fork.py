@@ -298,7 +298,6 @@ def _reset_modules(program: Program, origin: Origin) -> None:
 
 
 def _run(words: Sequence[str]) -> NoReturn:
-    """Run a program and exit with its exit code."""
     global _exit_code
     try:
         exec(_load_main(words), vars(sys.modules["__main__"]))  # noqa: S102  # the requested program

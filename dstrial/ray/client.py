@@ -109,7 +109,6 @@ class BridgeClient:
         return self._directory / "log"
 
     def _last_line(self) -> str:
-        """Return the last line that the bridge printed."""
         with contextlib.suppress(OSError, IndexError):
             return self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
         return "nothing was printed"

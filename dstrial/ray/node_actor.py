@@ -55,10 +55,7 @@ class _Program:
         self._is_input_over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Wait for output or the program's end; return stdout, stderr and exit code.
-
-        The exit code is None until the program has ended and its output has been read.
-        """
+        """Wait for output; return stdout, stderr, and the exit code after all output."""
         found = [b"", b""]
         with self._reading:
             poll = select.poll()

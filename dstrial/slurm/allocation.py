@@ -122,10 +122,10 @@ def _divides_devices(environ: Mapping[str, str]) -> bool:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand a list of nodes: ``gpu[01-03,7]-ib,login`` are five names, in this order.
+    """Expand Slurm's list of nodes: ``gpu[01-03,7]-ib,login`` are five names. Pure.
 
-    Numbers keep their leading zeros; several brackets in a name mean each combination (Slurm's hostlist expressions,
-    ``man scontrol``, "show hostnames"). Pure.
+    The order and leading zeros are kept. A name with several brackets means all combinations (hostlist expressions,
+    ``man scontrol``, "show hostnames").
 
     Raises:
         ValueError: the text is no list of nodes.

@@ -85,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why a job does not fit on the nodes that are up, even if all are free.
+        """Return why a job does not fit on the nodes that are up; empty if it fits.
 
         Raises:
             OSError: the engine does not answer, or cannot tell now.

@@ -57,10 +57,7 @@ _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return the trial's config with ``shared_fs`` storage replaced by ``directory``.
-
-    dstrial has no containers, so the trial uses the host path without a mount.
-    """
+    """Return a trial's config, with ``shared_fs`` storage as a ``directory``."""
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":

@@ -156,7 +156,7 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
-    """Return a traceback's message and innermost user frame; else the first line."""
+    """Return a traceback's message and innermost user frame, or a text's first line."""
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), None)
     if start is None:
         return next(line for line in lines if line)
@@ -171,10 +171,7 @@ def _in_one_line(lines: Sequence[str]) -> str:
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return which signal ended the first failed rank, from torchrun's output.
-
-    torchrun itself exits with 1 in that case. None if its output names no signal.
-    """
+    """Return from torchrun's output which signal ended the first failed rank, or None."""
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)
         if found is not None:

@@ -303,10 +303,7 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Make a supervisor send SIGTERM to the entrypoint's process group.
-
-    The supervisor kills the allocation's other processes when the entrypoint has ended.
-    """
+    """Make a supervisor send SIGTERM to the entrypoint; it kills the rest afterwards."""
     _signal(handle, signal.SIGTERM)
 
 
@@ -474,10 +471,7 @@ class LocalBackend(OwnNodes):
         return self._handles[run.allocation_id]
 
     def _watch_exit(self, handle: SupervisorHandle) -> None:
-        """Start a thread that calls ``on_exit`` at a supervisor's end.
-
-        If that fails, ``observe`` finds the end.
-        """
+        """Try to start a thread that calls ``on_exit`` at a supervisor's end."""
 
         def wait() -> None:
             self._watched.add(handle)

@@ -63,17 +63,17 @@ class StatusFile:
 
 
 def shown_hosts(state_dir: Path) -> list[ShownHost]:
-    """Return the hosts of the master of a state directory; empty if it has none."""
+    """Read the status of the hosts of a state directory's master; empty if none."""
     return _read(state_dir / HOSTS_NAME, ShownHost)
 
 
 def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the engine of the master of a state directory; None if it has none."""
+    """Read the status of the engine of a state directory's master; None if none."""
     return next(iter(_read(state_dir / ENGINE_NAME, ShownEngine)), None)
 
 
 def shown_servers(state_dir: Path) -> list[ShownServer]:
-    """Return the running fork servers of the master of a state directory."""
+    """Read the status of the running fork servers of a state directory's master."""
     return [one for one in _read(state_dir / SERVERS_NAME, ShownServer) if read_state(one.pid) is not None]
 
 

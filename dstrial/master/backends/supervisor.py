@@ -421,10 +421,7 @@ def _has_ended(fields: list[bytes]) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return a text that identifies this use of a pid; None if no such process runs.
-
-    The text has the boot id and the kernel's start time of the process.
-    """
+    """Return a process's boot id and start time as one text; None if it has ended."""
     fields = _stat(str(pid))
     if not fields or fields[0] in (b"Z", b"X"):
         return None

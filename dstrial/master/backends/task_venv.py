@@ -115,10 +115,7 @@ def site_directories() -> list[str]:
 
 
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
-    """Return the name of the shared environment for hooks, requirements and files.
-
-    The digest also covers the base Python and its installed packages.
-    """
+    """Return the name of the shared environment: a hash of all that defines it."""
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
     digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
@@ -288,7 +285,7 @@ def _enter(environment: Path, shared: Path | None = None) -> None:
 
 
 def _install(spec: dict[str, Any], environment: Path) -> None:
-    """Install the requirements; exit with pip's last lines on an error."""
+    """Install a task's requirements; exit with pip's last lines on an error."""
     words = [str(environment / "bin" / "pip"), "install", "-r", spec["requirements"]]
     last: collections.deque[str] = collections.deque(maxlen=8)
     with subprocess.Popen(words, cwd=spec["files"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip:

@@ -111,11 +111,7 @@ def may_use_checkpoint(
     *,
     is_change: bool = False,
 ) -> bool:
-    """Return whether an allocation may read or change a checkpoint.
-
-    True for a checkpoint that does not exist. An allocation may change its experiment's checkpoints, and also read the
-    checkpoint from which it started.
-    """
+    """Return whether an allocation may read or change a checkpoint; True if unknown."""
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:
         return True

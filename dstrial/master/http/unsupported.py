@@ -21,10 +21,7 @@ _PARAMETER = re.compile(r"\{\w+\}")
 
 
 def refusal(method: str, path: str) -> RequestError:
-    """Return the error for a request without a route.
-
-    501 if Determined's client can send the request, else 404.
-    """
+    """Return 501 for a request of Determined's client that has no route, else 404."""
     segments = [segment for segment in path.split("/") if segment]
     if segments[:2] == ["api", "v1"]:
         noun = segments[2] if len(segments) > 2 else ""

@@ -161,10 +161,7 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
-    """Return user id and inode of the socket connected to ``own_port``.
-
-    Before the service accepts the connection, return those of the listening socket.
-    """
+    """Return user id and inode of the socket that accepted ``own_port``, or listens."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")
     for name in ("tcp", "tcp6"):

@@ -221,10 +221,7 @@ class Dispatcher:
         self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return the slots a trial waits for: as configured, or fewer to resume on.
-
-        Fewer are returned only if the configured number exceeds what the trial can get.
-        """
+        """Return the slots a trial waits for; fewer than configured if needed to resume."""
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -390,7 +387,6 @@ class Dispatcher:
         )
 
     def _common_fields(self, row: Allocation, slots: list[int], tokens: dict[str, str]) -> dict[str, Any]:
-        """Return the fields that requests of trials and commands share."""
         services = self._services
         return {
             "allocation_id": row.id,

@@ -141,7 +141,7 @@ _MAX_CACHED = 10_000  # entries of the cache before it is cleared
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capacity:
-    """The slots at one poll of the queue."""
+    """Free, enabled and drained slots at one poll of the scheduler's queue."""
 
     free: frozenset[int]  # enabled and unused
     enabled: frozenset[int]

@@ -41,7 +41,7 @@ class Retries:
         self._failures: dict[Hashable, _Failures] = {}
 
     def is_due(self, key: Hashable) -> bool:
-        """Return whether the backoff of a key is over."""
+        """Return whether a key may be tried again: its backoff is over."""
         failures = self._failures.get(key)
         return failures is None or self._clock() >= failures.due_s
 

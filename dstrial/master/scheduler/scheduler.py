@@ -139,7 +139,6 @@ class Scheduler:
         return self._has_processes()
 
     def _has_processes(self) -> bool:
-        """Return whether any allocation still has processes."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         return any(self._backend.observe(run_of(row)) is None for row in live)

@@ -102,10 +102,7 @@ class WaitReasons:
             logger.info("%s waits: %s", _key(row), text)
 
     def lacks_slots(self, row: WaitingTrial | CommandInfo, num_slots: int, why: str | None = None) -> None:
-        """Log that a job needs more slots than exist.
-
-        ``why`` says why the trial's checkpoint cannot resume on fewer slots.
-        """
+        """Log that a job needs more slots than exist; ``why``: it cannot resume on fewer."""
         services = self._services
         is_command = isinstance(row, CommandInfo)
         wanted = row.num_slots if isinstance(row, CommandInfo) else row.slots_per_trial
@@ -154,7 +151,6 @@ class WaitReasons:
         self._log_once(lines, "INFO")
 
     def _hint_more_slots(self, num_slots: int) -> str:
-        """Return a hint on how to get more slots."""
         services = self._services
         down = [node.name for node in services.backend.nodes() if node.why_down is not None]
         if down:

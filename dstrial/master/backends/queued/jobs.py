@@ -1,4 +1,4 @@
-"""State of an engine's jobs and nodes; decide which jobs to submit and cancel."""
+"""Track an engine's jobs and nodes; decide which jobs to submit and cancel."""
 
 from __future__ import annotations
 

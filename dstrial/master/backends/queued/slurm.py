@@ -253,7 +253,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
 
 
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
-    """Return the batch script for a request. Pure.
+    """Return the batch script of the job that serves a request. Pure.
 
     Raises:
         ConfigError: options of the request or the settings are invalid.
