@@ -197,7 +197,7 @@ class Backend(Protocol):
         """Return how a run ended, None while it runs; kill what is left of a lost run."""
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return the directories with a run's output, first the node that failed first."""
+        """Return the directories with a run's output, the first failed node's first."""
 
     def notes(self, run: RunRef) -> Sequence[Note]:
         """Return new lines for the run's log; each is returned once."""
