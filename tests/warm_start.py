@@ -247,7 +247,7 @@ def _become_server() -> None:
     vars(subprocess)["Popen"] = SparePopen
     # Of masters of tests scripts are forks, too, and the first trial: they would import the same for most of their time.
     vars(fork_servers)["trains_trial_class"] = lambda words: bool(_LAUNCHERS.intersection(words[:2]))
-    is_ready, take_on = ForkServer.is_ready, vars(fork)["_take_on"]
+    is_ready, take_on = ForkServer.is_ready, vars(fork)["_adopt_state"]
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
 
     def take_on_for_tests(program: Program, *given: Any) -> None:
@@ -258,7 +258,7 @@ def _become_server() -> None:
         shown = b"\0".join(word.encode() for word in [sys.executable, *program.words])
         ctypes.memmove(begin, shown[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
-    vars(fork)["_take_on"] = take_on_for_tests
+    vars(fork)["_adopt_state"] = take_on_for_tests
     type.__setattr__(ForkServer, "is_ready", lambda self, _=0.0: is_ready(self, 5.0))
     server.main(sys.argv[1:])
 

@@ -35,8 +35,8 @@ from dstrial.slurm import client
 from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.slurm.jobs import Job
 from dstrial.slurm.script import (
+    CLUSTER_OPTIONS,
     LOG_NAME,
-    OF_CLUSTERS,
     SCRIPT_NAME,
     asks_for_devices,
     batch_script,
@@ -215,7 +215,7 @@ def _script(
 ) -> str:
     where = str(experiment.path)
     settings = experiment.raw.get("slurm") or {}
-    cluster = value_of(options, *OF_CLUSTERS)
+    cluster = value_of(options, *CLUSTER_OPTIONS)
     if cluster is not None:
         problem = ConfigProblem(
             f"{where}: slurm.sbatch_args, or --sbatch-arg",
