@@ -54,6 +54,8 @@ class Document:
     label: str  # the file's name in messages
     value: Any  # dictionaries, lists and scalars
     lines: dict[KeyPath, str]  # `label:line` of every key and list item; the empty path is the file
+    # Scalars of a YAML text, by the keys that lead to them in `value`; for replacing them in the text.
+    scalars: Mapping[KeyPath, yaml.ScalarNode] = dataclasses.field(default_factory=dict)
 
 
 class _InvalidError(ValueError):
@@ -256,10 +258,10 @@ def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
     except (yaml.YAMLError, UnicodeEncodeError) as error:
         raise _not_yaml(error, text, label) from error
     reader = _YamlReader(label, limits)
-    value = None if root is None else reader.value(root, ())
+    value = None if root is None else reader.value(root, (), ())
     if reader.problems:
         raise ConfigError(reader.problems)
-    return Document(label, value, reader.lines)
+    return Document(label, value, reader.lines, reader.scalars)
 
 
 def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
@@ -302,29 +304,35 @@ class _YamlReader:
 
     def __init__(self, label: str, limits: TextLimits) -> None:
         self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
+        self.scalars: dict[KeyPath, yaml.ScalarNode] = {}
         self.problems: list[ConfigProblem] = []
         self._label = label
         self._limits = limits
         self._num_values = 0
         self._open: list[yaml.Node] = []  # path of nodes from the root
 
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return the value of a node; record the line of each of its descendants."""
+    def value(self, node: yaml.Node, path: KeyPath, keys: KeyPath) -> Any:
+        """Return the value of a node; record the line of each of its descendants.
+
+        ``path`` has the keys above the node as texts, ``keys`` as values.
+        """
         if isinstance(node, yaml.ScalarNode):
+            self.scalars[keys] = node
             return self._scalar(node)
         self._begin(node)
         value: Any
         if isinstance(node, yaml.SequenceNode):
-            value = [self._inner(item, item, (*path, index)) for index, item in enumerate(node.value)]
+            value = []
+            for index, item in enumerate(node.value):
+                self.lines[(*path, index)] = self._place(item)
+                value.append(self.value(item, (*path, index), (*keys, index)))
         else:
-            pairs = self._pairs(node, path)
-            value = {name: self._inner(key, one, (*path, text)) for text, (name, key, one) in pairs.items()}
+            value = {}
+            for text, (name, key, item) in self._pairs(node, path).items():
+                self.lines[(*path, text)] = self._place(key)
+                value[name] = self.value(item, (*path, text), (*keys, name))
         self._open.pop()
         return value
-
-    def _inner(self, key: yaml.Node, node: yaml.Node, path: KeyPath) -> Any:
-        self.lines[path] = self._place(key)
-        return self.value(node, path)
 
     def _begin(self, node: yaml.Node) -> None:
         """Push a list or mapping on the stack of open nodes; the caller pops it."""
