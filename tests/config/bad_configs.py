@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config import load_experiment
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.errors import ConfigError
 
 EXPERIMENT = """\
@@ -409,7 +409,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
     ),
     ds(
         "warm-up of a number with an exponent",
-        "scheduler.params.warmup_num_steps is 1000.0; expected an integer. Write 1000, without exponent",
+        "scheduler.params.warmup_num_steps is 1000.0; expected an integer of at least 1. Write 1000, without a decimal point.",
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 1e3}},
     ),
     ds(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_rules.conflicts import check_pairs
-from dstrial.config.deepspeed_rules.ignored import check_ignored
+from dstrial.config.deepspeed_rules.ignored import check_ignored, check_on_cpu
 from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_scheduler
 from dstrial.config.deepspeed_rules.settings import Settings
 from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
@@ -54,19 +54,24 @@ def check_deepspeed(
     auto: Literal["error", "warning"] = "error",
     filler: AutoValues | None = None,
     installed: str | None = None,
+    on_cpu: bool = False,
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the installed release. Pure.
 
     ``where`` labels keys without a line, such as "deepspeed config of engine 0". ``auto`` is the severity of ``"auto"`` outside
     the batch sizes: "warning" if another tool may still replace it. A ``filler`` overrides ``auto``. ``installed`` is the
-    DeepSpeed version that will run; by default the installed version, read without importing DeepSpeed.
+    DeepSpeed version that will run; by default the installed version, read without importing DeepSpeed. ``on_cpu``: whether to
+    warn of settings that need an accelerator.
     """
     findings = Diagnostics(lines or {}, where)
     try:
-        return _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
+        checked = _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
     except ConfigError as error:
         # The check stopped at the maximum number of problems.
         return CheckResult(error.problems, tuple(findings.warnings), {}, None, tuple(findings.notes), {})
+    if on_cpu:
+        check_on_cpu(checked.effective, findings)
+    return dataclasses.replace(checked, warnings=tuple(findings.warnings))
 
 
 def _check(
@@ -104,7 +109,7 @@ def _check(
     effective.update({key: getattr(batch, key) if batch else None for key in BATCH_KEYS})
     settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
     check_pairs(settings)
-    check_optimizer_and_scheduler(settings, rules, auto=auto, filler=filler)
+    check_optimizer_and_scheduler(settings, rules, dialect)
     check_ignored(settings)
     for key in ("optimizer", "scheduler"):
         if key not in config:
