@@ -3,9 +3,9 @@
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
 
-from dstrial.config import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.config.diagnostics import nested_form
 from dstrial.config.dotted_keys import nested
+from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.errors import ConfigError
 
 OVERWRITES = "  overwrite_deepspeed_args:\n"

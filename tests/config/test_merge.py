@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import merge_deepspeed, overwrite_deepspeed_config
-from dstrial.config.merge import merge_template
+from dstrial.config.merge import merge_deepspeed, merge_template, overwrite_deepspeed_config
 from dstrial.errors import ConfigError
 
 KEYS = st.sampled_from(["a", "b", "c", "zero_optimization", "stage"])

@@ -104,7 +104,7 @@ def test_lists_of_a_template_are_united_whatever_their_items_are() -> None:
         "log_policies": [{"name": "n", "action": "x"}, {"pattern": "b"}],
     }
     merged = merge_template(template, config)
-    assert merged["labels"] == ["c", True, {"b": [1]}, "a", ["x"]]
+    assert merged["labels"] == ["c", True, {"b": [1]}, "a", 1, ["x"]]
     assert merged["log_policies"] == [{"name": "n", "pattern": "a", "action": "x"}, {"pattern": "b"}]
 
 

@@ -65,9 +65,12 @@ def _check_searcher_fields(
             fix = f"Add {field}."
             findings.problem(f"searcher.{field}", "not given", f"an integer of at least 1 for {name}", fix)
     is_timed = searcher["max_time"] is not None and searcher["time_metric"] is not None
-    if SEARCHERS[name].is_timed and not is_timed and given.get("max_length") is None:
+    if SEARCHERS[name].is_timed and not is_timed:
+        expected = (
+            f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set"
+        )
         fix = "Add max_time: 1000 and time_metric: batches, for example."
-        findings.problem("searcher.max_time", "not given", f"max_time and time_metric for {name}", fix)
+        findings.problem("searcher.max_time", "not given", expected, fix)
     elif (searcher["max_time"] is None) != (searcher["time_metric"] is None):
         missing = "max_time" if searcher["max_time"] is None else "time_metric"
         if given.get(missing) is None:

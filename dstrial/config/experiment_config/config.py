@@ -15,7 +15,6 @@ from typing import Any, Literal
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, solve_batch
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
-from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import Document, read_yaml
@@ -34,11 +33,7 @@ from dstrial.config.experiment_config.environment import check_environment
 from dstrial.config.experiment_config.hyperparameters import concrete_values, normalised_specs
 from dstrial.config.experiment_config.loggers import check_loggers
 from dstrial.config.experiment_config.storage import check_storage
-from dstrial.config.experiment_config.trainer_flags import (
-    TrainerLength,
-    check_trainer_flags,
-    length_problems,
-)
+from dstrial.config.experiment_config.trainer_flags import check_trainer_flags
 from dstrial.config.keys import check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length
@@ -148,12 +143,12 @@ def check_experiment(
     slots: int | None = None,
     resumed: SavedRun | None = None,
     has_files: bool = True,
-    more_checks: Callable[[Mapping[str, Any], dict[str, Any], Diagnostics], None] | None = None,
+    more_checks: Callable[[dict[str, Any], Diagnostics], None] | None = None,
 ) -> ExperimentConfig:
     """Check a parsed experiment config, as :func:`load_experiment` does.
 
     ``path`` names the config in messages. ``has_files``: whether a model definition exists, which must contain the entrypoint's
-    files. ``more_checks`` is called with the config as written, the config with defaults, and the findings.
+    files. ``more_checks`` is called with the config with defaults, and the findings.
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
@@ -162,10 +157,11 @@ def check_experiment(
     source = _check_entrypoint(
         raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files
     )
+    filler = AutoValues.of(source.script)
     hyperparameters = _check_hyperparameters(raw, findings, require_concrete=require_concrete)
-    if more_checks is not None:
-        more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
+    if more_checks is not None:
+        more_checks(raw, findings)
     check_requirements(raw, context_dir, findings)
     # A master checks loggers itself, because its trials may install packages or run another interpreter.
     installs_itself = requirements_of(raw) is not None or (context_dir / HOOK_NAME).is_file()
@@ -179,21 +175,33 @@ def check_experiment(
     engines = [*_read_engines(hyperparameters, document, path, context_dir, findings, notes)]
     stages = _stages_of_source(source, hyperparameters, engines, max(slots_per_trial, 1))
     sizes = _sizes(raw, slots_per_trial, slots_key, stages, resumed, findings, notes)
-    checks = {
-        key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
-        for key, found in engines
-    }
     kind = _device_kind()
-    if kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu":
-        _check_on_cpu([*checks.values()], findings)
+    on_cpu = kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu"
+    checks: dict[str, tuple[DeepSpeedSource, CheckResult]] = {}
+    for key, found in engines:
+        merged = found.merged
+        if resumed is not None and resumed.keeps_batch:
+            merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
+        checked = check_deepspeed(
+            merged,
+            sizes,
+            found.label,
+            found.lines,
+            auto="error" if source.trial else "warning",
+            filler=filler,
+            on_cpu=on_cpu,
+        )
+        notes.extend(checked.notes)
+        findings.problems.extend(checked.problems)
+        findings.warnings.extend(checked.warnings)
+        checks[key] = (found, checked)
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
-    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
-    if source.filler is not None and source.filler.is_trainer:
-        check_trainer_flags(source.filler, source.trees, deepspeed, context_dir, findings)
-        _check_trainer_length(raw["searcher"], source.filler, checked, findings)
-    if checked is not None and checked.batch is not None:
-        batch = checked.batch.train_batch_size
+    main = checks.pop(MAIN_KEY, None)
+    if filler is not None and filler.is_trainer and source.script is not None:
+        check_trainer_flags(source.script, raw["searcher"], main, context_dir, findings)
+    if main is not None and main[1].batch is not None:
+        batch = main[1].batch.train_batch_size
         check_shared_batch(dstrial_section(raw), slots_per_trial, batch, sizes.ranks_per_replica, findings)
     findings.raise_if_any()
     return ExperimentConfig(
@@ -205,8 +213,8 @@ def check_experiment(
         environment_variables=variables[kind],
         warnings=tuple(findings.warnings),
         notes=(*findings.notes, *notes),
-        deepspeed=deepspeed,
-        deepspeed_check=checked,
+        deepspeed=main and main[0],
+        deepspeed_check=main and main[1],
         other_deepspeed=checks,
         sizes=sizes,
         **_fields_of(raw),
@@ -287,44 +295,6 @@ def _read_engines(
         found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
         if found is not None:
             yield key, found
-
-
-def _check_engine(
-    key: str,
-    found: DeepSpeedSource,
-    source: TrialSource,
-    sizes: ParallelDims,
-    resumed: SavedRun | None,
-    findings: Diagnostics,
-    notes: list[str],
-) -> CheckResult:
-    auto: Literal["error", "warning"] = "error" if source.trial else "warning"
-    merged = found.merged
-    if resumed is not None and resumed.keeps_batch:
-        merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
-    checked = check_deepspeed(merged, sizes, found.label, found.lines, auto=auto, filler=source.filler)
-    notes.extend(checked.notes)
-    findings.problems.extend(checked.problems)
-    findings.warnings.extend(checked.warnings)
-    return checked
-
-
-def _check_on_cpu(checks: Sequence[tuple[DeepSpeedSource, CheckResult]], findings: Diagnostics) -> None:
-    for found, checked in checks:
-        own = Diagnostics(found.lines, found.label)
-        check_on_cpu(checked.effective, own)
-        findings.warnings.extend(own.warnings)
-
-
-def _check_trainer_length(
-    searcher: Mapping[str, Any], filler: AutoValues, checked: CheckResult | None, findings: Diagnostics
-) -> None:
-    steps = filler.arguments.value("max_steps") or ""
-    batch = None if checked is None else checked.batch
-    if steps.isdecimal() and int(steps) and isinstance(searcher["max_length"], (Mapping, int)):
-        length = TrainerLength.of(int(steps), 0)
-        for problem in length_problems(searcher, length, batch.train_batch_size if batch else 1):
-            findings.warnings.append(str(problem))
 
 
 def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:

@@ -28,9 +28,9 @@ from dstrial.config.experiment_config.check import check_searcher
 from dstrial.config.experiment_config.config import check_experiment
 from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
-    add_variables,
     check_variables,
     images,
+    joined_variables,
 )
 from dstrial.config.experiment_config.hyperparameters import (
     concrete_values,
@@ -56,34 +56,8 @@ _MAX_AT_ONCE = 10_000
 _MAX_BYTES_AT_ONCE = 64 * 2**20
 _MAX_GRID_POINTS = 10**9
 _CAPPED_POINTS = 10**18
-_ADJECTIVES = [
-    "agile",
-    "bold",
-    "calm",
-    "clever",
-    "eager",
-    "gentle",
-    "keen",
-    "lucid",
-    "quick",
-    "steady",
-    "vivid",
-    "warm",
-]
-_NOUNS = [
-    "badger",
-    "comet",
-    "falcon",
-    "harbor",
-    "lantern",
-    "maple",
-    "orchid",
-    "otter",
-    "pebble",
-    "river",
-    "sparrow",
-    "tulip",
-]
+_ADJECTIVES = ("agile", "bold", "calm", "clever", "eager", "keen", "lucid", "quick", "vivid")
+_NOUNS = ("badger", "comet", "falcon", "harbor", "maple", "orchid", "otter", "river", "tulip")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,8 +112,11 @@ def check_submission(
     document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
 
-    def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Diagnostics) -> None:
-        _check_fields(raw, findings)
+    def check_more(raw: dict[str, Any], findings: Diagnostics) -> None:
+        _check_grid(raw, findings)
+        _check_concurrency(raw, findings)
+        check_variables(raw, findings)
+        _check_project(raw, findings)
         exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
 
     if isinstance(document.value, dict):
@@ -166,14 +143,6 @@ def check_submission(
         exceeds_slots=any(exceeds),
         template=template,
     )
-
-
-def _check_fields(raw: dict[str, Any], findings: Diagnostics) -> None:
-    _check_time(raw["searcher"], findings)
-    _check_grid(raw, findings)
-    _check_concurrency(raw, findings)
-    check_variables(raw, findings)
-    _check_project(raw, findings)
 
 
 def _check_slots(
@@ -259,7 +228,6 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
     raw = check_keys(EXPERIMENT, given, DIALECT, findings)
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
-    _check_time(raw["searcher"], findings)
     hyperparameters = raw["hyperparameters"]
     needs_counts = raw["searcher"]["name"] == "grid"
     concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
@@ -278,24 +246,8 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
     if environment is None:
         environment = config["environment"] = {}
     if isinstance(environment, dict):
-        add_variables(environment, defaults.environment_variables)
-
-
-def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
-    name = searcher["name"]
-    is_timed = searcher.get("max_time") is not None and searcher.get("time_metric") is not None
-    if (
-        name in SEARCHERS
-        and SEARCHERS[name].is_timed
-        and searcher.get("max_length") is not None
-        and not is_timed
-    ):
-        findings.problem(
-            "searcher.max_time",
-            "not given",
-            f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set",
-            "Add max_time: 1000 and time_metric: batches, for example.",
-        )
+        given = environment.get("environment_variables") or []
+        environment["environment_variables"] = joined_variables([*defaults.environment_variables], given)
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -304,28 +256,19 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     if findings.problems:
         return
     searcher = raw["searcher"]
-    keys, limit = SEARCHERS[searcher["name"]], searcher.get("max_concurrent_trials") or 0
-    if "max_trials" in keys.keys:
-        num_trials = searcher["max_trials"]
-    elif "max_concurrent_trials" in keys.keys:
-        num_trials = _num_grid_points(raw["hyperparameters"])
-    else:
-        num_trials = 1
+    keys, limit = SEARCHERS[searcher["name"]].keys, searcher.get("max_concurrent_trials") or 0
+    if "max_concurrent_trials" not in keys:
+        return
+    num_trials = searcher["max_trials"] if "max_trials" in keys else _num_grid_points(raw["hyperparameters"])
     # If no limit is given, some searchers start fewer trials than this.
     at_once = min(limit or num_trials, num_trials)
-    size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
-    if at_once * size > _MAX_BYTES_AT_ONCE:
-        findings.problem(
-            "searcher.max_concurrent_trials",
-            f"{limit}, with which up to {at_once} trials of {size} bytes of hyperparameters each begin at once",
-            f"at most {_MAX_BYTES_AT_ONCE} bytes of hyperparameters at once",
-            f"Set it to {max(_MAX_BYTES_AT_ONCE // size, 1)} or less, or move long values into files of the model definition.",
-        )
-    if at_once > _MAX_AT_ONCE:
+    num_bytes = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 1
+    most = min(_MAX_AT_ONCE, max(_MAX_BYTES_AT_ONCE // num_bytes, 1))
+    if at_once > most:
         findings.problem(
             "searcher.max_concurrent_trials",
             f"{limit}, with which up to {at_once} trials begin at once",
-            f"at most {_MAX_AT_ONCE} at once",
+            f"at most {most} with {num_bytes} bytes of hyperparameters at once",
             "Set it to the number of trials that can really run, 16 for example.",
         )
 

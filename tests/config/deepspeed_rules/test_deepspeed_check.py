@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import ParallelDims, check_deepspeed, explain
+from dstrial.config.deepspeed_rules.check import check_deepspeed, explain
 from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.parallel_dims import ParallelDims
 
 BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 ONE = ParallelDims(1)

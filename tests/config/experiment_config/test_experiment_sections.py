@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
 
-from dstrial.config import Length
 from dstrial.config.dotted_keys import value_at
+from dstrial.config.schema import Length
 from dstrial.errors import ConfigError
 
 NO_WORD = r"entrypoint is .*; expected module:Class, or a command\. Name what is to run"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrial.config import load_experiment
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.config.experiment_config.dstrial_section import may_install, requirements_of
 from dstrial.errors import ConfigError
 
