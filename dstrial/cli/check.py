@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import add_experiment_arguments, chosen_point
 from dstrial.cli.streams import context_text
-from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
-from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
+from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.dstrial_section import explained
 from dstrial.config.experiment_config.origins import deepspeed_checks, explained_rows
 from dstrial.config.json_schema import experiment_schema

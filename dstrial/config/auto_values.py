@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.command_line import CommandLine
-from dstrial.config.experiment_config.script_source import ScriptSource
+from dstrial.config.experiment_config.entrypoint import ScriptSource
 from dstrial.errors import ConfigError
 
 DEFAULT_MICRO_BATCH = 8

@@ -16,8 +16,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from dstrial.config.diagnostics import KeyPath
 from dstrial.config.documents import DEFAULT_LIMITS, Document, TextLimits, read_yaml_text, yaml_text
 from dstrial.errors import ConfigError, ConfigProblem
