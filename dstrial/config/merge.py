@@ -188,26 +188,20 @@ def _image(base: Any, over: Any) -> Any:
     return {**by_device(base), **by_device(over)} if isinstance(over, Mapping) else over
 
 
-def _policies(base: Any, over: Any) -> Any:
+def merge_policies(base: Any, over: Any) -> Any:
+    """Merge log policies by name; those of ``base`` come first.
+
+    A policy with a name alone, or with a null pattern, disables that of the same name.
+    """
     if not isinstance(base, list) or not isinstance(over, list):
         return copy.deepcopy(over)
-    named = {_hashable(_name(item)): item for item in reversed(base) if _name(item) is not None}
-    merged = []
-    for policy in over:
-        below = named.get(_hashable(_name(policy)))
+    merged: dict[str, Any] = {}
+    for policy in (*base, *over):
+        name = policy.get("name") if isinstance(policy, Mapping) else None
+        key = _hashable(policy if name is None else [name])
         is_off = isinstance(policy, Mapping) and set(policy) == {"name"}
-        merged.append(policy if below is None or is_off else {**below, **policy})
-    names, there = {_hashable(_name(policy)) for policy in over}, {_hashable(policy) for policy in over}
-    merged += [
-        item
-        for item in base
-        if (_name(item) is None or _hashable(_name(item)) not in names) and _hashable(item) not in there
-    ]
-    return copy.deepcopy(merged)
-
-
-def _name(policy: Any) -> Any:
-    return policy.get("name") if isinstance(policy, Mapping) else None
+        merged[key] = policy if name is None or is_off else {**merged.get(key, {}), **policy}
+    return copy.deepcopy([*merged.values()])
 
 
 _SPECIAL: dict[KeyPath, Callable[[Any, Any], Any]] = {
@@ -223,5 +217,5 @@ _SPECIAL: dict[KeyPath, Callable[[Any, Any], Any]] = {
     ("environment", "proxy_ports"): _by(_proxy_port),
     ("environment", "environment_variables"): joined_variables,
     ("environment", "image"): _image,
-    ("log_policies",): _policies,
+    ("log_policies",): merge_policies,
 }

@@ -285,9 +285,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {
             "log_policies": [
                 {"name": "oom", "pattern": "mine", "action": "cancel_retries"},
+                {"name": "ecc", "pattern": "b"},
                 {"pattern": "c"},
                 {"pattern": "d"},
-                {"name": "ecc", "pattern": "b"},
             ]
         },
     ),

@@ -34,12 +34,12 @@ from dstrial.config.experiment_config.environment import (
 )
 from dstrial.config.experiment_config.hyperparameters import (
     concrete_values,
-    is_specification,
     normalised_specs,
+    specifications,
 )
 from dstrial.config.experiment_config.storage import complete_storage, merged_storage
 from dstrial.config.keys import check_keys
-from dstrial.config.merge import merge_template
+from dstrial.config.merge import merge_policies, merge_template
 from dstrial.config.schema import DIALECT, EXPERIMENT, SEARCHERS
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
@@ -185,7 +185,12 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
         config["reproducibility"]["experiment_seed"] = int(time.time())
     config["searcher"].update(searcher)
     config["checkpoint_storage"] = complete_storage(config["checkpoint_storage"])
-    config["log_policies"] = _log_policies(given.get("log_policies") or [])
+    # Disabled policies stay, so that the stored config means the same when it is submitted again.
+    config["log_policies"] = [
+        {"name": None, "action": None, "pattern": None, **policy}
+        for policy in merge_policies(list(_LOG_POLICIES), given.get("log_policies") or [])
+        if policy.get("pattern") or policy.get("name")
+    ]
     config["labels"] = sorted({str(label) for label in config["labels"] or []})
     config["environment"]["image"] = images(config["environment"].get("image"), NO_IMAGE)
     return config
@@ -287,15 +292,10 @@ def _check_grid(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         )
 
 
-def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] = ("hyperparameters",)) -> int:
+def _num_grid_points(hyperparameters: Mapping[str, Any]) -> int:
     num_points = 1
-    for name, spec in hyperparameters.items():
-        inner = (*path, str(name))
-        if not isinstance(spec, Mapping):
-            continue
-        if not is_specification(spec, inner):
-            num_points *= _num_grid_points(spec, inner)
-        elif spec["type"] == "categorical":
+    for _, spec in specifications(hyperparameters):
+        if spec["type"] == "categorical":
             num_points *= len(spec["vals"])
         elif spec["type"] == "int":
             num_points *= min(spec["count"], spec["maxval"] - spec["minval"] + 1)
@@ -313,29 +313,6 @@ def _check_project(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         findings.problem(
             missing[0], "not given", f"a name, as there is a {other}", f"Add {missing[0]}, or remove {other}."
         )
-
-
-def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
-    """Merge log policies into the default policies by name.
-
-    A policy with a null pattern disables the default of the same name.
-    """
-    named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
-    unnamed = []
-    for policy in given:
-        name = policy.get("name")
-        if name is None:
-            unnamed.append(dict(policy))
-        else:
-            is_off = set(policy) == {"name"}
-            named[name] = {**({} if is_off else named.get(name, {})), **policy}
-    merged = [*named.values(), *unnamed]
-    # Disabled policies stay, so that the stored config means the same when it is submitted again.
-    return [
-        {"name": None, "action": None, "pattern": None, **policy}
-        for policy in merged
-        if policy.get("pattern") or policy.get("name")
-    ]
 
 
 def random_name(what: str) -> str:
