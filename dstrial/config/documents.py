@@ -104,33 +104,27 @@ def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> 
         ConfigError: there are more than ``num_values`` values, they are nested deeper than ``MAX_DEPTH``, all strings
         together are longer than ``text_bytes``, or a string has an illegal character.
     """
-    level: list[Any] = [value]
-    num_values = num_bytes = depth = 0
+    waiting: list[tuple[Any, int]] = [(value, 0)]
+    num_values, num_bytes = 1, 0
     try:
-        while level:
-            num_values += len(level)
-            if num_values > limits.num_values:
-                raise _too_many(limits)
-            for one in level:
-                num_bytes += _num_bytes(one) if isinstance(one, str) else 0
-            if num_bytes > limits.text_bytes:
-                raise _too_large(f"at least {num_bytes} bytes", limits)
-            groups = [one for one in level if isinstance(one, (Mapping, list, tuple))]
-            depth += 1
-            if groups and depth > MAX_DEPTH:
-                raise _too_deep()
-            for one in level:
-                if isinstance(one, str):
-                    _string(one)
-                elif isinstance(one, (int, float)):
-                    _number(one)
-            level = []
-            for group in groups:
-                if isinstance(group, Mapping):
-                    for key in group:
-                        _check_key(str(key))
-                    level += group.keys()
-                level += group.values() if isinstance(group, Mapping) else group
+        while waiting:
+            one, depth = waiting.pop()
+            if isinstance(one, str):
+                num_bytes += _num_bytes(_string(one))
+                if num_bytes > limits.text_bytes:
+                    raise _too_large(f"at least {num_bytes} bytes", limits)
+            elif isinstance(one, (int, float)):
+                _number(one)
+            elif isinstance(one, (Mapping, list, tuple)):
+                if depth >= MAX_DEPTH:
+                    raise _too_deep()
+                inner = [*one, *one.values()] if isinstance(one, Mapping) else one
+                num_values += len(inner)
+                if num_values > limits.num_values:
+                    raise _too_many(limits)
+                for key in one if isinstance(one, Mapping) else ():
+                    _check_key(str(key))
+                waiting += ((item, depth + 1) for item in inner)
     except _InvalidError as error:
         raise error.at(f"{label}: the text") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.config.auto_values import AutoValues
@@ -65,20 +65,19 @@ def check_deepspeed(
     """
     findings = Diagnostics(lines or {}, where)
     try:
-        checked = _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
+        checked = _check(config, sizes, findings, auto, filler, installed)
+        if on_cpu:
+            check_on_cpu(checked.effective, findings)
     except ConfigError as error:
         # The check stopped at the maximum number of problems.
-        return CheckResult(error.problems, tuple(findings.warnings), {}, None, tuple(findings.notes), {})
-    if on_cpu:
-        check_on_cpu(checked.effective, findings)
-    return dataclasses.replace(checked, warnings=tuple(findings.warnings))
+        checked = CheckResult(error.problems, (), {}, None)
+    return dataclasses.replace(checked, warnings=tuple(findings.warnings), notes=tuple(findings.notes))
 
 
 def _check(
     config: Mapping[str, Any],
     sizes: ParallelDims,
     findings: Diagnostics,
-    *,
     auto: Literal["error", "warning"],
     filler: AutoValues | None,
     installed: str | None,
@@ -104,36 +103,18 @@ def _check(
     effective = check_keys(rules.root, normalised, dialect, findings)
     if effective["zero_optimization"]["overlap_comm"] is None:
         effective["zero_optimization"]["overlap_comm"] = effective["zero_optimization"]["stage"] == 3
-    settings = Settings(normalised, effective, sizes, findings)
+    settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
     batch = _solve(batch_given, settings, filler)
     effective.update({key: getattr(batch, key) if batch else None for key in BATCH_KEYS})
-    settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
     check_pairs(settings)
     check_optimizer_and_scheduler(settings, rules, dialect)
     check_ignored(settings)
     for key in ("optimizer", "scheduler"):
         if key not in config:
             effective.pop(key, None)
-    return CheckResult(
-        problems=tuple(findings.problems),
-        warnings=tuple(findings.warnings),
-        effective=effective,
-        batch=batch,
-        notes=tuple(findings.notes),
-        filled={} if filler is None else dict(_filled(config, filler)),
-    )
-
-
-def _filled(config: Mapping[str, Any], filler: AutoValues, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, clause) for each "auto" that a library replaces.
-
-    The clause names the library and the value's source.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _filled(value, filler, f"{prefix}{key}.")
-        elif value == AUTO and (says := filler.says(f"{prefix}{key}")) is not None:
-            yield f"{prefix}{key}", says
+    autos = [dotted(path) for path, value in leaves(config) if value == AUTO]
+    filled = {key: says for key in autos if filler is not None and (says := filler.says(key)) is not None}
+    return CheckResult(tuple(findings.problems), (), effective, batch, filled=filled)
 
 
 def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:
