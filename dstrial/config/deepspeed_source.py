@@ -24,11 +24,9 @@ class DeepSpeedSource:
 
     path: Path | None  # None if the config is a mapping in the experiment config
     label: str  # the config's name in messages
-    base: dict[str, Any]  # before the overwrites
-    overwrite: dict[str, Any]  # `overwrite_deepspeed_args`, in which dotted keys are nested mappings
-    merged: dict[str, Any]  # `base` with `overwrite` applied
+    merged: dict[str, Any]  # the config with `overwrite_deepspeed_args` applied
     lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
-    overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite`
+    overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite_deepspeed_args`
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -74,8 +72,6 @@ def read_deepspeed(
     return DeepSpeedSource(
         path=None if isinstance(hyperparameters[key], Mapping) else context_dir / hyperparameters[key],
         label=base.label,
-        base=base.value,
-        overwrite=overwrite,
         merged=merge_deepspeed(base.value, overwrite),
         lines=_merged_lines(base.lines, overwritten, lines, label),
         overwritten=overwritten,

@@ -1,4 +1,4 @@
-"""Check a config's keys, types and bounds against a table; fill in defaults.
+"""Check a config's keys, types and bounds against a table; fill in defaults; convert the table to JSON Schema.
 
 The same code checks DeepSpeed's JSON and the experiment config. A :class:`Dialect` describes the differences between the two.
 """
@@ -347,3 +347,47 @@ def _type_fix(value: object, rule: Rule) -> str:
     if isinstance(value, float) and value.is_integer() and "integer" in rule.types:
         return f"Write {int(value)}, without a decimal point."
     return rule.fix or "Write a value of that type."
+
+
+_JSON_TYPES = {"list": "array", "mapping": "object"}
+_JSON_BOUNDS = {
+    "minimum": "minimum",
+    "maximum": "maximum",
+    "exclusive_minimum": "exclusiveMinimum",
+    "exclusive_maximum": "exclusiveMaximum",
+    "max_items": "maxItems",
+}
+
+
+def json_schema(section: Section, title: str) -> dict[str, Any]:
+    """Return the JSON Schema of a section for editors: keys, types, bounds, defaults."""
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft, "title": title, "type": "object", **_json_keys(section)}
+
+
+def _json_keys(section: Section) -> dict[str, Any]:
+    return {
+        "properties": {key: _json_value(rule) for key, rule in section.keys.items()},
+        "additionalProperties": section.is_open,
+        "required": list(section.required),
+    }
+
+
+def _json_value(rule: Rule) -> dict[str, Any]:
+    schema: dict[str, Any] = {"description": rule.about} if rule.about else {}
+    if "any" not in rule.types:
+        # Null means that the key is missing.
+        types = {*rule.types, "null", *(["string"] if rule.parse is not None else [])}
+        schema["type"] = sorted(_JSON_TYPES.get(name, name) for name in types)
+    if rule.enum is not None:
+        schema["enum"] = [*rule.enum, None]
+    for field, keyword in _JSON_BOUNDS.items():
+        if getattr(rule, field) is not None:
+            schema[keyword] = getattr(rule, field)
+    if rule.default is not None:
+        schema["default"] = rule.default
+    if rule.section is not None:
+        schema |= _json_keys(rule.section)
+    if rule.items is not None:
+        schema["items"] = _json_value(rule.items)
+    return schema

@@ -207,8 +207,6 @@ def merge_policies(base: Any, over: Any) -> Any:
 _SPECIAL: dict[KeyPath, Callable[[Any, Any], Any]] = {
     ("searcher",): _union_of("name", _SEARCHER_COMMON),
     ("checkpoint_storage",): _union_of("type", _STORAGE_COMMON),
-    ("data_layer",): _union_of("type", ()),
-    ("tensorboard_storage",): _union_of("type", ()),
     ("min_validation_period",): _replaced,
     ("min_checkpoint_period",): _replaced,
     ("labels",): _by(_itself),

@@ -71,22 +71,28 @@ class ExperimentConfig:
     max_restarts: int
     warnings: tuple[str, ...]  # whole sentences with `file:line`
     notes: tuple[str, ...]  # whole sentences: assumptions of the check, and parts that it could not check
-    deepspeed: DeepSpeedSource | None
-    deepspeed_check: CheckResult | None  # for `sizes`; None without `deepspeed`
-    # Hyperparameter `<engine>_deepspeed_config` -> that engine's config.
-    other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
+    # Hyperparameter with a DeepSpeed config -> the config and its check for `sizes`, the main one first.
+    engines: dict[str, tuple[DeepSpeedSource, CheckResult]]
     sizes: ParallelDims
 
+    @property
+    def deepspeed(self) -> DeepSpeedSource | None:
+        return self.engines[MAIN_KEY][0] if MAIN_KEY in self.engines else None
+
+    @property
+    def deepspeed_check(self) -> CheckResult | None:
+        return self.engines[MAIN_KEY][1] if MAIN_KEY in self.engines else None
+
     def require_max_length(self) -> Length:
-        if self.max_length is None:
-            problem = ConfigProblem(
-                f"{self.path}: searcher.max_length",
-                "not given, and searcher.max_time with time_metric batches or epochs is not either",
-                "how long to train",
-                "Add max_length: {batches: 1000} to the searcher, or max_time: 1000 with time_metric: batches.",
-            )
-            raise ConfigError([problem])
-        return self.max_length
+        if self.max_length is not None:
+            return self.max_length
+        problem = ConfigProblem(
+            f"{self.path}: searcher.max_length",
+            "not given, and searcher.max_time with time_metric batches or epochs is not either",
+            "how long to train",
+            "Add max_length: {batches: 1000} to the searcher, or max_time: 1000 with time_metric: batches.",
+        )
+        raise ConfigError([problem])
 
 
 def load_experiment(
@@ -179,7 +185,7 @@ def check_experiment(
     }
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
-    main = checks.pop(MAIN_KEY, None)
+    main = checks.get(MAIN_KEY)
     if source.script is not None and source.script.library == "trainer":
         check_trainer_flags(source.script, raw["searcher"], main, context_dir, findings)
     if main is not None and main[1].batch is not None:
@@ -195,9 +201,7 @@ def check_experiment(
         environment_variables=variables[kind],
         warnings=tuple(findings.warnings),
         notes=tuple(findings.notes),
-        deepspeed=main and main[0],
-        deepspeed_check=main and main[1],
-        other_deepspeed=checks,
+        engines=checks,
         sizes=sizes,
         **_fields_of(raw),
     )

@@ -179,8 +179,6 @@ def test_every_value_of_the_effective_config_has_an_origin():
     source = DeepSpeedSource(
         None,
         "ds.json",
-        BASE,
-        {"zero_optimization": {"stage": 2}},
         merged,
         {("train_micro_batch_size_per_gpu",): "ds.json:2", ("zero_optimization",): "ds.json:5", stage: "exp.yaml:6"},
         frozenset({stage}),

@@ -220,7 +220,6 @@ def test_overwrites_are_merged_and_keep_their_places(load):
         load(text)
     config = load(text.replace("stage: 5", "stage: 2"))
     assert config.deepspeed.merged == {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
-    assert config.deepspeed.base == DEEPSPEED
 
 
 def test_the_deepspeed_config_may_stand_in_the_experiment_config(load):
