@@ -20,7 +20,6 @@ from dstrial.config.experiment_config.environment import (
     check_environment,
     check_variables,
     images,
-    joined_variables,
 )
 from dstrial.config.experiment_config.submission import NO_IMAGE, random_name
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
@@ -132,9 +131,9 @@ def check_command(
     has_own_slots = isinstance(own, Mapping) and own.get("slots") is not None
     if template is not None:
         given = merge_template({key: template[key] for key in template if key in _COMMAND.keys}, given)
+    variables = {"environment_variables": [*environment_variables]}
+    given = merge_template({"environment": variables}, given)
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
-    given_variables = raw["environment"]["environment_variables"]
-    raw["environment"]["environment_variables"] = joined_variables([*environment_variables], given_variables)
     check_environment(raw, findings)
     check_variables(raw, findings)
     if raw["environment"]["requirements"] is None:

@@ -15,6 +15,7 @@ INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 DEVICES = ("cpu", "cuda", "rocm")
 _GPU_ALIAS = "gpu"
+_KINDS = (*DEVICES, _GPU_ALIAS)
 
 
 def by_device(given: Any) -> dict[str, Any]:
@@ -35,6 +36,8 @@ def joined_variables(first: Any, then: Any) -> Any:
         return [*first, *then]
     if not isinstance(first, (list, Mapping)) or not isinstance(then, (list, Mapping)):
         return then
+    if isinstance(then, Mapping) and (set(then) - set(_KINDS) or {_GPU_ALIAS, "cuda"} <= set(then)):
+        return then  # wrong, as check_devices() reports
     return {device: [*_listed(first, device), *_listed(then, device)] for device in DEVICES}
 
 
@@ -46,7 +49,7 @@ def _listed(given: Any, device: str) -> list[Any]:
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
     """Record unknown kinds of device, and ``gpu`` given together with ``cuda``."""
     for key in given:
-        if key not in (*DEVICES, _GPU_ALIAS):
+        if key not in _KINDS:
             findings.problem(
                 (*path, str(key)), "not a kind of device", "cpu, cuda (or gpu) or rocm", "Correct the name."
             )

@@ -30,14 +30,13 @@ from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
     check_variables,
     images,
-    joined_variables,
 )
 from dstrial.config.experiment_config.hyperparameters import (
     concrete_values,
     normalised_specs,
     specifications,
 )
-from dstrial.config.experiment_config.storage import complete_storage, merged_storage
+from dstrial.config.experiment_config.storage import complete_storage
 from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_policies, merge_template
 from dstrial.config.schema import DIALECT, EXPERIMENT, SEARCHERS
@@ -120,9 +119,10 @@ def check_submission(
         exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
 
     if isinstance(document.value, dict):
-        if template is not None:
-            document.value.update(merge_template(template, document.value))
-        _add_defaults(document.value, defaults)
+        variables = {"environment_variables": [*defaults.environment_variables]}
+        below = {"checkpoint_storage": defaults.checkpoint_storage, "environment": variables}
+        for one in (template or {}, below):
+            document.value.update(merge_template(one, document.value))
     searcher = _strip_searcher(document.value) if is_detached else {}
     experiment = check_experiment(
         document,
@@ -239,20 +239,6 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
     _check_grid(raw, findings)
     findings.raise_if_any()
     return {"hyperparameters": normalised_specs(hyperparameters), "searcher": raw["searcher"]}
-
-
-def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
-    storage = config.get("checkpoint_storage")
-    if storage is None or isinstance(storage, dict):
-        config["checkpoint_storage"] = merged_storage(storage or {}, defaults.checkpoint_storage)
-    if not defaults.environment_variables:
-        return
-    environment = config.get("environment")
-    if environment is None:
-        environment = config["environment"] = {}
-    if isinstance(environment, dict):
-        given = environment.get("environment_variables") or []
-        environment["environment_variables"] = joined_variables([*defaults.environment_variables], given)
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
