@@ -131,8 +131,9 @@ def check_command(
     has_own_slots = isinstance(own, Mapping) and own.get("slots") is not None
     if template is not None:
         given = merge_template({key: template[key] for key in template if key in _COMMAND.keys}, given)
-    variables = {"environment_variables": [*environment_variables]}
-    given = merge_template({"environment": variables}, given)
+    if environment_variables:
+        variables = {"environment_variables": [*environment_variables]}
+        given = merge_template({"environment": variables}, given)
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
     check_environment(raw, findings)
     check_variables(raw, findings)

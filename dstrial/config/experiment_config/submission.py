@@ -119,8 +119,9 @@ def check_submission(
         exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
 
     if isinstance(document.value, dict):
-        variables = {"environment_variables": [*defaults.environment_variables]}
-        below = {"checkpoint_storage": defaults.checkpoint_storage, "environment": variables}
+        below: dict[str, Any] = {"checkpoint_storage": defaults.checkpoint_storage}
+        if defaults.environment_variables:
+            below["environment"] = {"environment_variables": [*defaults.environment_variables]}
         for one in (template or {}, below):
             document.value.update(merge_template(one, document.value))
     searcher = _strip_searcher(document.value) if is_detached else {}
