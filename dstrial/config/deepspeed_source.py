@@ -48,24 +48,19 @@ def read_deepspeed(
     if the experiment has no DeepSpeed config. If the config cannot be read, the problem is recorded and None returned.
     """
     overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
+    overwrite_key = f"hyperparameters.{OVERWRITE_KEY}"
     if hyperparameters.get(key) is None:
         if overwrite:
             fix = "Add hyperparameters.deepspeed_config with the path of a DeepSpeed JSON file."
-            findings.problem(
-                "hyperparameters.overwrite_deepspeed_args",
-                "given without deepspeed_config",
-                "something to overwrite",
-                fix,
-            )
+            findings.problem(overwrite_key, "given without deepspeed_config", "something to overwrite", fix)
         return None
     base = _read_base(key, hyperparameters[key], context_dir, lines, label, findings)
     if base is None:
         return None
-    if overwrite is None:
-        overwrite = {}
     if not isinstance(overwrite, Mapping):
-        fix = "Write a mapping with DeepSpeed's keys."
-        findings.problem("hyperparameters.overwrite_deepspeed_args", render(overwrite), "a mapping", fix)
+        if overwrite is not None:
+            fix = "Write a mapping with DeepSpeed's keys."
+            findings.problem(overwrite_key, render(overwrite), "a mapping", fix)
         overwrite = {}
     overwrite = nested(overwrite)
     overwritten = frozenset(path for path, _ in leaves(overwrite) if path)

@@ -212,59 +212,39 @@ def _check_value(
         findings.problem(path, render(value), _expectation(rule), fix)
         return False, None
     if isinstance(value, list) and rule.items is not None:
-        return _check_items(rule.items, value, rule.max_items, section, dialect, findings, path)
+        if rule.max_items is not None and len(value) > rule.max_items:
+            expected = f"at most {rule.max_items} items"
+            findings.problem(path, f"a list of {len(value)}", expected, "Remove some.")
+            return False, None
+        checked = [
+            _check_value(rule.items, item, section, dialect, findings, (*path, index))
+            for index, item in enumerate(value)
+        ]
+        return all(accepted for accepted, _ in checked), [item for _, item in checked]
     if "integer" in rule.types and isinstance(value, float) and value.is_integer():
         value = int(value)
     return True, copy.deepcopy(value)
 
 
-def _check_items(
-    rule: Rule,
-    value: list[Any],
-    max_items: int | None,
-    section: Section,
-    dialect: Dialect,
-    findings: Diagnostics,
-    path: KeyPath,
-) -> tuple[bool, Any]:
-    if max_items is not None and len(value) > max_items:
-        findings.problem(path, f"a list of {len(value)}", f"at most {max_items} items", "Remove some.")
-        return False, None
-    checked = [
-        _check_value(rule, item, section, dialect, findings, (*path, index))
-        for index, item in enumerate(value)
-    ]
-    return all(accepted for accepted, _ in checked), [item for _, item in checked]
-
-
 def _check_auto(
     rule: Rule, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
-    if dialect.filler is not None:
-        says = dialect.filler.says(dotted(path))
-        if says is not None:
-            findings.note(path, f'is "auto": {says}')
-        else:
-            findings.problem(
-                path,
-                f'"auto", which {dialect.filler.name} does not fill in',
-                _expectation(rule),
-                "Write the value itself, or remove the key to take DeepSpeed's default.",
-            )
-    elif section.strict:
+    filler = dialect.filler
+    if filler is not None and (says := filler.says(dotted(path))) is not None:
+        findings.note(path, f'is "auto": {says}')
+    elif filler is None and section.strict:
         default = "" if rule.section is not None else f" ({render(rule.default)})"
         findings.warn(
             path, f'is "auto", which {dialect.name} takes as its default{default} unless a tool fills it in'
         )
-    elif dialect.auto == "warning":
+    elif filler is None and dialect.auto == "warning":
         findings.warn(path, 'is "auto", which only another tool (Hugging Face Trainer) can fill in')
     else:
-        findings.problem(
-            path,
-            '"auto", which nothing fills in for a DeepSpeedTrial',
-            _expectation(rule),
-            "Write the value itself, or remove the key to take DeepSpeed's default.",
+        nobody = (
+            "nothing fills in for a DeepSpeedTrial" if filler is None else f"{filler.name} does not fill in"
         )
+        fix = "Write the value itself, or remove the key to take DeepSpeed's default."
+        findings.problem(path, f'"auto", which {nobody}', _expectation(rule), fix)
     return False, None
 
 
