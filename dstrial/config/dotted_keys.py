@@ -108,7 +108,7 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
 
 
 def _merge_into(config: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Merge ``other`` into ``config`` at every depth; ``other`` wins, also with null values."""
+    """Merge at every depth; ``other`` overrides ``config``, also with null values."""
     for key, value in other.items():
         below = config.get(key)
         if isinstance(below, dict) and isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""Check a config's keys, types and bounds against a table; fill in defaults; convert the table to JSON Schema.
+"""Check a config's keys, types and bounds against a table; fill in defaults.
 
 The same code checks DeepSpeed's JSON and the experiment config. A :class:`Dialect` describes the differences between the two.
+:func:`json_schema` converts the table for editors.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
 def _leaves(
     value: Any, names: SecretNames, path: KeyPath = (), open_keys: Sequence[str] | None = None
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield each leaf of a config as if it were secret, and whether its name is secret.
+    """Yield each leaf of a config as a ``Secret``, and whether its name is secret.
 
     Below a secret field all leaves are secret; keys in ``open_keys`` are left out. So are null, booleans and empty texts.
     """
@@ -135,7 +135,7 @@ def _leaves(
 def _variables(
     value: Any, names: SecretNames, path: KeyPath, identity: KeyPath
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield variables as :func:`_leaves` does: a ``NAME=value`` list, lists by device, or a mapping."""
+    """Yield variables as :func:`_leaves` does: from lists, by device, or a mapping."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(inner, (list, tuple, Mapping)):
@@ -285,7 +285,7 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
 
 
 def _replaced_yaml(text: str, document: Document, changes: Sequence[tuple[Secret, Any]]) -> str:
-    """Replace scalars in a YAML text; if their positions are unknown, dump the changed value."""
+    """Replace scalars in a YAML text, keeping everything else."""
     if text.startswith("\ufeff") and changes:  # positions omit a BOM
         return yaml_text(_replaced(document.value, changes))
     spans: dict[tuple[int, int], str] = {}

@@ -43,7 +43,7 @@ class Report:
     time_s: float = dataclasses.field(default_factory=time.time)
 
     def row(self) -> dict[str, int | float]:
-        """Return the numbers with the group as prefix (``training/loss``), and ``epochs`` if known."""
+        """Return numbers by prefixed name (``training/loss``), and ``epochs`` if known."""
         row = {f"{self.group}/{name}": number for name, number in self.numbers.items()}
         return row if self.epochs is None else {**row, "epochs": self.epochs}
 

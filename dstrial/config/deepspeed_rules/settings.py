@@ -57,7 +57,7 @@ class Settings:
         return self.device("offload_optimizer") != "none"
 
     def reject(self, is_wrong: object, key: str, expected: str, fix: str) -> None:
-        """Record as an error, if ``is_wrong``, that a value conflicts with another setting."""
+        """If ``is_wrong``, record an error as :meth:`problem` does."""
         if is_wrong:
             self.problem(key, expected, fix)
 

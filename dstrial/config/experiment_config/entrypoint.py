@@ -1,4 +1,4 @@
-"""Read an entrypoint's source code, without importing it: its trial class, or its script and the script's library."""
+"""Read the source of an entrypoint's trial class or script, without importing it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
 def check_entrypoint(
     entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Diagnostics
 ) -> TrialSource:
-    """Check that the entrypoint's file in ``context_dir`` exists and defines the trial class."""
+    """Check that the entrypoint's file exists and defines the trial class."""
     trial = trial_spec(entrypoint)
     if trial is None:
         words = _words(entrypoint)
@@ -149,7 +149,7 @@ def _words(entrypoint: str | Sequence[str] | None) -> list[str]:
 
 
 def _trial_tree(trial: str, path: Path, findings: Diagnostics) -> ast.Module | None:
-    """Return a trial's syntax tree; None if it is too large, or if a problem was recorded."""
+    """Return a trial's syntax tree; None if it is too large or a problem was recorded."""
     try:
         return _parsed(path)
     except SyntaxError as error:
@@ -162,7 +162,7 @@ def _trial_tree(trial: str, path: Path, findings: Diagnostics) -> ast.Module | N
 
 
 def _trees(path: Path, context_dir: Path) -> Iterator[ast.Module]:
-    """Yield the syntax trees of a script and of files in ``context_dir`` that it imports, except unreadable ones."""
+    """Yield the syntax trees of a script and of files in ``context_dir`` it imports."""
     files = [path]
     for file in files:
         try:
@@ -229,7 +229,7 @@ def _parsed(path: Path) -> ast.Module | None:
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines or imports, with ``*`` if it imports all names of another."""
+    """Return the names that a module defines or imports; ``*`` for ``import *``."""
     names = {local for _, _, local in _imports(tree)}
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):

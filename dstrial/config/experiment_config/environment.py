@@ -92,7 +92,7 @@ def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, d
 
 
 def check_variables(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Reject variables of a config that the master sets itself, after :func:`check_environment`."""
+    """Reject variables that the master sets, after :func:`check_environment`."""
     by_kind = raw["environment"]["environment_variables"].values()
     for name in sorted({entry.partition("=")[0] for entries in by_kind for entry in entries}):
         if name.startswith("DET_") and name not in _FREE_DET_VARIABLES:

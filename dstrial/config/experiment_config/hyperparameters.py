@@ -55,7 +55,7 @@ _ROOT: KeyPath = ("hyperparameters",)
 def concrete_values(
     hyperparameters: Mapping[str, Any], findings: Diagnostics, *, require_concrete: bool, needs_counts: bool
 ) -> dict[str, Any]:
-    """Return one value for each hyperparameter, as for one trial; wrong ones are left out.
+    """Return one value for each valid hyperparameter, as for one trial.
 
     With ``require_concrete`` every search space is an error. Otherwise the middle of a range or the first categorical value is
     used, with a warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher.
@@ -113,7 +113,7 @@ def _converted(
 def specifications(
     hyperparameters: Mapping[str, Any], path: KeyPath = _ROOT
 ) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Yield (path, specification) of each hyperparameter that is not written as a plain constant."""
+    """Yield (path, specification) of each hyperparameter that has one."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if isinstance(spec, Mapping):

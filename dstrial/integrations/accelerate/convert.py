@@ -148,7 +148,10 @@ def _place_of(made: Conversion, key: str, value: Any) -> Place:
 
 
 def _variable(name: str, wanted: Any = None, text: str = "") -> Rule:
-    """Return the rule of a key that becomes a variable: its value, or ``text`` if it is ``wanted``."""
+    """Return the rule of a key that becomes a variable.
+
+    With ``wanted``, only that value sets the variable, to ``text``; otherwise every value sets it.
+    """
 
     def rule(made: Conversion, value: Any) -> Place:
         if wanted is not None and value != wanted:
@@ -173,7 +176,7 @@ def _dynamo(name: str) -> Rule:
 
 
 def _left(reason: str, *nothing: Any) -> Rule:
-    """Return the rule of a key that the user must handle; values in ``nothing`` have no effect."""
+    """Return the rule of a key that the user must handle, unless it is ``nothing``."""
     return lambda _made, value: _NOTHING if value in nothing else ("left", reason.format(value=value))
 
 
