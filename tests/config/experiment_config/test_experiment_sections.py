@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
 
@@ -30,11 +28,6 @@ def test_the_defaults_are_those_of_determined_but_for_name_and_seed(load):
         "end_after_batch": None,
         "sync_timings": True,
     }
-
-
-def test_the_config_is_frozen(load):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        load().name = "other"
 
 
 def test_constants_are_unwrapped_for_the_trial_and_wrapped_in_the_raw_config(load):
