@@ -71,7 +71,7 @@ def check_ignored(settings: Settings) -> None:
         s.warn_if_set(
             "torch_autocast.enabled", f"on top of {mode}.enabled: the model is already in that precision"
         )
-    if s.offloads_optimizer and isinstance(s.value("optimizer.params"), dict):
+    if s.offloads_optimizer:
         s.warn_if_set(
             "optimizer.params.torch_adam", "so the offloaded optimizer runs in PyTorch, several times slower"
         )
@@ -86,7 +86,7 @@ def check_ignored(settings: Settings) -> None:
         s.warn("sequence_parallel_size", "which a pipeline does not read: its ranks share no sequences")
     if s.stage == 0 and not s.value("compile.passes"):
         s.warn_if_set("compile.deepcompile", "which falls back to plain torch.compile in ZeRO stage 0")
-    if (s.value("data_efficiency.data_sampling") or {}).get("enabled"):
+    if s.value("data_efficiency.data_sampling.enabled"):
         text = "but its data sampling needs DeepSpeed's own loader, which a trial does not use"
         s.warn_if_set("data_efficiency.enabled", text)
     for section in ("tensorboard", "csv_monitor"):
