@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from dstrial.config.json_schema import experiment_schema
+from dstrial.config.schema import experiment_schema
 
 _HEAD = """\
 # The experiment config

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import add_experiment_arguments, resume_point_of
 from dstrial.cli.streams import context_text
-from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
-from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
+from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.dstrial_section import explained
-from dstrial.config.experiment_config.origins import deepspeed_checks, explained_rows
-from dstrial.config.json_schema import experiment_schema
+from dstrial.config.experiment_config.origins import explained_rows
+from dstrial.config.schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
@@ -106,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -> dict[str, Any]:
     configs: dict[str, Any] = {}
-    for key, (source, checked) in deepspeed_checks(config).items():
+    for key, (source, checked) in config.engines.items():
         configs[key] = {
             "file": source.label,
             "batch_equation": checked.batch.equation if checked.batch else None,
@@ -134,7 +135,7 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
 def _print_text(
     config: ExperimentConfig, context: Context, *, with_values: bool, with_defaults: bool
 ) -> None:
-    checks = deepspeed_checks(config)
+    checks = config.engines
     if with_values:
         for key, (source, checked) in checks.items():
             _print_table(

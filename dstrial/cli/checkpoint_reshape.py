@@ -28,9 +28,10 @@ from dstrial.cli.checkpoint import (
 )
 from dstrial.cli.checkpoint_export import require_new
 from dstrial.cli.experiment_arguments import parse_entrypoint
-from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import nested
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
+from dstrial.config.merge import merge_deepspeed
 from dstrial.context_directory import is_marked
 from dstrial.errors import (
     CheckpointError,

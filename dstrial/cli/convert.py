@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.streams import text_table
-from dstrial.config import load_experiment
 from dstrial.config.diagnostics import render
 from dstrial.config.documents import read_json, read_yaml
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.integrations.accelerate.convert import (
     JSON_NAME,

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream, text_table
-from dstrial.config import ExperimentConfig
+from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import DstrialError
 from dstrial.launch.failures import LaunchOutcome

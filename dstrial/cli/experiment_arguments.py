@@ -12,11 +12,12 @@ from pathlib import Path
 
 from dstrial.checkpoint.completion_marker import is_complete
 from dstrial.checkpoint.manifest import MANIFEST_NAME, read_saved_run
-from dstrial.config import SavedRun, experiment_name
+from dstrial.config.experiment_config.config import experiment_name
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory, default_runs_dir, find_runs
+from dstrial.resume.metadata import SavedRun
 
 _TRIAL_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SHELL_SYNTAX = re.compile(r"[;&|<>$`\n]")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import Entrypoint, parse_entrypoint
-from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RunDirectory

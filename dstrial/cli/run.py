@@ -48,10 +48,10 @@ from dstrial.cli.submit import (
     require_hosts,
     submit,
 )
-from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.check import unused_by_run
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.context_directory import list_context

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream
-from dstrial.config import ExperimentConfig
+from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.hosts.hostfile import require_hostfile
 from dstrial.local.checkpoint_directory import newest_checkpoint

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import Entrypoint, ResumePoint
 from dstrial.cli.streams import det_for
-from dstrial.config import ExperimentConfig
 from dstrial.config.documents import yaml_text
+from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.context_directory import Context
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.hostfile import Host, python_of

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import re2
 
-from dstrial.config.keys import Dialect, Rule, Section
+from dstrial.config.keys import Dialect, Rule, Section, json_schema
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 600
 """Grace period of ranks to save and exit after a stop request, in seconds. With Determined's default of an hour, a hung rank
@@ -583,3 +583,8 @@ def section_of(key: str) -> Section:
     section = EXPERIMENT.keys[key].section
     assert section is not None, key
     return section
+
+
+def experiment_schema() -> dict[str, Any]:
+    """Return the JSON Schema of an experiment config: keys, types, bounds, defaults."""
+    return json_schema(EXPERIMENT, "Experiment config of Determined and dstrial")

@@ -51,7 +51,7 @@ from dstrial.scratch import scratch_directory
 if TYPE_CHECKING:
     from determined import ClusterInfo
 
-    from dstrial.config import ExperimentConfig
+    from dstrial.config.experiment_config.config import ExperimentConfig
     from dstrial.launch.failures import LaunchOutcome
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
@@ -261,7 +261,7 @@ def _require_resumable(info: ClusterInfo) -> None:
 def _load(options: argparse.Namespace, num_slots: int | None = None) -> ExperimentConfig | None:
     if options.config is None:
         return None
-    from dstrial.config import load_experiment
+    from dstrial.config.experiment_config.config import load_experiment
 
     return load_experiment(
         options.config,

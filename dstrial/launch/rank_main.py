@@ -163,7 +163,7 @@ def _run_trial(options: argparse.Namespace) -> None:
     find_modules_first(options.context_dir)
     with collector.paused_for_good():
         import dstrial.launch.imported_ahead  # noqa: F401
-        from dstrial.config import load_experiment
+        from dstrial.config.experiment_config.config import load_experiment
         from dstrial.ranks.rendezvous_store import meet_privately
         from dstrial.resume.locate import saved_run_to_resume
         from dstrial.trainer import run_trial

@@ -14,16 +14,12 @@ import torch
 from determined import core, pytorch, util
 
 from dstrial import collector
-from dstrial.config import (
-    ParallelDims,
-    SavedRun,
-    check_deepspeed,
-    overwrite_deepspeed_config,
-    resolve_batch,
-)
+from dstrial.config.batch import resolve_batch
+from dstrial.config.deepspeed_rules.check import check_deepspeed
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
-from dstrial.config.parallel_dims import replicas_of
+from dstrial.config.merge import overwrite_deepspeed_config
+from dstrial.config.parallel_dims import ParallelDims, replicas_of
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.factory import adapt, require_engine
@@ -32,7 +28,7 @@ from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.state import describe_optimizer, is_optimizer_setting
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.apply import ResumedRun
-from dstrial.resume.metadata import given_settings
+from dstrial.resume.metadata import SavedRun, given_settings
 from dstrial.trial.determined_errors import InvalidTrialError, NoSeedError, NotTrainingError
 from dstrial.trial.device_transfer import to_device
 from dstrial.trial.runtime import ModelParallelUnit, TrialRuntime, make_data_parallel_mpu, make_deepspeed_mpu

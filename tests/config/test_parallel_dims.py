@@ -66,3 +66,9 @@ def test_a_layout_says_of_the_ranks_what_they_are_divided_into():
         ("model_parallel_size", 2),
     ]
     assert set(DIM_KEYS) < set(layout)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 1), (4, 2, 4), (0, 1, 1), (2, 0, 1)])
+def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes):
+    with pytest.raises(ValueError, match="expected"):
+        ParallelDims(*sizes)

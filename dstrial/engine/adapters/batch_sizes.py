@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepspeed import DeepSpeedEngine, PipelineEngine, comm
 
 from dstrial.checkpoint.layout import Layout
-from dstrial.config import ParallelDims
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.errors import ConfigError, ConfigProblem
 

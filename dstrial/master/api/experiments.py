@@ -14,7 +14,6 @@ from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.config import SavedRun
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.documents import Document, read_yaml_text
 from dstrial.config.experiment_config.entrypoint import trial_spec
@@ -46,6 +45,7 @@ from dstrial.master.store import projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.views import listings
+from dstrial.resume.metadata import SavedRun
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16

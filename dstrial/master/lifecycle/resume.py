@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.manifest import read_saved_run
-from dstrial.config import SavedRun, resumable_slots, resume_problems
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.errors import CheckpointError
@@ -21,7 +20,8 @@ from dstrial.master.store import jobs
 from dstrial.master.store.checkpoints import Checkpoint
 from dstrial.master.store.database import Connection
 from dstrial.master.store.trials import Trial
-from dstrial.resume.metadata import RESUME_VARIABLE
+from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
+from dstrial.resume.plan import resumable_slots, resume_problems
 
 # Launchers that start one rank per slot; another command may start any number of ranks.
 _LAUNCHERS = ("dstrial.launch", "determined.launch.")

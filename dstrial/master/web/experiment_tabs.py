@@ -13,7 +13,6 @@ from dstrial.config.experiment_config.origins import (
     LABEL,
     checked_again,
     config_values,
-    deepspeed_checks,
     explained_rows,
 )
 from dstrial.config.secrets import masked, masked_json, masked_yaml
@@ -178,7 +177,7 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
                     for one in explained_rows(source, result, names)
                 ],
             }
-            for key, (source, result) in deepspeed_checks(checked).items()
+            for key, (source, result) in checked.engines.items()
         ]
     return found
 

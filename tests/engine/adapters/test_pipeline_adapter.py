@@ -2,8 +2,8 @@ import pytest
 import small_models
 from forked_ranks import RunningProgram, of_all_ranks
 
-from dstrial.config import ParallelDims
 from dstrial.config.deepspeed_rules.check import check_deepspeed
+from dstrial.config.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.ranks
 
