@@ -321,6 +321,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Return the first engine's number of records per forward pass of a replica."""
         return self._first_adapter("the micro batch size").micro_batch_size
 
+    def get_data_parallel_rank(self) -> int:
+        """Return the index, from 0, of this rank's replica, which reads its own records."""
+        self._first_adapter("the data-parallel rank")
+        return self._runtime.mpu.data_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of replicas among which a loader of your own divides records."""
+        self._first_adapter("the number of replicas")
+        return self._runtime.mpu.data_parallel_world_size
+
     def get_num_micro_batches_per_slot(self) -> int:
         """Return the first engine's number of micro batches per batch of a replica."""
         return self._first_adapter("the number of micro batches").micro_batches_per_batch
