@@ -420,6 +420,8 @@ class TrainingLoop:
     def _close_iterator(self) -> None:
         self._runtime.bind_training_iterator(None)
         self._iterator = None
+        if self._stream is not None:
+            self._stream.close()
 
     # ---- validation and checkpoints ------------------------------------------------------------------
 

@@ -159,9 +159,10 @@ def test_wrong_length_of_iterable_is_named(says, caplog):
 
 
 def test_another_kind_of_loader_is_refused_at_resume():
-    first = fit_to(5, LOADERS["iterable"])
+    first = fit_to(5, lambda: torch_loader(records()))
+    hparams = {"num_records": COUNT, "drop_last": True}
     with pytest.raises(DataError, match="written with a training loader that is not dstrial"):
-        fit(run_dir=first.directory.path, latest_checkpoint="latest", max_length=Batch(6))
+        fit(hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest", max_length=Batch(6))
 
 
 def test_invalid_way_to_resume_is_refused():

@@ -142,6 +142,10 @@ class LoaderPasses(Iterator[Any]):
         """A checksum of the micro batch that was drawn last; None if there is none."""
         return digest(self._newest)
 
+    def close(self) -> None:
+        """Release the loader, whose workers then end."""
+        self._loader = self._items = self._stateful = self._newest = None
+
     # ---- the position ---------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:

@@ -209,6 +209,12 @@ class TrainingStream:
             return []
         return [{"replica": self._replica, "division": self._division, **self.passes.position()}]
 
+    def close(self) -> None:
+        """Release a loader of the user's own; nothing is read afterwards."""
+        if self.passes is not None:
+            self.passes.close()
+            self._loader = None
+
 
 class _Flattened(data.Sampler[Any]):
     """Yields the batches of a user's batch sampler unchanged, as micro batches."""
