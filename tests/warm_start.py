@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import faulthandler
 import functools
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -29,7 +30,8 @@ from dstrial.fork_server.fork import Program
 IMPORTED_AHEAD = (
     "dstrial.launch.imported_ahead",
     "zmq",  # of several ranks under Determined's names
-    "sklearn.datasets",
+    # It imports pyarrow where that is installed (by ``datasets``), which starts a thread.
+    *(("sklearn.datasets",) if importlib.util.find_spec("pyarrow") is None else ()),
     "torch.utils.tensorboard",  # chief's
     "torch.fx.experimental.symbolic_shapes",  # where backward is given gradients: pipelines, recomputed layers
     # of commands that tests give their masters

@@ -6,7 +6,7 @@ import pytest
 import torch
 from in_process_fits import EXP_CONF, fit, values
 from small_runs import deepspeed_config, experiment, train
-from stream_trials import OwnLoader, Shared, Stateful, as_pair, hugging_face
+from stream_records import Shared, Stateful, as_pair, hugging_face
 from torch.utils import data
 
 from dstrial import Batch
@@ -65,6 +65,8 @@ LOADERS = {
 
 
 def trial_of(build, seen=None, **members):
+    from stream_trials import OwnLoader
+
     def train_batch(self, items, epoch_idx, batch_idx):
         def noted():
             for item in items:
