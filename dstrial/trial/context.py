@@ -307,7 +307,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow any loader class; the user then does shuffling, sharding and resuming."""
+        """Allow any loader class; the user then does shuffling and sharding."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:

@@ -9,7 +9,7 @@ from small_runs import deepspeed_config, experiment, train
 from stream_records import Shared, Stateful, as_pair, hugging_face
 from torch.utils import data
 
-from dstrial import Batch
+from dstrial import Batch, DataLoader
 from dstrial.errors import DataError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
@@ -28,6 +28,11 @@ def torch_loader(dataset, **options):
 
 def shuffled_by_generator(records):
     return torch_loader(records, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+def stateful_by_sampler(records):
+    sampler = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    return stateful_loader(records, sampler=sampler.StatefulDistributedSampler(records, 1, 0, shuffle=True))
 
 
 def streaming(**options):
@@ -53,6 +58,7 @@ LOADERS = {
     "list": lambda: list(torch_loader(records())),
     "endless": endless,
     "StatefulDataLoader, shuffled": lambda: stateful_loader(records(), shuffle=True),
+    "StatefulDataLoader, sampler": lambda: stateful_by_sampler(records()),
     "StatefulDataLoader, iterable": lambda: stateful_loader(Shared(COUNT)),
     "StatefulDataLoader, stateful": lambda: stateful_loader(Stateful(COUNT)),
     "StatefulDataLoader, workers": lambda: stateful_loader(records(), shuffle=True, **WORKERS),
@@ -111,6 +117,20 @@ def test_loader_without_length_repeats_every_record(kind):
     fit_to(7, LOADERS[kind], seen)
     first, second = torch.cat(seen[:7]).tolist(), torch.cat(seen[7:14]).tolist()
     assert sorted(first) == sorted(second) == sorted(records().features.tolist())
+
+
+def test_map_style_data_set_of_hugging_face_resumes_bitwise():
+    datasets = pytest.importorskip("datasets")
+    columns = {"features": records().features.tolist(), "targets": records().targets.tolist()}
+
+    def build():
+        rows = datasets.Dataset.from_dict(columns).with_format("torch")
+        return DataLoader(rows, batch_size=4, shuffle=True, collate_fn=as_pair)
+
+    seen = []
+    whole = fit_to(6, build, seen)
+    assert sorted(torch.cat(seen[:7]).tolist()) == sorted(records().features.tolist())
+    assert values(resumed(fit_to(4, build), 6, build).rows("training")) == values(whole.rows("training"))
 
 
 def test_resume_after_shuffle_buffer_is_exact_by_rereading():
@@ -198,7 +218,8 @@ def test_validation_loader_without_length_is_counted():
 def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, **hparams):
     config = deepspeed_config(1, train_batch_size=16)
     del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4 // ranks}
+    replicas = 1 if trial == "Pipeline" else ranks
+    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4 // replicas}
     hyperparameters = {"deepspeed_config": config, "num_records": records, "dropout": 0.0, **hparams}
     own = {"data": {"dstrial": {"resume_data": resume_data}}} if resume_data else {}
     described = experiment(
