@@ -265,7 +265,7 @@ class ReportExchange:
         exchange.is_sent = True
 
     def _compare_passes(self, found: Sequence[tuple[int | None] | None]) -> None:
-        """Warn once if loaders without a length end after different numbers of micro batches."""
+        """Warn once if loaders without a length turn out to differ in it."""
         lengths = {rank: of_rank[0] for rank, of_rank in enumerate(found) if of_rank is not None}
         ended = {rank: length for rank, length in lengths.items() if length is not None}
         if self._has_compared_passes or not ended:

@@ -1,4 +1,4 @@
-"""Micro batches of a loader of the user's own, pass after pass, and the position in them.
+"""Passes over a training loader of the user's own, and the position in them.
 
 Such a loader decides by itself which records a replica reads. Its position is restored from its ``state_dict``, if it has one,
 or by reading the micro batches of the current pass again.
@@ -30,7 +30,7 @@ _END = object()
 
 
 def resume_mode(exp_conf: Mapping[str, Any] | None) -> ResumeMode:
-    """Return ``data.dstrial.resume_data`` of an experiment config; ValueError if invalid."""
+    """Return ``data.dstrial.resume_data`` of a config; ValueError if invalid."""
     asked: Any = dstrial_section(exp_conf).get("resume_data") or "exact"
     if asked not in get_args(ResumeMode):
         raise ValueError(
@@ -68,7 +68,8 @@ class LoaderPasses(Iterator[Any]):
         self._digests: list[int | None] = []
         is_iterable = isinstance(getattr(loader, "dataset", None), data.IterableDataset)
         self._num_workers = int(getattr(loader, "num_workers", 0)) if is_iterable else 0
-        self._reads_to_end = is_iterable or not isinstance(loader, data.DataLoader)
+        is_plain_map_style = isinstance(loader, data.DataLoader) and not is_iterable
+        self._reads_to_end = self._stateful is not None or not is_plain_map_style
         self.pass_idx = 0
         self.in_pass = 0
         self.first_pass_length: int | None = None
@@ -107,7 +108,7 @@ class LoaderPasses(Iterator[Any]):
         self._items = iter(self._loader)
 
     def _read_to_end(self) -> None:
-        """Let the loader reach its end, where it may reset its position; warn if it does not."""
+        """Let the loader reach its end and reset itself; warn if there is no end."""
         assert self._items is not None
         with random_state_kept():
             drawn = 0
@@ -251,7 +252,7 @@ def _stateful_part(loader: Any) -> Any:
 
 
 def set_epoch(loader: Any, epoch_idx: int) -> None:
-    """Call ``set_epoch`` of the loader, its samplers and its data set, where they have it."""
+    """Call ``set_epoch`` of the loader, its samplers and data set, if they have it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts.append(getattr(loader, "dataset", None))
@@ -280,7 +281,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 def digest(item: Any) -> int | None:
-    """Return a checksum of the tensors, numbers and texts in a micro batch; None without any."""
+    """Return a checksum of a micro batch's tensors, numbers and texts; None if none."""
     value = 0
     found = False
     for leaf in _leaves(item):
@@ -341,7 +342,7 @@ def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
 def position_for(
     saved: Sequence[Mapping[str, Any]], division: tuple[int, int, int], replica: int, mode: ResumeMode
 ) -> tuple[Mapping[str, Any], ResumeMode]:
-    """Return the position from which a replica continues, and how ``restore`` gets there.
+    """Return where a replica continues, and the mode for ``restore``.
 
     Args:
         saved: this rank's position; in another rank layout those of all ranks that wrote the checkpoint.

@@ -204,7 +204,7 @@ class TrainingStream:
         )
 
     def positions(self) -> list[dict[str, Any]]:
-        """Return the position for a checkpoint; [] for a ``dstrial.DataLoader`` or no loader."""
+        """Return the position for a checkpoint; [] without a loader of the user's own."""
         if self.passes is None:
             return []
         return [{"replica": self._replica, "division": self._division, **self.passes.position()}]

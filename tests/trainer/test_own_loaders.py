@@ -129,7 +129,7 @@ def test_map_style_data_set_of_hugging_face_resumes_bitwise():
 
     seen = []
     whole = fit_to(6, build, seen)
-    assert sorted(torch.cat(seen[:7]).tolist()) == sorted(records().features.tolist())
+    assert sorted(torch.cat(seen[:8]).tolist()) == sorted(records().features.tolist())
     assert values(resumed(fit_to(4, build), 6, build).rows("training")) == values(whole.rows("training"))
 
 
@@ -216,10 +216,7 @@ def test_validation_loader_without_length_is_counted():
 
 
 def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, **hparams):
-    config = deepspeed_config(1, train_batch_size=16)
-    del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-    replicas = 1 if trial == "Pipeline" else ranks
-    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4 // replicas}
+    config = deepspeed_config(1, gradient_accumulation_steps=4 if trial == "Pipeline" else 4 // ranks)
     hyperparameters = {"deepspeed_config": config, "num_records": records, "dropout": 0.0, **hparams}
     own = {"data": {"dstrial": {"resume_data": resume_data}}} if resume_data else {}
     described = experiment(
