@@ -99,6 +99,10 @@ def resumed(first, batches, build, seen=None, **arguments):
     return fit_to(batches, build, seen, run_dir=first.directory.path, latest_checkpoint="latest", **arguments)
 
 
+@pytest.mark.exhaustive(
+    *(f"[{kind}-5]" for kind in LOADERS if "workers" not in kind),
+    *("[shuffled-6]", "[list-6]", "[StatefulDataLoader, sampler-6]", "[StatefulDataLoader, workers-5]"),
+)
 @pytest.mark.parametrize("stop", [5, 6])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_resume_equals_uninterrupted_run_bitwise(kind, stop):
@@ -230,7 +234,7 @@ def losses(done):
     return {batches: row["loss"] for batches, row in done.reports("training").items()}
 
 
-@pytest.mark.parametrize("trial", ["OwnLoader", "StreamOfHuggingFace"])
+@pytest.mark.parametrize("trial", ["OwnLoader", "StreamOfHuggingFace", "Pipeline"])
 def test_two_ranks_resume_bitwise(tmp_path, trial):
     if trial == "StreamOfHuggingFace":
         pytest.importorskip("datasets")

@@ -203,7 +203,7 @@ class _Binding:
 
     def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
         """Check the inputs' shapes if the stages' buffers have a fixed shape."""
-        if iterator is None or self.engine.dynamic_shape:
+        if iterator is None or self.engine.module.dynamic_shape:
             return iterator
         return self._checked(iterator)
 
