@@ -371,6 +371,12 @@ DSTRIAL = Section(
         "override_optimizer": _switch(
             "whether the optimizer settings of this run count where a checkpoint is loaded", default=False
         ),
+        "resume_data": _text(
+            "how a loader other than `dstrial.DataLoader` resumes: at its saved position, by reading again, or (on "
+            "another number of replicas) from the start of the pass",
+            default="exact",
+            enum=("exact", "reread", "restart"),
+        ),
         "trust_checkpoint_code": _text(
             "SHA-256 of the manifest of a checkpoint that may load its own classes",
             check=_check_digest,

@@ -336,12 +336,16 @@ def rescale_micro_batches(
     return {**loop_state, "micro_batches_drawn": drawn}
 
 
-def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return position in the data and records per batch from all ranks' loop states.
 
-    Ranks in the middle stages of a pipeline have no loader, and therefore neither value.
+    Ranks in the middle stages of a pipeline have no loader, and therefore none of the values.
     """
-    found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
+    found: dict[str, Any] = {
+        "micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states),
+    }
+    if loaders := [position for one in loop_states for position in one.get("loaders", ())]:
+        found["loaders"] = loaders
     for one in loop_states:
         if one.get("records_per_batch") is not None:
             found["records_per_batch"] = int(one["records_per_batch"])

@@ -303,7 +303,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow any loader class; the user then does shuffling, sharding and resuming."""
+        """Allow any loader class; the user then does shuffling and sharding."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
@@ -316,6 +316,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def get_train_micro_batch_size_per_gpu(self) -> int:
         """Return the first engine's number of records per forward pass of a replica."""
         return self._first_adapter("the micro batch size").micro_batch_size
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the index, from 0, of this rank's replica, which reads its own records."""
+        self._first_adapter("the data-parallel rank")
+        return self._runtime.mpu.data_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of replicas among which a loader of your own divides records."""
+        self._first_adapter("the number of replicas")
+        return self._runtime.mpu.data_parallel_world_size
 
     def get_num_micro_batches_per_slot(self) -> int:
         """Return the first engine's number of micro batches per batch of a replica."""

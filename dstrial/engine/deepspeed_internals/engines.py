@@ -96,6 +96,7 @@ PIPELINE_ATTRIBUTES: Mapping[str, type] = {
 """Undocumented attribute of pipeline engines -> its type (``runtime/pipe/engine.py:92`` and following)."""
 
 PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
+    "dynamic_shape": bool,
     "micro_offset": int,
     "seed_layers": bool,
     "tied_modules": object,
