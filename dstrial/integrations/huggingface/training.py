@@ -15,6 +15,7 @@ from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import optimizers
 from dstrial.engine.parameter_names import named_buffers, plain_name
+from dstrial.engine.partial_training import checksum, require_same_frozen
 from dstrial.errors import CheckpointLayoutError
 from dstrial.integrations.huggingface.callback import DetCallback, LeaveTrainingError
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
@@ -129,10 +130,18 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
             f"checkpoint {opened_checkpoint.root} has no parameter {missing[0]!r}; expected those of the model. Start from the "
             "weights of the same model, or without them."
         )
+    saved = opened_checkpoint.layouts[0] if opened_checkpoint.layouts else None
+    left_out = {} if saved is None else saved.frozen_checksums
+    dtypes = {} if saved is None else {place.name: getattr(torch, place.dtype) for place in saved.parameters}
+    built: dict[str, str] = {}
     for name, parameter in parameters.items():
         with _whole(parameter):
-            if not _is_cut(parameter) or torch.distributed.get_rank() == 0:
+            if name in left_out:
+                built[name] = checksum(parameter.to(dtypes[name]))
+            elif not _is_cut(parameter) or torch.distributed.get_rank() == 0:
                 parameter.data.copy_(source[name])
+    if saved is not None:
+        require_same_frozen(saved, built)
     with torch.no_grad():
         for name, buffer in named_buffers(model).items():
             if name in source:
