@@ -29,14 +29,8 @@ def base_model(seed: int = 5) -> Any:
 def lora_model(seed: int = 5, **options: Any) -> Any:
     import peft
 
-    config = peft.LoraConfig(
-        r=2,
-        lora_alpha=4,
-        lora_dropout=0.1,
-        target_modules=["q_proj", "v_proj"],
-        task_type="CAUSAL_LM",
-        **options,
-    )
+    given = {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, **options}
+    config = peft.LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", **given)
     return peft.get_peft_model(base_model(seed), config)
 
 
