@@ -177,7 +177,7 @@ _NOT_MERGED = re.compile(r"\.lora_|trainable_tokens")
 
 
 class AdapterWeights(ModelWeights):
-    """Weights of PEFT's adapter in a checkpoint, named as in ``adapter_model.safetensors``.
+    """Weights of PEFT's adapter, named as in ``adapter_model.safetensors``.
 
     Attributes:
         config: content of ``adapter_config.json``.
@@ -197,7 +197,7 @@ class AdapterWeights(ModelWeights):
 
 
 class MergedWeights(ModelWeights):
-    """Weights of the base model with its LoRA adapter added to them, without PEFT's names.
+    """Weights of the base model, by its own names, with its LoRA adapter added to them.
 
     Raises:
         CheckpointLayoutError: the checkpoint has no adapter, no base weights, or an adapter that is not LoRA's on linear layers.

@@ -1,4 +1,4 @@
-"""Checkpoints of engines that train only a part of their weights: frozen parameters and adapters of PEFT.
+"""Leave frozen parameters out of checkpoints; describe adapters of PEFT.
 
 A checkpoint without frozen parameters has a checksum of each in its layout. The model's code has to build frozen parameters
 with the same bits before the checkpoint is loaded; other bits are refused.
@@ -36,7 +36,7 @@ def leaves_out_frozen(exp_conf: Mapping[str, Any] | None) -> bool:
 
 
 def leave_out_frozen(engine: DeepSpeedEngine) -> None:
-    """Make ``save_checkpoint`` leave out frozen parameters, unless an argument says otherwise."""
+    """Make ``save_checkpoint`` leave out frozen parameters by default."""
     if isinstance(engine, PipelineEngine):
         raise TrialContractError(
             f"data.dstrial.{SAVE_KEY} is false, and the engine is a pipeline, whose layers are read from their own files; "
@@ -96,7 +96,7 @@ def checksum(parameter: torch.Tensor) -> str:
 
 
 def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Yield (name, sum) of frozen parameters: of partitions, else on the first replica."""
+    """Yield (name, this rank's part of the sum) of each frozen parameter."""
     part, replica = engines.checkpoint_part(engine), engines.replica(engine)
     places = {place.name: place for place in layout.parameters if place.model_part == part}
     for name, parameter in named_parameters(engine.module):
@@ -139,7 +139,7 @@ def _as_text(total: int) -> str:
 
 
 def is_peft_model(module: torch.nn.Module) -> bool:
-    peft = sys.modules.get("peft")  # no model is PEFT's as long as it is not imported
+    peft = sys.modules.get("peft")  # an optional package of users, which dstrial does not import
     return peft is not None and isinstance(module, peft.PeftModel)
 
 
@@ -152,8 +152,7 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
     """
     if not is_peft_model(module):
         return {}
-    import peft
-
+    peft = sys.modules["peft"]
     active = module.active_adapter
     adapter = active if isinstance(active, str) else active[0]
     config = module.peft_config[adapter]

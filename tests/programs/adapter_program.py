@@ -11,6 +11,7 @@ import adapter_trials
 import deepspeed
 import small_models
 import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from reshape_program import allgather, begin
 
 from dstrial.checkpoint.layout import Layout
@@ -19,6 +20,7 @@ from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.partial_training import frozen_checksums, leave_out_frozen, without_frozen
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import engine_extra_state, load_engine, restore_engine_extra_state, save_engine
+from dstrial.errors import TrialContractError
 
 STAGES = {0: 1, 1: 3, 2: 0, 3: 1}
 MODELS = {
@@ -132,6 +134,22 @@ def load_on_one_rank(directory: str, kind: str) -> dict[str, bool]:
         gc.collect()
     _end()
     return found
+
+
+def share_across_stages(is_tied: bool) -> str | None:
+    """Make a pipeline of two stages whose first and last layer are one module."""
+    begin()
+    first = torch.nn.Linear(4, 4)
+    layers: list[Any] = [first, torch.nn.Tanh(), torch.nn.Linear(4, 4), first]
+    if is_tied:
+        layers[0] = layers[3] = TiedLayerSpec("shared", torch.nn.Linear, 4, 4)
+    module = PipelineModule(layers=layers, num_stages=2, loss_fn=small_models.cross_entropy)
+    engine, *_ = deepspeed.initialize(model=module, config=small_models.ds_config(0))
+    try:
+        adapt(engine)
+        return None
+    except TrialContractError as error:
+        return str(error)
 
 
 def _end() -> None:

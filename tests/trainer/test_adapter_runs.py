@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dstrial.local.checkpoint_directory import newest_checkpoint
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
 
 
@@ -118,3 +120,19 @@ def test_export_of_other_adapters_and_of_none(tmp_path: Path, capsys: pytest.Cap
         assert export(plain, tmp_path / "none", *option) == 1
         assert "the checkpoint has no adapter of PEFT" in capsys.readouterr().err
     assert export(plain, tmp_path / "all") == 0
+
+
+@pytest.mark.exhaustive
+def test_memory_counts_gradients_and_state_of_trained_parameters_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    num_trained, num_all = 17_408, 137_984  # of the example
+    experiment, definition = ROOT / "experiment_configs" / "lora_clm.yaml", ROOT / "model_defs" / "lora_clm"
+    assert dstrial(["memory", str(experiment), str(definition), "--slots", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    largest = answer["devices"][0]["largest"]
+    assert "137.98 k parameters, 17.41 k of them trained" in answer["answer"][1]
+    # ZeRO 2 in float32: master weights and two moments, and gradients, each divided by two ranks.
+    assert largest["parameters"] == 4 * num_all
+    assert largest["optimizer"] == 3 * 4 * num_trained / 2
+    assert 4 * num_trained / 2 <= largest["gradients"] < 4 * num_trained  # with whole ones at the boundary

@@ -232,6 +232,20 @@ def tied_layers_with_file(module: PipelineModule) -> set[str]:
     }
 
 
+def layers_sharing_across_stages(module: PipelineModule) -> tuple[int, int] | None:
+    """Return two layers on different stages that share a parameter; None without such.
+
+    Only a ``TiedLayerSpec`` keeps them equal. Each stage trains its own copy of what plain modules share.
+    """
+    first: dict[int, int] = {}
+    for idx, layer in enumerate(module._layer_specs):
+        for parameter in layer.parameters() if isinstance(layer, torch.nn.Module) else ():
+            other = first.setdefault(id(parameter), idx)
+            if module.stage_owner(other) != module.stage_owner(idx):
+                return other, idx
+    return None
+
+
 def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:
     """Set the value that ``get_global_grad_norm`` returns until the next step."""
     engine._global_grad_norm = norm

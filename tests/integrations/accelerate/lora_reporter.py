@@ -34,10 +34,11 @@ def main() -> None:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         reporter.resume()
         for (tokens,) in reporter.batches(loader):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
             reporter.step({"loss": loss})
             if reporter.should_validate:
                 reporter.report_validation({"validation_loss": loss})

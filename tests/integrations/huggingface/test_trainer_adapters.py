@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dstrial.checkpoint.manifest import read_manifest
 from dstrial.cli.app import main as dstrial
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import RunDirectory
@@ -21,6 +22,11 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 PROGRAM = Path(__file__).with_name("trainer_program.py")
+
+
+FROZEN: dict[str, Any] = {
+    "stage": 2, "lora": None, "is_frozen": True, "data": {"dstrial": {"save_frozen_parameters": False}}
+}  # fmt: skip
 
 
 class AdapterRuns:
@@ -69,13 +75,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> AdapterRuns:
         made.settings("whole 1", stage=1),
         made.settings("paused 1", stage=1, pause_at=3),
         made.settings("paused 3", stage=3, pause_at=3),
+        made.settings("frozen whole", **FROZEN),
+        made.settings("frozen paused", **FROZEN, pause_at=3),
     )
+    another = made.directory / "another trial's"
+    shutil.copytree(made.checkpoint("whole 1"), another)
+    metadata = json.loads((another / "metadata.json").read_text())
+    (another / "metadata.json").write_text(json.dumps({**metadata, "trial_id": metadata["trial_id"] + 1}))
     made.launch(
         2,
         made.settings("resumed 1", "paused 1", stage=1),
         made.settings("resumed 3", "paused 3", stage=3),
         made.settings("1 to 3", "paused 1", stage=3),
         made.settings("other base", "paused 1", stage=1, lora=6, error=True),
+        made.settings("frozen resumed", "frozen paused", **FROZEN),
+        made.settings("warm", stage=3, resume=str(another)),
+        made.settings("warm other base", stage=1, resume=str(another), lora=6, error=True),
     )
     made.launch(1, made.settings("on one rank", "paused 3", stage=2, micro=4))
     return made
@@ -89,9 +104,25 @@ def test_trainer_lora_resumes_as_uninterrupted(runs: AdapterRuns) -> None:
         assert runs.losses(name) == pytest.approx(whole, abs=2e-4), name
 
 
+def test_trainer_frozen_parts_are_left_out_if_asked(runs: AdapterRuns) -> None:
+    assert runs.losses("frozen resumed") == runs.losses("frozen whole")
+    (layout,) = read_manifest(runs.checkpoint("frozen whole")).layouts
+    frozen = [place["name"] for place in layout["parameters"] if not place["trainable"]]
+    assert set(layout["frozen_checksums"]) <= set(frozen)
+    assert len(layout["frozen_checksums"]) == len(frozen) - 1  # the output layer is the embedding
+
+
+def test_trainer_lora_begins_with_weights_of_another_trial(runs: AdapterRuns) -> None:
+    first, last = runs.losses("whole 1")[1], runs.losses("whole 1")[6]
+    assert len(runs.losses("warm")) == 6
+    assert abs(runs.losses("warm")[1] - first) > 1e-4  # the same records, with trained adapters
+    assert last < first
+
+
 def test_trainer_lora_with_another_base_is_refused(runs: AdapterRuns) -> None:
-    assert "holds no frozen parameters, and" in runs.errors["other base"]
-    assert "Build the model from the same base weights" in runs.errors["other base"]
+    for name in ("other base", "warm other base"):
+        assert "holds no frozen parameters, and" in runs.errors[name]
+        assert "Build the model from the same base weights" in runs.errors[name]
 
 
 @pytest.mark.parametrize("name", ["whole 1", "resumed 3"])
@@ -122,3 +153,27 @@ def test_trainer_lora_checkpoint_exports_an_adapter(
     capsys.readouterr()
     assert dstrial(["checkpoint", "export", str(checkpoint), str(tmp_path / "m"), "--merged"]) == 1
     assert "holds only what is trained" in capsys.readouterr().err
+
+
+def test_whole_model_under_zero_3_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from dstrial.integrations.huggingface import training
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import trainer_program
+
+    made = trainer_program.model()
+    trainer = transformers.Trainer(
+        model=made, args=transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    )
+    monkeypatch.setattr(training, "_LARGE_BYTES", 1000)
+    training._warn_of_whole_model(trainer)
+    assert not caplog.records
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # in force as long as it lives
+    training._warn_of_whole_model(trainer)
+    assert config.is_zero3()
+    assert "make the TrainingArguments before the model" in caplog.text

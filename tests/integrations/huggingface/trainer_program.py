@@ -59,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "saves_at": None,  # a callback behind DetCallback asks for a save at this step
     "has_model_init": False,  # whether the Trainer is given a function that makes its model
     "lora": None,  # a seed: train adapters of PEFT on a model that is made with it
+    "is_frozen": False,  # whether only the last block is trained
     "patience": None,  # of transformers' own callback that ends training early
     "options": {},  # more TrainingArguments
     "callback": {},  # more arguments of DetCallback
@@ -215,6 +216,9 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         made = {"model_init": lambda: make()} if asked["has_model_init"] else {"model": make()}
         if asked["lora"]:
             made = {"model": lora_model(asked["lora"])}
+        if asked["is_frozen"]:
+            for name, parameter in made["model"].named_parameters():
+                parameter.requires_grad = ".h.1." in name
         late = [] if asked["saves_at"] is None else [Save(asked["saves_at"])]
         late += [] if asked["nan_after"] is None else [Poison(asked["nan_after"])]
         trainer = Trainer(
