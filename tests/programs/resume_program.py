@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def build(case: dict[str, Any]) -> Any:
+    torch.compiler.set_stance("force_eager")  # else Muon is compiled, in half a minute
     torch.manual_seed(1)
     model = (
         small_models.pipeline(kind=case["pipeline"])

@@ -25,6 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
 
 
+@pytest.fixture(autouse=True)
+def _in_directory_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # runs are written below it
+
+
 def checkpoint_of(outcome: Any) -> Path:
     newest = newest_checkpoint(outcome.directory.checkpoints_path)
     assert newest is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
 """Name -> section of the DeepSpeed config, what is true of an engine that has it, or what DeepSpeed says."""
 
 
+@pytest.mark.exhaustive("[torch_autocast]")
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_reaches_the_engine_or_deepspeed_refuses_it(name: str) -> None:
     sections, attribute, refusal = FEATURES[name]
@@ -65,6 +67,11 @@ def test_feature_reaches_the_engine_or_deepspeed_refuses_it(name: str) -> None:
     fit(Trial, hparams, max_length=Batch(2))
     found = functools.reduce(getattr, attribute.split("."), engines[0])
     assert (found() if callable(found) else found) is True
+
+
+@pytest.fixture(autouse=True)
+def _in_directory_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # runs are written below it
 
 
 def last_loss(stage: int, backward: Any, **sections: Any) -> float:
@@ -103,8 +110,8 @@ def test_unmanaged_accumulation_needs_one_micro_batch_per_batch() -> None:
 
 
 def test_default_gradient_clipping_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    for clipping, count in ((None, 1), (0.5, 0)):
+    for given, count in (({}, 1), ({"gradient_clipping": 0.5}, 0)):
         caplog.clear()
         with caplog.at_level("INFO", logger="dstrial"):
-            last_loss(0, lambda engine, loss: engine.backward(loss), gradient_clipping=clipping)
+            last_loss(0, lambda engine, loss: engine.backward(loss), **given)
         assert caplog.text.count("DeepSpeed's default (0 until 0.19.1)") == count
