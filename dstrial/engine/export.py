@@ -262,13 +262,10 @@ def _adapter(saved: SavedEngine) -> Mapping[str, Any]:
     return saved.layout.adapter
 
 
-def _unprefixed(name: str) -> str:
-    return name.removeprefix("base_model.model.")
-
-
 def _merged_name(name: str) -> str:
     """Return the name that a parameter of PEFT's model has in the base model."""
-    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", _unprefixed(name).replace(".base_layer.", "."))
+    own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", own)
 
 
 def write_safetensors(

@@ -139,8 +139,14 @@ def _as_text(total: int) -> str:
 
 
 def is_peft_model(module: torch.nn.Module) -> bool:
+    return _peft_model(module) is not None
+
+
+def _peft_model(module: torch.nn.Module) -> Any:
+    """Return PEFT's model, which may be compiled; None without one."""
     peft = sys.modules.get("peft")  # an optional package of users, which dstrial does not import
-    return peft is not None and isinstance(module, peft.PeftModel)
+    inner = getattr(module, "_orig_mod", module)
+    return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
 
 
 def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -150,19 +156,20 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
         ``config``, the content of ``adapter_config.json``; ``keys``: parameter name -> name in the adapter's file; ``linear``:
         name of a linear layer with plain LoRA -> (factor, whether its weight is transposed, name of the adapter).
     """
-    if not is_peft_model(module):
+    model = _peft_model(module)
+    if model is None:
         return {}
     peft = sys.modules["peft"]
-    active = module.active_adapter
+    active = model.active_adapter
     adapter = active if isinstance(active, str) else active[0]
-    config = module.peft_config[adapter]
+    config = model.peft_config[adapter]
     if config.is_prompt_learning:  # its file has what its modules compute
         return {}
     # PEFT renames whatever values it is given, so that numbers tell which parameter gets which name.
-    names = [name for name, _ in named_parameters(module)]
+    names = [name for name, _ in named_parameters(model)]
     tags = {name: torch.tensor(idx) for idx, name in enumerate(names)}
     renamed = peft.get_peft_model_state_dict(
-        module, state_dict=tags, adapter_name=adapter, save_embedding_layers=False
+        model, state_dict=tags, adapter_name=adapter, save_embedding_layers=False
     )
     values = {**config.to_dict(), "inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
@@ -171,7 +178,9 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
         "keys": {names[int(tag)]: key for key, tag in renamed.items()},
         "linear": {
             plain_name(name): (float(layer.scaling[adapter]), bool(layer.fan_in_fan_out), adapter)
-            for name, layer in module.named_modules()
-            if type(layer) is peft.tuners.lora.Linear and adapter in layer.lora_A
+            for name, layer in model.named_modules()
+            if type(layer) is peft.tuners.lora.Linear
+            and adapter in layer.lora_A
+            and adapter not in getattr(layer, "lora_variant", {})
         },
     }

@@ -19,15 +19,10 @@ from dstrial.errors import CheckpointLayoutError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
-
-
-@pytest.fixture(autouse=True)
-def _in_directory_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # runs are written below it
 
 
 def checkpoint_of(outcome: Any) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from dstrial import Batch
 from dstrial.errors import ConfigError
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 OFFLOAD = {"device": "cpu"}
 ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
@@ -67,11 +66,6 @@ def test_feature_reaches_the_engine_or_deepspeed_refuses_it(name: str) -> None:
     fit(Trial, hparams, max_length=Batch(2))
     found = functools.reduce(getattr, attribute.split("."), engines[0])
     assert (found() if callable(found) else found) is True
-
-
-@pytest.fixture(autouse=True)
-def _in_directory_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # runs are written below it
 
 
 def last_loss(stage: int, backward: Any, **sections: Any) -> float:
