@@ -197,7 +197,7 @@ class AdapterWeights(ModelWeights):
 
 
 class MergedWeights(ModelWeights):
-    """Weights of the base model, by its own names, with its LoRA adapter added to them.
+    """Weights of the base model with its LoRA adapter added, by its own names.
 
     Raises:
         CheckpointLayoutError: the checkpoint has no adapter, no base weights, or an adapter that is not LoRA's on linear layers.
