@@ -239,10 +239,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         if self.distributed.rank == 0:
             for warning in result.warnings:
                 logger.warning("%s", warning)
-            if not self.models and config.get("gradient_clipping") is None and engine.gradient_clipping():
+            clipping = engines.gradient_clipping(engine)
+            if not self.models and config.get("gradient_clipping") is None and clipping:
                 logger.info(
                     "gradient_clipping is %s, DeepSpeed's default (0 until 0.19.1); set it in the DeepSpeed config to change it",
-                    engine.gradient_clipping(),
+                    clipping,
                 )
 
     def _check_overruled(self, engine: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import adapter_program
 import pytest
 
 from dstrial.testing.ranks import run_function
 
 pytest.importorskip("peft")
+adapter_program = pytest.importorskip("adapter_program")
 pytestmark = pytest.mark.ranks
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import adapter_trials
 import pytest
 import torch
 from in_process_fits import EXP_CONF, fit
@@ -19,6 +18,7 @@ from dstrial.errors import CheckpointLayoutError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 
 peft = pytest.importorskip("peft")
+adapter_trials = pytest.importorskip("adapter_trials")
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 ROOT = Path(__file__).resolve().parents[2]

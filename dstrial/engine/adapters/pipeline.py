@@ -36,10 +36,10 @@ class PipelineAdapter(EngineAdapter):
     ) -> None:
         super().__init__(engine, data_parallel_rank, data_parallel_world_size)
         if shared := engines.layers_sharing_across_stages(engine.module):
-            stages = [engine.module.stage_owner(idx) for idx in shared]
+            one, other = shared
             raise TrialContractError(
-                f"layers {shared[0]} and {shared[1]} of the PipelineModule share a parameter and lie on stages {stages[0]} and "
-                f"{stages[1]}, each of which would train a copy of its own; expected a TiedLayerSpec for both. Write "
+                f"layers {one} and {other} of the PipelineModule share a parameter and lie on stages {shared[one]} and "
+                f"{shared[other]}, each of which would train a copy of its own; expected a TiedLayerSpec for both. Write "
                 "TiedLayerSpec('shared', LayerClass, ...) in place of the two modules."
             )
         self.topology = engine.mpu

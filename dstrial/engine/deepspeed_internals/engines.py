@@ -232,8 +232,13 @@ def tied_layers_with_file(module: PipelineModule) -> set[str]:
     }
 
 
-def layers_sharing_across_stages(module: PipelineModule) -> tuple[int, int] | None:
-    """Return two layers on different stages that share a parameter; None without such.
+def gradient_clipping(engine: DeepSpeedEngine) -> float:
+    """Return the norm at which gradients are clipped; 0 without clipping."""
+    return float(engine.gradient_clipping())
+
+
+def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
+    """Return layer -> stage of two layers that share a parameter across stages, or {}.
 
     Only a ``TiedLayerSpec`` keeps them equal. Each stage trains its own copy of what plain modules share.
     """
@@ -242,8 +247,8 @@ def layers_sharing_across_stages(module: PipelineModule) -> tuple[int, int] | No
         for parameter in layer.parameters() if isinstance(layer, torch.nn.Module) else ():
             other = first.setdefault(id(parameter), idx)
             if module.stage_owner(other) != module.stage_owner(idx):
-                return other, idx
-    return None
+                return {one: int(module.stage_owner(one)) for one in (other, idx)}
+    return {}
 
 
 def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:
