@@ -368,6 +368,9 @@ DSTRIAL = Section(
             fix="Write 600 for ten minutes.",
         ),
         "background_saving": _switch("whether checkpoints are written while training goes on", default=True),
+        "save_frozen_parameters": _switch(
+            "whether checkpoints hold the parameters that are not trained", default=True
+        ),
         "override_optimizer": _switch(
             "whether the optimizer settings of this run count where a checkpoint is loaded", default=False
         ),

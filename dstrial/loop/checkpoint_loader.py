@@ -46,6 +46,7 @@ from dstrial.engine.checkpoint_reader.safe_load import (
 )
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
+from dstrial.engine.partial_training import without_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import (
@@ -143,11 +144,14 @@ class CheckpointLoader:
         """Load the trial's engines, and the engine state that DeepSpeed does not save."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
-        if is_reshaped:
-            self._load_reshaped(path, state["all_engines"], saved, now)
-            self._state.trial._load_beside_engines(context, path)
-        else:
-            self._state.trial.load(context, path)
+        with contextlib.ExitStack() as stack:
+            for engine, before, after in zip(context.models, saved, now, strict=True):
+                stack.enter_context(without_frozen(engine, before, after, context.distributed.allgather))
+            if is_reshaped:
+                self._load_reshaped(path, state["all_engines"], saved, now)
+                self._state.trial._load_beside_engines(context, path)
+            else:
+                self._state.trial.load(context, path)
         for engine_idx, engine in enumerate(context.models):
             restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
             if not is_reshaped:

@@ -220,12 +220,27 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 "Set it to 3, or make the model in deepspeed.zero.Init(enabled=False).",
             )
             raise ConfigError([problem])
+        steps = engine.gradient_accumulation_steps()
+        if config.get("managed_gradient_accumulation") is False and steps > 1:
+            problem = ConfigProblem(
+                f"{where}: managed_gradient_accumulation",
+                "false",
+                f"true with gradient_accumulation_steps {steps}, as each call of step() would end a batch",
+                "Remove it, or set gradient_accumulation_steps to 1.",
+            )
+            raise ConfigError([problem])
         result = check_deepspeed(config, dims, where=where)
         if result.problems:
             raise ConfigError(result.problems)
         if self.distributed.rank == 0:
             for warning in result.warnings:
                 logger.warning("%s", warning)
+            clipping = engines.gradient_clipping(engine)
+            if not self.models and config.get("gradient_clipping") is None and clipping:
+                logger.info(
+                    "gradient_clipping is %s, DeepSpeed's default (0 until 0.19.1); set it in the DeepSpeed config to change it",
+                    clipping,
+                )
 
     def _check_overruled(self, engine: Any) -> None:
         """Warn of config sections that ``deepspeed.initialize`` arguments override.

@@ -35,6 +35,13 @@ class PipelineAdapter(EngineAdapter):
         data_parallel_world_size: int | None = None,
     ) -> None:
         super().__init__(engine, data_parallel_rank, data_parallel_world_size)
+        if shared := engines.layers_sharing_across_stages(engine.module):
+            one, other = shared
+            raise TrialContractError(
+                f"layers {one} and {other} of the PipelineModule share a parameter and lie on stages {shared[one]} and "
+                f"{shared[other]}, each of which would train a copy of its own; expected a TiedLayerSpec for both. Write "
+                "TiedLayerSpec('shared', LayerClass, ...) in place of the two modules."
+            )
         self.topology = engine.mpu
         self.pipeline_stages = int(engine.grid.get_pipe_parallel_world_size())
         # One call of train_batch or eval_batch runs the schedule over all micro batches of a batch.
