@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import faulthandler
 import functools
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -26,10 +27,15 @@ from dstrial.fork_server import PATH_VARIABLE, client, differing, fork, import_p
 from dstrial.fork_server.client import ForkRefusedError, ForkServer
 from dstrial.fork_server.fork import Program
 
+_IMPORTING_PYARROW = ("sklearn.datasets", "transformers.trainer")
+if (
+    importlib.util.find_spec("pyarrow") is not None
+):  # ``datasets`` brings it; it starts a thread, so no fork is possible
+    _IMPORTING_PYARROW = ()
 IMPORTED_AHEAD = (
     "dstrial.launch.imported_ahead",
     "zmq",  # of several ranks under Determined's names
-    "sklearn.datasets",
+    *_IMPORTING_PYARROW,
     "torch.utils.tensorboard",  # chief's
     "torch.fx.experimental.symbolic_shapes",  # where backward is given gradients: pipelines, recomputed layers
     # of commands that tests give their masters
@@ -60,7 +66,6 @@ IMPORTED_AHEAD = (
     ),
     "argcomplete.completers",
     "OpenSSL.SSL",
-    "transformers.trainer",
     "accelerate.data_loader",
 )
 """What programs of tests import, sooner or later."""

@@ -98,6 +98,7 @@ def _parameter_counts(layout: Layout) -> dict[str, Any]:
         "elements": counts.num_elements,
         "frozen_parameters": counts.num_frozen,
         "frozen_elements": counts.num_frozen_elements,
+        "left_out": len(layout.frozen_checksums),
         "not_optimized": counts.num_not_optimized,
         "tied": dict(counts.tied),
     }
@@ -184,6 +185,8 @@ def _engine_text(engine_idx: int, engine: Mapping[str, Any]) -> str:
     parameters = f"{counts['parameters']:,} with {counts['elements']:,} elements"
     if counts["frozen_parameters"]:
         parameters += f"; frozen: {counts['frozen_parameters']:,} with {counts['frozen_elements']:,}"
+    if counts["left_out"]:
+        parameters += f"; not in the checkpoint: {counts['left_out']:,} of the frozen"
     if counts["not_optimized"]:
         parameters += f"; without an optimizer: {counts['not_optimized']:,}"
     num_parts = engine["expert_parallel_size"]

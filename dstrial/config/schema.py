@@ -368,8 +368,17 @@ DSTRIAL = Section(
             fix="Write 600 for ten minutes.",
         ),
         "background_saving": _switch("whether checkpoints are written while training goes on", default=True),
+        "save_frozen_parameters": _switch(
+            "whether checkpoints hold the parameters that are not trained", default=True
+        ),
         "override_optimizer": _switch(
             "whether the optimizer settings of this run count where a checkpoint is loaded", default=False
+        ),
+        "resume_data": _text(
+            "how a loader other than `dstrial.DataLoader` resumes: at its saved position, by reading again, or (on "
+            "another number of replicas) from the start of the pass",
+            default="exact",
+            enum=("exact", "reread", "restart"),
         ),
         "trust_checkpoint_code": _text(
             "SHA-256 of the manifest of a checkpoint that may load its own classes",

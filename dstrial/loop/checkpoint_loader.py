@@ -46,6 +46,7 @@ from dstrial.engine.checkpoint_reader.safe_load import (
 )
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
+from dstrial.engine.partial_training import without_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import (
@@ -143,11 +144,14 @@ class CheckpointLoader:
         """Load the trial's engines, and the engine state that DeepSpeed does not save."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
-        if is_reshaped:
-            self._load_reshaped(path, state["all_engines"], saved, now)
-            self._state.trial._load_beside_engines(context, path)
-        else:
-            self._state.trial.load(context, path)
+        with contextlib.ExitStack() as stack:
+            for engine, before, after in zip(context.models, saved, now, strict=True):
+                stack.enter_context(without_frozen(engine, before, after, context.distributed.allgather))
+            if is_reshaped:
+                self._load_reshaped(path, state["all_engines"], saved, now)
+                self._state.trial._load_beside_engines(context, path)
+            else:
+                self._state.trial.load(context, path)
         for engine_idx, engine in enumerate(context.models):
             restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
             if not is_reshaped:
@@ -336,12 +340,16 @@ def rescale_micro_batches(
     return {**loop_state, "micro_batches_drawn": drawn}
 
 
-def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return position in the data and records per batch from all ranks' loop states.
 
-    Ranks in the middle stages of a pipeline have no loader, and therefore neither value.
+    Ranks in the middle stages of a pipeline have no loader, and therefore none of the values.
     """
-    found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
+    found: dict[str, Any] = {
+        "micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states),
+    }
+    if loaders := [position for one in loop_states for position in one.get("loaders", ())]:
+        found["loaders"] = loaders
     for one in loop_states:
         if one.get("records_per_batch") is not None:
             found["records_per_batch"] = int(one["records_per_batch"])

@@ -220,12 +220,27 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 "Set it to 3, or make the model in deepspeed.zero.Init(enabled=False).",
             )
             raise ConfigError([problem])
+        steps = engine.gradient_accumulation_steps()
+        if config.get("managed_gradient_accumulation") is False and steps > 1:
+            problem = ConfigProblem(
+                f"{where}: managed_gradient_accumulation",
+                "false",
+                f"true with gradient_accumulation_steps {steps}, as each call of step() would end a batch",
+                "Remove it, or set gradient_accumulation_steps to 1.",
+            )
+            raise ConfigError([problem])
         result = check_deepspeed(config, dims, where=where)
         if result.problems:
             raise ConfigError(result.problems)
         if self.distributed.rank == 0:
             for warning in result.warnings:
                 logger.warning("%s", warning)
+            clipping = engines.gradient_clipping(engine)
+            if not self.models and config.get("gradient_clipping") is None and clipping:
+                logger.info(
+                    "gradient_clipping is %s, DeepSpeed's default (0 until 0.19.1); set it in the DeepSpeed config to change it",
+                    clipping,
+                )
 
     def _check_overruled(self, engine: Any) -> None:
         """Warn of config sections that ``deepspeed.initialize`` arguments override.
@@ -303,7 +318,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow any loader class; the user then does shuffling, sharding and resuming."""
+        """Allow any loader class; the user then does shuffling and sharding."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
@@ -316,6 +331,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def get_train_micro_batch_size_per_gpu(self) -> int:
         """Return the first engine's number of records per forward pass of a replica."""
         return self._first_adapter("the micro batch size").micro_batch_size
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the index, from 0, of this rank's replica, which reads its own records."""
+        self._first_adapter("the data-parallel rank")
+        return self._runtime.mpu.data_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of replicas among which a loader of your own divides records."""
+        self._first_adapter("the number of replicas")
+        return self._runtime.mpu.data_parallel_world_size
 
     def get_num_micro_batches_per_slot(self) -> int:
         """Return the first engine's number of micro batches per batch of a replica."""

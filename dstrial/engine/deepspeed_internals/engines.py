@@ -96,6 +96,7 @@ PIPELINE_ATTRIBUTES: Mapping[str, type] = {
 """Undocumented attribute of pipeline engines -> its type (``runtime/pipe/engine.py:92`` and following)."""
 
 PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
+    "dynamic_shape": bool,
     "micro_offset": int,
     "seed_layers": bool,
     "tied_modules": object,
@@ -230,6 +231,25 @@ def tied_layers_with_file(module: PipelineModule) -> set[str]:
         for spec in module._layer_specs
         if isinstance(spec, TiedLayerSpec) and spec.forward_fn is None
     }
+
+
+def gradient_clipping(engine: DeepSpeedEngine) -> float:
+    """Return the norm at which gradients are clipped; 0 without clipping."""
+    return float(engine.gradient_clipping())
+
+
+def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
+    """Return layer -> stage of two layers that share a parameter across stages, or {}.
+
+    Only a ``TiedLayerSpec`` keeps them equal. Each stage trains its own copy of what plain modules share.
+    """
+    first: dict[int, int] = {}
+    for idx, layer in enumerate(module._layer_specs):
+        for parameter in layer.parameters() if isinstance(layer, torch.nn.Module) else ():
+            other = first.setdefault(id(parameter), idx)
+            if module.stage_owner(other) != module.stage_owner(idx):
+                return {one: int(module.stage_owner(one)) for one in (other, idx)}
+    return {}
 
 
 def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:

@@ -13,6 +13,11 @@ from dstrial.ranks.heartbeat import Beat, Phase
 STOPPED_AFTER_S = 10.0  # a stopped process is a stall after this time, whatever the timeout
 FIRST_FACTOR = 8  # timeout of the first phase of a kind, in timeouts: it may compile; 16 minutes by default
 
+_LEAF_MODULES = (
+    "ZeRO 3 gathers the weights of a module that not all ranks have called, such as an expert without tokens on some rank. Call "
+    "deepspeed.utils.set_z3_leaf_modules(model, [class of the block of experts]) before deepspeed.initialize."
+)
+
 _PHASES = {
     Phase.BATCH: ("batch", "in train_batch"),
     Phase.BETWEEN: ("batch", "between batches"),
@@ -197,8 +202,10 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
         groups.setdefault(f"in {place.operation or 'a collective'}{call} {_where(view)}", []).append(
             view.rank
         )
+    gathers_weights = any(place.gathers_weights for place in places.values())
     if len(groups) == 1:
         hint = "Look at a rank on another machine, or at the network between them."
+        hint = _LEAF_MODULES if gathers_weights and len(views) > 1 else hint
         (where,) = groups
         ranks = f"all {len(views)} ranks are" if len(views) > 1 else f"{_name([views[0].rank])} is"
         return Diagnosis(f"{ranks} {where}", None, hint)
@@ -210,7 +217,7 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
     return Diagnosis(
         f"{'; '.join(texts)}: {named} has left a collective out",
         ahead.rank if is_ahead else None,
-        "Call every collective on all ranks, in the same order.",
+        _LEAF_MODULES if gathers_weights else "Call every collective on all ranks, in the same order.",
     )
 
 

@@ -36,6 +36,7 @@ _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control
 _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
 # ZeRO 3 waits here for C++ handles, which have no Python frames.
 _ZERO_GATHERS = "/deepspeed/runtime/zero/partition_parameters.py"
+_ZERO_MODULES = "/deepspeed/runtime/zero/partitioned_param_coordinator.py"
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _FETCH = "/torch/utils/data/_utils/fetch.py"
 _MASTER = ("/determined/common/api/",)
@@ -86,13 +87,15 @@ class Place:
     """Where a rank is in the code, and for what it waits.
 
     ``frame`` is the innermost call of the user's code, else of dstrial's code. If ``worker_pid`` is not 0, the frame is in the
-    data loader's worker with this pid.
+    data loader's worker with this pid. ``gathers_weights``: whether ZeRO 3 gathers the weights of a
+    module in forward or backward.
     """
 
     wait: Wait
     operation: str = ""
     frame: Frame | None = None
     worker_pid: int = 0
+    gathers_weights: bool = False
 
     @property
     def call(self) -> str:
@@ -189,7 +192,7 @@ def place_of(
     if wait is Wait.UNKNOWN and _DEVICE_CALL.search(source_line(stack.frames[0].file, stack.frames[0].line)):
         wait = Wait.DEVICE
     frame = next(filter(_is_users, stack.frames), None) or next(filter(_is_ours, stack.frames), None)
-    return Place(wait, operation, frame)
+    return Place(wait, operation, frame, gathers_weights=_has(stack.frames, _ZERO_MODULES))
 
 
 def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:

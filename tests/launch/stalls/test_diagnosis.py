@@ -263,3 +263,15 @@ def test_settings_come_from_the_config_and_wrong_ones_are_named() -> None:
         ConfigError, match=r"data\.dstrial\.stall_action is .*; expected one of .report., .restart."
     ):
         read({"stall_action": "kill"})
+
+
+def test_ranks_that_gather_weights_of_zero_3_are_told_of_leaf_modules() -> None:
+    gathers = dataclasses.replace(IN_ALL_REDUCE, operation="all_gather", gathers_weights=True)
+    for other in (gathers, IN_ALL_REDUCE):
+        found = diagnose([view(0), view(1)], {0: gathers, 1: other})
+        assert "an expert without tokens on some rank" in found.hint
+        assert "set_z3_leaf_modules" in found.hint
+    assert "set_z3_leaf_modules" not in diagnose([view(0)], {0: gathers}).hint
+    assert (
+        "set_z3_leaf_modules" not in diagnose([view(0), view(1)], {0: IN_ALL_REDUCE, 1: IN_ALL_REDUCE}).hint
+    )
