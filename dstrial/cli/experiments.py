@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -23,6 +23,7 @@ from dstrial.visible_text import visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+_DEEPSPEED_KEYS = ("deepspeed_config", "overwrite_deepspeed_args")
 _TRIALS_SHOWN = 100  # rows of `dstrial show`, best first
 _DESCRIPTIONS = {
     "list": "List the newest experiments of this machine's master: those of `dstrial run` and of `det experiment create`.",
@@ -114,12 +115,14 @@ def _show(client: Client, args: argparse.Namespace) -> None:
             str(one.get("totalBatchesProcessed", 0)),
             _metric(one.get("bestValidation"), metric),
             _metric(one.get("latestValidation"), metric),
-            json.dumps({k: v for k, v in one["hparams"].items() if not isinstance(v, dict)}),
+            ", ".join(
+                f"{name} {value}" for name, value in one["hparams"].items() if name not in _DEEPSPEED_KEYS
+            ),
         )
         for one in trials
     ]
     _print_table(
-        ("trial", "state", "batches", f"best {metric}", f"latest {metric}", "hyperparameters"),
+        ("trial", "state", "batches", "best", "latest", "hyperparameters"),
         rows,
         "no trials",
     )
@@ -156,7 +159,7 @@ def _age(started: str) -> str:
     return f"{seconds} s ago"
 
 
-def _print_table(heads: tuple[str, ...], rows: list[tuple[str, ...]], nothing: str) -> None:
+def _print_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], nothing: str) -> None:
     if not rows:
         sys.stdout.write(f"{nothing}\n")
         return
