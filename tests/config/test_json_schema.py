@@ -59,4 +59,4 @@ def test_reference_page_is_up_to_date(monkeypatch):
     sys.modules.pop("experiment_config_page", None)
     import experiment_config_page
 
-    assert (ROOT / "docs" / "experiment-config.md").read_text() == experiment_config_page.page()
+    assert (ROOT / "docs" / "reference" / "experiment-config.md").read_text() == experiment_config_page.page()
