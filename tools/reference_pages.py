@@ -1,30 +1,56 @@
-"""Write docs/reference/experiment-config.md from the table of the experiment config.
+"""Write the generated pages of docs/reference: experiment config, settings of the master, command line.
 
-    python tools/experiment_config_page.py > docs/reference/experiment-config.md
+    python tools/reference_pages.py
 
-``tests/config/test_json_schema.py`` compares the page with the table.
+``tests/config/test_json_schema.py`` compares the pages with the tables and parsers that they are made from.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import sys
+import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from dstrial.config.json_schema import experiment_schema
+from dstrial.cli.app import COMMANDS, build_parser
+from dstrial.config.json_schema import schema_of
+from dstrial.config.schema import EXPERIMENT
+from dstrial.master.settings import SETTINGS
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
 _HEAD = """\
 # The experiment config
 
 Every key of an experiment config, as `dstrial check` knows it: Determined's version 0, with `data.dstrial` for settings of our
 own. A key that is null counts as not given. [Training](../how-to/training.md) says which keys `dstrial run` uses, and
-[the master](../how-to/master.md) adds defaults of its own. This page is written by `tools/experiment_config_page.py`.
+[the master](../how-to/master.md) adds defaults of its own.
 
 An editor that knows JSON Schema (VS Code with the YAML extension, for example) completes and checks the keys while you write.
 Save the schema with `dstrial check --schema > experiment-config.schema.json`, and begin the config with:
 
     # yaml-language-server: $schema=experiment-config.schema.json
+"""
+_SETTINGS_HEAD = """\
+# Settings of the master
+
+Every key of the file that `dstrial up --config-file FILE` reads. Without a file all defaults apply. `det -u admin master config`
+shows the settings of a running master.
+
+"""
+_COMMANDS_HEAD = """\
+# The command line
+
+Every command of `dstrial` with its options, as `dstrial COMMAND --help` prints them. The commands exit with 0 on success, 1 on a
+user's error, 2 on wrong usage, and 130 after Ctrl-C.
+
+| command | |
+|---|---|
 """
 _ROW = "| key | type | default | |\n|---|---|---|---|\n"
 
@@ -53,9 +79,9 @@ def _type(value: dict[str, Any]) -> str:
     return ", ".join([kinds, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
 
 
-def page() -> str:
-    """Return the page."""
-    schema = experiment_schema()
+def experiment_config() -> str:
+    """Return the page of the experiment config."""
+    schema = schema_of(EXPERIMENT)
     parts = [_HEAD]
     properties = schema["properties"]
     sections = [key for key in properties if "properties" in properties[key] and not key.startswith("min_")]
@@ -68,5 +94,52 @@ def page() -> str:
     return "".join(parts)
 
 
+def master_settings() -> str:
+    """Return the page of the master's settings file."""
+    return f"{_SETTINGS_HEAD}{_ROW}{''.join(rows(schema_of(SETTINGS)))}"
+
+
+def command_line() -> str:
+    """Return the page of all commands."""
+    parts = [
+        _COMMANDS_HEAD,
+        *(f"| [`dstrial {name}`](#dstrial-{name}) | {text} |\n" for name, text in COMMANDS.items()),
+    ]
+    for name in COMMANDS:
+        parts += _sections((name,))
+    return "".join(parts)
+
+
+def _sections(words: tuple[str, ...]) -> Iterator[str]:
+    text = help_of(*words)
+    yield f"\n{'#' * (len(words) + 1)} dstrial {' '.join(words)}\n\n```text\n{text.strip()}\n```\n"
+    if re.search(r" (ACTION|TOOL) \.\.\.", text):
+        actions = re.findall(
+            r"^    ([a-z][a-z-]*)(?:\s|$)", text.partition("options:")[0], flags=re.MULTILINE
+        )
+        for action in actions:
+            yield from _sections((*words, action))
+
+
+def help_of(*words: str) -> str:
+    """Return what ``dstrial WORDS --help`` prints at 100 columns."""
+    printed = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}),
+        contextlib.redirect_stdout(printed),
+        contextlib.suppress(SystemExit),
+    ):
+        build_parser(words[0]).parse_args([*words, "--help"])
+    return printed.getvalue()
+
+
+PAGES = {
+    "experiment-config.md": experiment_config,
+    "master-settings.md": master_settings,
+    "command-line.md": command_line,
+}
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Convert the table of experiment config keys to a JSON Schema for editors."""
+"""Convert tables of config keys to JSON Schemas, for editors and reference pages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def experiment_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Experiment config of Determined and dstrial",
         "type": "object",
-        **_keys(EXPERIMENT),
+        **schema_of(EXPERIMENT),
     }
 
 
-def _keys(section: Section) -> dict[str, Any]:
+def schema_of(section: Section) -> dict[str, Any]:
+    """Return the JSON Schema of one table."""
     return {
         "properties": {key: _value(rule) for key, rule in section.keys.items()},
         "additionalProperties": section.is_open,
@@ -49,7 +50,7 @@ def _value(rule: Rule) -> dict[str, Any]:
     if rule.default is not None:
         schema["default"] = rule.default
     if rule.section is not None:
-        schema |= _keys(rule.section)
+        schema |= schema_of(rule.section)
     if rule.items is not None:
         schema["items"] = _value(rule.items)
     return schema
