@@ -187,6 +187,20 @@ def test_the_links_of_a_document_lead_to_files_and_to_headings(document: str) ->
     assert not missing
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_snippets_of_document_parse_and_import_public_names(document: str) -> None:
+    for kind, code in re.findall(
+        r"^```(python|yaml)\n(.*?)^```", text_of(document), flags=re.MULTILINE | re.DOTALL
+    ):
+        if kind == "yaml":
+            yaml.safe_load(code)
+            continue
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dstrial":
+                module = importlib.import_module(str(node.module))
+                assert not [name.name for name in node.names if not hasattr(module, name.name)]
+
+
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
 def test_the_files_of_the_repository_that_a_document_names_exist(document: str) -> None:
     folders = "tests|tools|benchmarks|examples|model_defs|experiment_configs|docs"
