@@ -15,6 +15,7 @@ from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
 from dstrial.errors import ConfigError
+from dstrial.master.daemon import BACKENDS
 from dstrial.slurm.script import sbatch_args
 
 DEFAULT_PORT = 8080
@@ -24,7 +25,6 @@ DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 DEFAULT_TOKEN_DAYS = 30
 DEFAULT_WARM_IDLE_TIMEOUT_S = 300
 DEFAULT_TRIAL_LOG_BYTES = 2**30
-BACKENDS = ("agent", "slurm", "ray")
 DEFAULT_RAY_ADDRESS = "auto"
 _string = functools.partial(Rule, types=("string",))
 _list = functools.partial(Rule, types=("list",), default=[])
