@@ -212,7 +212,7 @@ def test_the_files_of_the_repository_that_a_document_names_exist(document: str) 
 
 
 def test_every_row_of_what_survives_what_names_tests_that_exist() -> None:
-    text = text_of("docs/explanation/what-survives-what.md")
+    text = text_of("docs/contributors/what-survives-what-tests.md")
     rows = [
         line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what happens")
     ]
