@@ -27,12 +27,12 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _HEAD = """\
 # The experiment config
 
-Every key of an experiment config, as `dstrial check` knows it: Determined's version 0, with `data.dstrial` for settings of our
-own. A key that is null counts as not given. [Training](../how-to/training.md) says which keys `dstrial run` uses, and
-[the master](../how-to/master.md) adds defaults of its own.
+This page lists every key of an experiment config, as `dstrial check` knows it: version 0 of Determined's config, and
+`data.dstrial` for settings of dstrial. A key that is null counts as not given. [Train](../how-to/training.md) says which keys
+`dstrial run` uses; [a shared master](../how-to/shared-master.md) adds defaults of its own.
 
-An editor that knows JSON Schema (VS Code with the YAML extension, for example) completes and checks the keys while you write.
-Save the schema with `dstrial check --schema > experiment-config.schema.json`, and begin the config with:
+An editor that supports JSON Schema, such as VS Code with the YAML extension, completes and checks the keys while you write.
+Save the schema with `dstrial check --schema > experiment-config.schema.json`, and start the config with:
 
     # yaml-language-server: $schema=experiment-config.schema.json
 """
