@@ -130,7 +130,7 @@ class ResumedRun:
                                              "Micro batch size per gpu: 0")):  # fmt: skip
             return None
         saved = self.saved.engines[min(num_wrapped, len(self.saved.engines) - 1)]
-        replicas = saved.batch_replicas(self._world_size, saved.replica.with_section(self._section))
+        replicas = saved.batch_replicas(self._world_size, saved.replica_with(self._section, None))
         if saved.train_batch_size % replicas:
             sizes = f"train_batch_size {saved.train_batch_size}"
         else:
@@ -158,7 +158,7 @@ class ResumedRun:
         engine = engine_of(merged, self.saved, is_main=is_main)
         if engine is None:
             return None
-        replica = engine.replica.with_section(self._section)
+        replica = engine.replica_with(self._section, merged)
         if self._world_size % replica.ranks_per_replica:
             return None
         return keep_batch(

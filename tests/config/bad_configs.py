@@ -361,6 +361,20 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         slots=3,
     ),
     ds(
+        "sequence parallelism over a device mesh",
+        "data_parallel_size is 1; expected not given with sequence_parallel_size",
+        sequence_parallel_size=2,
+        data_parallel_size=1,
+        slots=2,
+    ),
+    ds(
+        "tensor and sequence parallelism",
+        "sequence_parallel_size is 2; expected 1 with tensor_parallel.autotp_size",
+        tensor_parallel={"autotp_size": 2},
+        sequence_parallel_size=2,
+        slots=4,
+    ),
+    ds(
         "two offloads of DeepCompile",
         "compile.offload_opt_states is true; expected false, because compile.offload_activation",
         compile={"deepcompile": True, "offload_activation": True, "offload_opt_states": True},

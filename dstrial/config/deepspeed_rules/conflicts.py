@@ -270,6 +270,13 @@ def _parallelism(s: Settings) -> None:
             f"a divisor of the {world_size} ranks",
             "Change it, or the number of slots.",
         )
+    if sequence > 1 and s.is_given("data_parallel_size"):
+        # groups.py 911: gradients are then reduced over the data-parallel ranks of a device mesh only.
+        fix = "Remove it, and pass mpu=parallel_state_sp to deepspeed.initialize (docs/parallelism.md)."
+        s.problem("data_parallel_size", "not given with sequence_parallel_size", fix)
+    if tensor > 1 and sequence > 1:
+        # engine.py 957: AutoTP replaces the mpu, and with it the sequence-parallel groups.
+        s.problem("sequence_parallel_size", "1 with tensor_parallel.autotp_size", "Keep one of the two.")
     if s.value("expert_parallel.enabled"):
         experts = s.value("expert_parallel.autoep_size") or 1
         available = world_size // s.sizes.pp

@@ -7,6 +7,7 @@ reproduces its earlier runs.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,13 @@ from dstrial.config.experiment_config.trainer_flags import (
     length_problems,
 )
 from dstrial.config.keys import check_keys
-from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
+from dstrial.config.parallel_dims import (
+    DIM_KEYS,
+    SECTION_KEYS,
+    ParallelDims,
+    autotp_clash,
+    config_sizes,
+)
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
@@ -178,7 +185,8 @@ def check_experiment(
     notes: list[str] = []
     engines = [*_read_engines(hyperparameters, document, path, context_dir, findings, notes)]
     stages = _stages_of_source(source, hyperparameters, engines, max(slots_per_trial, 1))
-    sizes = _sizes(raw, slots_per_trial, slots_key, stages, resumed, findings, notes)
+    main = next((found.merged for key, found in engines if key == MAIN_KEY), None)
+    sizes = _sizes(raw, main, slots_per_trial, slots_key, stages, resumed, findings, notes)
     checks = {
         key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
         for key, found in engines
@@ -382,6 +390,7 @@ def _check_entrypoint(
 
 def _sizes(
     raw: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     slots: int,
     slots_key: str,
     stages: int | None,
@@ -391,13 +400,17 @@ def _sizes(
 ) -> ParallelDims:
     """Return the parallel dimensions; by default each rank is a replica.
 
-    They come from the config, the checkpoint or the trial's source, in this order.
+    They come from the configs, the checkpoint or the trial's source, in this order. ``config`` is the main DeepSpeed config.
     """
-    told = {field: count_in(dstrial_section(raw), key) for key, field in DIM_KEYS.items()}
+    section = dstrial_section(raw)
+    if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
+        findings.problem("data.dstrial.model_parallel_size", *clash)
+    given = {key: count_in(section, key) for key in SECTION_KEYS} | config_sizes(config)
+    told = {field: given.get(key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
     if resumed is not None and is_resumed:
-        saved = resumed.engines[0].replica
+        saved = resumed.engines[0].replica_with({}, config)
         for field, number in told.items():
             if number is None and (field != "pp" or saved.is_pipeline):
                 told[field] = getattr(saved, field)
@@ -408,14 +421,15 @@ def _sizes(
         )
     elif not any(told.values()) and world_size > 1:
         notes.append(
-            f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
+            f"data.dstrial.{' and '.join(SECTION_KEYS)} are not given: assumed 1, so {world_size} "
             "data-parallel replicas"
         )
     sizes = {field: number or 1 for field, number in told.items()}
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
     per_replica = replica.ranks_per_replica
-    if world_size % per_replica and is_resumed:
-        # The resume check reports this error.
+    of_section = math.prod(count_in(section, key) or 1 for key in SECTION_KEYS)
+    if world_size % per_replica and (is_resumed or world_size % of_section == 0):
+        # The resume check reports this error, or the check of the DeepSpeed config that gives a size.
         return ParallelDims(world_size, is_pipeline=replica.is_pipeline)
     if world_size % per_replica:
         below = world_size // per_replica * per_replica
@@ -424,7 +438,7 @@ def _sizes(
             ConfigProblem(
                 slots_key if slots_key == "--slots" else findings.place(slots_key),
                 str(slots),
-                f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(DIM_KEYS)})",
+                f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(SECTION_KEYS)})",
                 f"Use {choices} slots.",
             )
         )
