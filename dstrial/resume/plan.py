@@ -304,7 +304,7 @@ def _reshard_problems(
 
 def _fixed_layout_reason(engine: EngineRecord) -> str | None:
     """Return why only the saved layout can load an engine's state; None if others can."""
-    if engine.model_parallel_size > 1:
+    if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
         return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if engine.expert_parallel_size:
         return "whose experts are spread over its ranks"
@@ -398,7 +398,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
         problems.append(
             f"tensor-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
         )
-    elif saved.model_parallel_size > 1:
+    elif saved.model_parallel_size > 1 and saved.engine_kind == "pipeline":
         problems.append(
             f"layers are cut over {saved.model_parallel_size} tensor-parallel ranks: resume with the layout that wrote them"
         )

@@ -134,7 +134,7 @@ def test_reshape_unknown_optimizer_is_refused_by_name() -> None:
 
 
 def test_model_parallel_layers_are_not_taken_for_whole_ones() -> None:
-    cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2)
+    cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2, engine_kind="pipeline")
     assert reshape_problems(cut, dataclasses.replace(cut, zero_stage=1)) == [
         "layers are cut over 2 tensor-parallel ranks: resume with the layout that wrote them"
     ]

@@ -146,17 +146,6 @@ class AxisTrial(DeepSpeedTrial):
             build_engine(config, self.hparams["axis"], self.hparams["size"])
         )
 
-        rank, num_ranks = context.distributed.get_rank(), context.distributed.get_size()
-        per_replica = self.hparams["size"] if self.hparams["axis"] in ("tensor", "sequence") else 1
-        unit = context._mpu
-        assert (unit.data_parallel_rank, unit.data_parallel_world_size) == (
-            rank // per_replica,
-            num_ranks // per_replica,
-        )
-        if self.hparams["axis"] == "tensor":
-            assert unit.data_parallel_rank == groups.get_data_parallel_rank()
-            assert unit.should_report_metrics == (groups.get_tensor_model_parallel_rank() == 0)
-
         class Count(MetricReducer):
             def reset(self):
                 self.count = 0
@@ -169,6 +158,19 @@ class AxisTrial(DeepSpeedTrial):
 
         self.counted = context.wrap_reducer(Count(), name="num_records", for_training=False)
 
+    def require_groups(self):
+        """Hold dstrial's unit of this rank against DeepSpeed's groups."""
+        rank, num_ranks = self.context.distributed.get_rank(), self.context.distributed.get_size()
+        per_replica = self.hparams["size"] if self.hparams["axis"] in ("tensor", "sequence") else 1
+        unit = self.context._mpu
+        assert (unit.data_parallel_rank, unit.data_parallel_world_size) == (
+            rank // per_replica,
+            num_ranks // per_replica,
+        )
+        if self.hparams["axis"] == "tensor":
+            assert unit.data_parallel_rank == groups.get_data_parallel_rank()
+            assert unit.should_report_metrics == (groups.get_tensor_model_parallel_rank() == 0)
+
     def build_training_data_loader(self):
         size = self.context.get_train_micro_batch_size_per_gpu()
         return DataLoader(Sequences(64), batch_size=size, shuffle=True)
@@ -180,6 +182,7 @@ class AxisTrial(DeepSpeedTrial):
         return micro_batch[0].shape[:2].numel()
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        self.require_groups()
         loss, numbers = loss_of(self.engine, next(dataloader_iter))
         self.engine.backward(loss)
         self.engine.step()
