@@ -13,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 from dstrial.config.batch import BATCH_KEYS, BatchSolution
 from dstrial.config.deepspeed_source import MAIN_KEY, other_configs
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config.parallel_dims import config_sizes
 from dstrial.engine.adapters.batch_sizes import set_batch_sizes
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
@@ -172,6 +173,8 @@ class ResumedRun:
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
         """Return a solution's three batch sizes; record the given sizes that they replace."""
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
+        if merged.get(BATCH_KEYS[0]) is None and config_sizes(merged).get("model_parallel_size", 1) > 1:
+            del sizes[BATCH_KEYS[0]]  # see ``get_deepspeed_config``
         given = {key: value for key, value in given_settings(merged).items() if key in BATCH_KEYS}
         known = self._given.setdefault(given_sizes(sizes), [])
         known += [one for one in self._given.get(given_sizes(given), [given]) if one not in known]

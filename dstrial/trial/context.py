@@ -23,7 +23,7 @@ from dstrial.config import (
 )
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
-from dstrial.config.parallel_dims import replicas_of
+from dstrial.config.parallel_dims import config_sizes, replicas_of
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.factory import adapt, require_engine
@@ -482,7 +482,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             if self._runtime.resumed is None
             else self._runtime.resumed.resolve(merged, data_parallel_size)
         )
-        return resolve_batch(merged, data_parallel_size) if kept is None else kept
+        resolved = resolve_batch(merged, data_parallel_size) if kept is None else kept
+        if config_sizes(merged).get("model_parallel_size", 1) > 1:
+            # Under ZeRO 3, DeepSpeed checks the equation with all ranks and with the replicas of AutoTP.
+            resolved.pop("train_batch_size", None)
+        return resolved
 
     def get_global_batch_size(self) -> int:
         """Return hyperparameter ``global_batch_size``, rounded to a multiple of the slots.

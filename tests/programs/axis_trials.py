@@ -85,6 +85,31 @@ class Model(nn.Module):
         return self.head(x if self.experts is None else x + self.experts(x)[0])
 
 
+def hugging_face_model(axis):
+    """Return a causal language model that takes features in place of embeddings."""
+    import transformers
+
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "vocab_size": 4,
+        "use_cache": False,
+    }
+    if axis == "llama":
+        config, base = transformers.LlamaConfig(**sizes), transformers.LlamaForCausalLM
+    else:
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+        config, base = transformers.MixtralConfig(**sizes, **experts), transformers.MixtralForCausalLM
+
+    def forward(self, x):
+        return base.forward(self, inputs_embeds=x).logits
+
+    return type(base.__name__, (base,), {"forward": forward})(config)
+
+
 def build_engine(config, axis, size):
     """Return an engine whose ``axis`` has ``size`` ranks; ``plain`` for replicas alone."""
     torch.manual_seed(11)
@@ -101,7 +126,11 @@ def build_engine(config, axis, size):
             (num_replicas, size), ("data_parallel", "sequence_parallel")
         )
         group = mesh.get_group("sequence_parallel")
-    model = Model(group, size if axis == "expert" else 0)
+    model = (
+        hugging_face_model(axis)
+        if axis in ("llama", "mixtral")
+        else Model(group, size if axis == "expert" else 0)
+    )
     parameters = model.parameters()
     if axis == "expert":
         parameters = split_params_into_different_moe_groups_for_optimizer(
@@ -133,7 +162,7 @@ def plain_losses(config, axis, size, log):
         loss, _ = loss_of(engine, batch)
         engine.backward(loss)
         engine.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -161,7 +190,7 @@ class AxisTrial(DeepSpeedTrial):
     def require_groups(self):
         """Hold dstrial's unit of this rank against DeepSpeed's groups."""
         rank, num_ranks = self.context.distributed.get_rank(), self.context.distributed.get_size()
-        per_replica = self.hparams["size"] if self.hparams["axis"] in ("tensor", "sequence") else 1
+        per_replica = self.hparams["size"] if self.hparams["axis"] in ("tensor", "sequence", "llama") else 1
         unit = self.context._mpu
         assert (unit.data_parallel_rank, unit.data_parallel_world_size) == (
             rank // per_replica,
@@ -192,7 +221,7 @@ class AxisTrial(DeepSpeedTrial):
             line = {
                 "batch": batch_idx,
                 "records": numbers,
-                "loss": float(loss),
+                "loss": float(loss.detach()),
                 "weights": float(weights.sum()),
             }
             file.write(json.dumps(line) + "\n")

@@ -21,6 +21,10 @@ def ds_config(axis, size, stage):
     if axis == "tensor":
         partition = {"use_default_specs": False, "layer_specs": LAYERS}
         sections["tensor_parallel"] = {"autotp_size": size, "partition_config": partition}
+    elif axis == "llama" and size > 1:
+        sections["tensor_parallel"] = {"autotp_size": size}
+    elif axis == "mixtral" and size > 1:
+        sections["expert_parallel"] = {"enabled": True, "autoep_size": size}
     elif axis in ("sequence", "mesh", "no groups"):
         sections["sequence_parallel_size"] = size
     return deepspeed_config(stage, **sections)
@@ -77,6 +81,15 @@ def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
     for run in (plain, split):
         told = run.rows("telemetry")[-1]["metrics"]
         assert told["tokens_per_second"] == pytest.approx(LENGTH * told["records_per_second"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("axis", "ranks"), [("llama", 4), ("mixtral", 2)])
+def test_hugging_face_model_is_divided_by_its_plan(tmp_path, axis, ranks):
+    """DeepSpeed reads Llama's ``tp_plan`` and finds Mixtral's experts; dstrial passes both through."""
+    plain = trained(tmp_path / "plain", axis, 1, 2, 4)
+    split = trained(tmp_path / "split", axis, 2, ranks, 4)
+    assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +162,7 @@ def test_trial_equals_plain_deepspeed_code_to_the_bit(tmp_path, axis, size, rank
     from axis_trials import plain_losses
 
     config = ds_config(axis, size, 1)
-    results = run_function(plain_losses, ranks, config, axis, size, str(tmp_path / "run" / "log"))
+    log = str(tmp_path / "run" / "log")
+    results = run_function(plain_losses, ranks, config, axis, size, log, deadline_s=400)
     for result in results:
         assert result.value == [line["loss"] for line in log_of(tmp_path / "run", result.rank)]
