@@ -162,12 +162,13 @@ class ResumedRun:
         replica = engine.replica_with(self._section, merged)
         if self._world_size % replica.ranks_per_replica:
             return None
+        replicas = engine.batch_replicas(self._world_size, replica)
         return keep_batch(
             merged,
             engine,
-            engine.batch_replicas(self._world_size, replica),
+            replicas,
             checkpoint=self.saved.checkpoint,
-            ranks_per_replica=replica.ranks_per_replica,
+            ranks_per_replica=max(self._world_size // replicas, 1),
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:

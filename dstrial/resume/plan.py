@@ -139,14 +139,15 @@ def resume_problems(
             )
             continue
         if saved.keeps_batch:
+            replicas = engine.batch_replicas(num_slots, replica)
             try:
                 keep_batch(
                     {"train_batch_size": engine.train_batch_size} if config is None else config,
                     engine,
-                    engine.batch_replicas(num_slots, replica),
+                    replicas,
                     checkpoint=saved.checkpoint,
                     where=where[config_idx] if config_idx is not None and config_idx < len(where) else None,
-                    ranks_per_replica=unit,
+                    ranks_per_replica=max(num_slots // replicas, 1),
                 )
             except ConfigError as error:
                 problems += error.problems

@@ -85,7 +85,7 @@ class Model(nn.Module):
         return self.head(x if self.experts is None else x + self.experts(x)[0])
 
 
-def hugging_face_model(axis):
+def llama():
     """Return a causal language model that takes features in place of embeddings."""
     import transformers
 
@@ -98,16 +98,12 @@ def hugging_face_model(axis):
         "vocab_size": 4,
         "use_cache": False,
     }
-    if axis == "llama":
-        config, base = transformers.LlamaConfig(**sizes), transformers.LlamaForCausalLM
-    else:
-        experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-        config, base = transformers.MixtralConfig(**sizes, **experts), transformers.MixtralForCausalLM
 
-    def forward(self, x):
-        return base.forward(self, inputs_embeds=x).logits
+    class Llama(transformers.LlamaForCausalLM):
+        def forward(self, x):
+            return super().forward(inputs_embeds=x).logits
 
-    return type(base.__name__, (base,), {"forward": forward})(config)
+    return Llama(transformers.LlamaConfig(**sizes))
 
 
 def build_engine(config, axis, size):
@@ -126,11 +122,7 @@ def build_engine(config, axis, size):
             (num_replicas, size), ("data_parallel", "sequence_parallel")
         )
         group = mesh.get_group("sequence_parallel")
-    model = (
-        hugging_face_model(axis)
-        if axis in ("llama", "mixtral")
-        else Model(group, size if axis == "expert" else 0)
-    )
+    model = llama() if axis == "llama" else Model(group, size if axis == "expert" else 0)
     parameters = model.parameters()
     if axis == "expert":
         parameters = split_params_into_different_moe_groups_for_optimizer(

@@ -23,8 +23,6 @@ def ds_config(axis, size, stage):
         sections["tensor_parallel"] = {"autotp_size": size, "partition_config": partition}
     elif axis == "llama" and size > 1:
         sections["tensor_parallel"] = {"autotp_size": size}
-    elif axis == "mixtral" and size > 1:
-        sections["expert_parallel"] = {"enabled": True, "autoep_size": size}
     elif axis in ("sequence", "mesh", "no groups"):
         sections["sequence_parallel_size"] = size
     return deepspeed_config(stage, **sections)
@@ -84,11 +82,10 @@ def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("axis", "ranks"), [("llama", 4), ("mixtral", 2)])
-def test_hugging_face_model_is_divided_by_its_plan(tmp_path, axis, ranks):
-    """DeepSpeed reads Llama's ``tp_plan`` and finds Mixtral's experts; dstrial passes both through."""
-    plain = trained(tmp_path / "plain", axis, 1, 2, 4)
-    split = trained(tmp_path / "split", axis, 2, ranks, 4)
+def test_hugging_face_tp_plan_trains_as_replicas(tmp_path):
+    """AutoTP without ``partition_config`` cuts Llama by the model's ``tp_plan``."""
+    plain = trained(tmp_path / "plain", "llama", 1, 2, 4)
+    split = trained(tmp_path / "split", "llama", 2, 4, 4)
     assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
 
 
