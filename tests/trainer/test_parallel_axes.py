@@ -129,12 +129,24 @@ def test_layout_may_change_at_a_resume(tmp_path, before, after):
     assert losses(second) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_tensor_parallel_size_of_a_checkpoint_is_kept(tmp_path):
-    first = trained(tmp_path / "run", "tensor", 2, 2, 4)
-    refused = go(tmp_path / "run", "tensor", 1, 2, 8, run=first)
-    assert refused.returncode == 2, refused.output
-    assert "tensor_parallel.autotp_size is 1; expected 2" in refused.output
-    assert "the tensor-parallel size was 2, is 1" in refused.output
+@pytest.mark.parametrize(
+    ("before", "after", "exit_code", "said"),
+    [
+        (("tensor", 2, 2), ("tensor", 1, 2), 2, "tensor_parallel.autotp_size is 1; expected 2"),
+        (("expert", 2, 2), ("expert", 2, 4), 2, "whose experts are spread over its ranks"),
+        # Only the trial's code has this size.
+        (("expert", 2, 2), ("expert", 1, 2), 1, "expert-parallel size was 2, is 1"),
+    ],
+    ids=["tensor 2 to 1", "experts on more ranks", "expert 2 to 1"],
+)
+@pytest.mark.exhaustive("[tensor 2 to 1]", "[experts on more ranks]")
+def test_layout_that_cannot_change_is_refused(tmp_path, before, after, exit_code, said):
+    first = trained(tmp_path / "run", *before, 4)
+    refused = go(tmp_path / "run", *after, 8, run=first)
+    assert refused.returncode == exit_code, refused.output
+    assert said in refused.output
+    if before[0] == "tensor":
+        assert "the tensor-parallel size was 2, is 1" in refused.output
 
 
 @pytest.mark.parametrize(
