@@ -99,7 +99,7 @@ class Layout(EngineArrangement):
         return values
 
     def of_part(self, model_part: int) -> Layout:
-        """Return the layout of one model-parallel part, in which parameters have the part's shapes."""
+        """Return the layout of one model-parallel part, with the part's shapes."""
         return dataclasses.replace(
             self,
             buffers=tuple(one for one in self.buffers if one.model_part == model_part),

@@ -85,7 +85,7 @@ class ParallelDims:
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return a single replica; sizes in ``section``, by keys of ``DIM_KEYS``, override."""
+        """Return a single replica; sizes in ``section`` (``DIM_KEYS``) override."""
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
         for key, field in DIM_KEYS.items():
@@ -104,7 +104,7 @@ class ParallelDims:
 
 
 def config_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
-    """Return the sizes in a replica that a DeepSpeed config gives, by keys of ``DIM_KEYS``."""
+    """Return a replica's sizes in a DeepSpeed config, by keys of ``DIM_KEYS``."""
     given = {key: value_at(config or {}, path) for path, key in CONFIG_KEYS.items()}
     return {key: value for key, value in given.items() if type(value) is int and value > 0}
 
@@ -112,7 +112,7 @@ def config_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
 def autotp_clash(
     model_parallel_size: int | None, config: Mapping[str, Any] | None
 ) -> tuple[str, str, str] | None:
-    """Return (got, expected, fix) if ``data.dstrial`` and AutoTP disagree; otherwise None."""
+    """Return (got, expected, fix) if ``data.dstrial`` contradicts AutoTP, or None."""
     size = config_sizes(config).get("model_parallel_size", 1)
     if size == 1 or model_parallel_size in (None, size):
         return None
@@ -124,7 +124,7 @@ def autotp_clash(
 
 
 def batch_replicas(config: Mapping[str, Any], dims: ParallelDims) -> int:
-    """Return the number by which DeepSpeed divides ``train_batch_size``; ``dims.dp`` without AutoTP.
+    """Return DeepSpeed's number of replicas; ``dims.dp`` unless the config has AutoTP.
 
     DeepSpeed parses the config before it creates AutoTP's groups, so it divides by the number of all ranks.
     Source: ``runtime/config.py:458``.
@@ -159,6 +159,8 @@ def replicas_of(
     given = section if isinstance(section, Mapping) else {}
     told = {key: given[key] for key in SECTION_KEYS if isinstance(given.get(key), int)}
     sizes = {key: size for key, size in config_sizes(config).items() if size > 1}
+    if "pipeline_stages" in told:  # a pipeline does not read them
+        sizes = {}
     if clash := autotp_clash(told.get("model_parallel_size"), config):
         raise ConfigError([ConfigProblem("data.dstrial.model_parallel_size", *clash)])
     where = "data.dstrial" if told else "model_parallel_size of get_deepspeed_config()"

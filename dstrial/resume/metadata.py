@@ -93,7 +93,7 @@ class EngineRecord(EngineArrangement):
         gave at the run's start, and no longer gives, is 1. If ``config`` is None, it is unknown.
         """
         sizes = dict(section) if isinstance(section, Mapping) else {}
-        if config is not None:
+        if config is not None and self.engine_kind != "pipeline":
             sizes |= {key: 1 for path, key in CONFIG_KEYS.items() if path in self.given}
             sizes |= config_sizes(config)
         return self.replica.with_section(sizes)

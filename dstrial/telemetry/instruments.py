@@ -114,7 +114,10 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     # ---- calls of the loop ---------------------------------------------------------------------------
 
     def begin(self, batches_trained: int, *, reads_whole_records: bool = False) -> None:
-        """Start measuring; ``reads_whole_records``: whether a replica's ranks read the same micro batches."""
+        """Start measuring at a batch.
+
+        ``reads_whole_records``: whether a replica's ranks read the same micro batches.
+        """
         self._start = batches_trained
         self._counts_tokens |= reads_whole_records
 

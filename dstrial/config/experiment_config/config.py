@@ -405,7 +405,9 @@ def _sizes(
     section = dstrial_section(raw)
     if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
         findings.problem("data.dstrial.model_parallel_size", *clash)
-    given = {key: count_in(section, key) for key in SECTION_KEYS} | config_sizes(config)
+    given = {key: count_in(section, key) for key in SECTION_KEYS}
+    if stages is None and given["pipeline_stages"] is None:  # a pipeline does not read them
+        given |= config_sizes(config)
     told = {field: given.get(key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch

@@ -29,7 +29,7 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Reject an object that is no engine, wrong sequence-parallel groups, and a compiled model under ZeRO 3.
+    """Reject what is no engine, lacks sequence groups, or is compiled under ZeRO 3.
 
     Under ZeRO 3, DeepSpeed 0.19 partitions the parameters of a module wrapped by ``torch.compile``, then fails at the wrapper.
     """
