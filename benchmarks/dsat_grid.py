@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config import ParallelDims, check_deepspeed
+from dstrial.config.deepspeed_rules.check import check_deepspeed
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.space.space import Space

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from dstrial.config import ParallelDims
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.space.space import Space
 
 

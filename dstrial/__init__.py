@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         samplers,
     )
 
-    from dstrial.config import overwrite_deepspeed_config
+    from dstrial.config.merge import overwrite_deepspeed_config
     from dstrial.errors import ConfigError, DstrialError
     from dstrial.loop.boundaries import FitResult
     from dstrial.runtime import core_context
@@ -95,7 +95,7 @@ _HOMES = {
     "init": "dstrial.trainer",
     "make_data_parallel_mpu": "dstrial.trial.runtime",
     "make_deepspeed_mpu": "dstrial.trial.runtime",
-    "overwrite_deepspeed_config": "dstrial.config",
+    "overwrite_deepspeed_config": "dstrial.config.merge",
     "samplers": "determined.pytorch",
 }
 

@@ -25,9 +25,9 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_good() -> Iterator[None]:
-    """Like ``paused``; then exempt existing objects from collection (``gc.freeze``).
+    """Disable collection in the block; then exempt existing objects (``gc.freeze``).
 
-    Use it only for imports before user code runs, so that user objects are still collected.
+    Use this only for imports before user code runs, so that user objects are still collected.
     """
     with paused():
         try:

@@ -104,7 +104,6 @@ class Context:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     def largest(self) -> tuple[str, int]:

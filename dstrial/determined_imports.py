@@ -1,7 +1,7 @@
 """Redirect imports of Determined's trial modules to dstrial's classes.
 
 In processes that dstrial starts, an import finder loads three modules of Determined from files in ``dstrial/stand_ins``.
-``sitecustomize`` loads this file by path when Python starts. That Python may have no dstrial; imports are then not changed.
+``sitecustomize`` loads this file by path when Python starts, even if that Python has no dstrial; imports are then not changed.
 Therefore this file imports only a little of the standard library.
 """
 
@@ -40,7 +40,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return variables that enable the redirection in a new process and its children.
+    """Return variables that redirect the imports of a new process and its children.
 
     Args:
         environ: the other variables of the process; an existing ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
@@ -79,7 +79,7 @@ def announce(module: str) -> None:
 
 
 class _Finder:
-    """Import finder of the replaced modules; their submodules are found by path."""
+    """Import finder for the three replaced modules; Python finds their submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -59,7 +59,7 @@ def install_command(extra: str = "") -> str:
 
 
 class DstrialError(Exception):
-    """Base of every exception that dstrial raises on purpose."""
+    """Base class of every exception that dstrial raises on purpose."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

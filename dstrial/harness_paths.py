@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Patch: TypeAlias = Callable[[ModuleType], None]
 
 ENDING_NAME = "ending.json"
-"""File in an allocation's directory that tells whether a rank on another host caused the first failure."""
+"""File in an allocation's directory: whether a rank on another host caused the first failure."""
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
@@ -98,7 +98,7 @@ def _patch_ipc(module: Any, allocation: str) -> None:
     read = module.read_pid_server_addr
 
     def read_pid_server_addr(addr: str) -> Any:
-        if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - what is replaced
+        if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - the replaced path
             # A short name, because a socket path is limited to 107 bytes.
             addr = os.path.join(os.environ.get("TMPDIR") or allocation, "pid_server")
         return read(addr)
@@ -107,7 +107,7 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 
 
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
-    """Create TensorBoard directories with the umask; never create a missing storage.
+    """Make Determined create TensorBoard directories with the umask; check storages.
 
     ``tensorboard/shared.py:26`` (0.38.1) creates directories with mode 0777.
     """
@@ -131,7 +131,7 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
-    """Create storage directories with the umask; 0.38.1 ``base.py:70`` sets 0777."""
+    """Make Determined create storages with the umask; 0.38.1 ``base.py:70`` sets 0777."""
     cls = module.StorageManager
     original = cls.pre_store_path
 
@@ -147,7 +147,7 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
-    """Raise an error if the storage is missing.
+    """Make Determined's uploads and deletions fail if the storage is missing.
 
     ``shared.py`` (0.38.1) would create a missing storage at an upload, and treat its files as deleted at a deletion.
     """
@@ -277,7 +277,7 @@ class _Finder:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, patch)  # type: ignore[assignment]  # a loader by what it does
+            spec.loader = _Loader(spec.loader, patch)  # type: ignore[assignment]  # duck-typed loader
         return spec
 
 
@@ -308,7 +308,7 @@ def install(patches: dict[str, Patch]) -> None:
 
 
 def install_outside_of_allocations() -> None:
-    """Move TensorBoard files out of /tmp in a process outside of allocations."""
+    """Move TensorBoard files out of /tmp, unless this process is in an allocation."""
     if not os.environ.get(ALLOCATION_DIR_VARIABLE):
         directory = _PrivateDirectory()
         install({"determined.tensorboard.build": lambda module: _move_tensorboard(module, directory)})

@@ -1,4 +1,4 @@
-"""Import the names of a package lazily from its modules."""
+"""Import the public names of a package from its modules at first use."""
 
 from __future__ import annotations
 

@@ -31,12 +31,11 @@ class ProcessState:
 
     @property
     def is_uninterruptible(self) -> bool:
-        """Whether the process is in uninterruptible sleep in the kernel."""
         return self.letter == "D"
 
 
 def parse_stat(text: str) -> ProcessState | None:
-    """Parse ``/proc/PID/stat``; None if the text is invalid."""
+    """Parse the text of ``/proc/PID/stat``; None if the text is invalid."""
     # The second field, the command, is in parentheses and may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     try:
@@ -61,7 +60,7 @@ def read_state(pid: int) -> ProcessState | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in ticks since boot, to detect a reused pid; or None."""
+    """Return a process's start in ticks since boot (detects a reused pid), or None."""
     state = read_state(pid)
     return None if state is None else state.start_ticks
 

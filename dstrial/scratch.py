@@ -14,12 +14,13 @@ from pathlib import Path
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Shell script: wait until this process closes the pipe or dies, then delete. It ignores the SIGINT of Ctrl-C.
+# Shell script: wait until the process that made the directory closes the pipe or dies, then delete the directory. The trap
+# ignores Ctrl-C.
 _DELETE_AT_EOF = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 
 
 def compile_cache() -> dict[str, str]:
-    """Return the variable that moves torch's compile cache into the user's cache.
+    """Return the variable that moves torch's compile cache to a private directory.
 
     Empty if the variable is already set or there is no home directory. By default torch loads compiled code from
     ``/tmp/torchinductor_<user>``, which another account may create first (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``).

@@ -95,9 +95,7 @@ class StorageGuard:
         try:
             os.makedirs(self._notes, mode=0o700, exist_ok=True)
             os.close(os.open(os.path.join(self._notes, storage_id), os.O_WRONLY | os.O_CREAT, 0o600))
-        except (
-            OSError
-        ):  # For example a full disk. Without the record, an incomplete checkpoint is not deleted.
+        except OSError:  # Without the record, for example on a full disk, an incomplete checkpoint stays.
             pass
 
     def forget(self, storage_id: str) -> None:

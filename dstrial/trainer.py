@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from determined import core, pytorch
 
-from dstrial.config import ExperimentConfig, Length
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
+from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.config.experiment_config.dstrial_section import TrainingChecks
+from dstrial.config.schema import Length
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState

@@ -6,8 +6,8 @@ import re
 
 # Escaped: C0 except tab and line feed, DEL, C1; line and paragraph separators; bidirectional control characters
 # ("Trojan Source", CVE-2021-42574); a carriage return that is not before a line feed.
-_OBEYED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
-_OF_LINE = re.compile("[\t\r\n]")
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
+_TABS_AND_BREAKS = re.compile("[\t\r\n]")
 _SHORT = {"\r": "\\r", "\n": "\\n", "\t": "\\t"}
 
 
@@ -23,13 +23,13 @@ def visible(text: str) -> str:
     Colour sequences are also escaped: harmless sequences are hard to distinguish from harmful ones, and logs are read later
     in other terminals.
     """
-    return text if text.isascii() and text.isprintable() else _OBEYED.sub(_escaped, text)
+    return text if text.isascii() and text.isprintable() else _CONTROLS.sub(_escaped, text)
 
 
 def visible_line(text: str) -> str:
-    r"""Escape like ``visible``, and also tabs and newlines: the result is one line."""
+    r"""Escape control characters as ``visible`` does, and tabs and newlines: one line."""
     shown = visible(text)
-    return shown if shown.isprintable() else _OF_LINE.sub(_escaped, shown)
+    return shown if shown.isprintable() else _TABS_AND_BREAKS.sub(_escaped, shown)
 
 
 def cut_text(text: str, limit: int) -> str:

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dstrial
-from dstrial.cli.app import COMMANDS, _completed, build_parser
+from dstrial.cli.app import COMMANDS, _with_defaults, build_parser
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -249,7 +249,7 @@ def test_the_commands_of_a_document_are_understood(document: str) -> None:
     for line in lines:
         words = shlex.split(line)
         build_parser(words[0]).parse_args(
-            _completed(words[0], words)
+            _with_defaults(words[0], words)
         )  # leaves the process where it does not understand
 
 

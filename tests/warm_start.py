@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import faulthandler
 import functools
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -26,10 +27,15 @@ from dstrial.fork_server import PATH_VARIABLE, client, differing, fork, import_p
 from dstrial.fork_server.client import ForkRefusedError, ForkServer
 from dstrial.fork_server.fork import Program
 
+_IMPORTING_PYARROW = ("sklearn.datasets", "transformers.trainer")
+if (
+    importlib.util.find_spec("pyarrow") is not None
+):  # ``datasets`` brings it; it starts a thread, so no fork is possible
+    _IMPORTING_PYARROW = ()
 IMPORTED_AHEAD = (
     "dstrial.launch.imported_ahead",
     "zmq",  # of several ranks under Determined's names
-    "sklearn.datasets",
+    *_IMPORTING_PYARROW,
     "torch.utils.tensorboard",  # chief's
     "torch.fx.experimental.symbolic_shapes",  # where backward is given gradients: pipelines, recomputed layers
     # of commands that tests give their masters
@@ -60,7 +66,6 @@ IMPORTED_AHEAD = (
     ),
     "argcomplete.completers",
     "OpenSSL.SSL",
-    "transformers.trainer",
     "accelerate.data_loader",
 )
 """What programs of tests import, sooner or later."""
@@ -247,7 +252,7 @@ def _become_server() -> None:
     vars(subprocess)["Popen"] = SparePopen
     # Of masters of tests scripts are forks, too, and the first trial: they would import the same for most of their time.
     vars(fork_servers)["trains_trial_class"] = lambda words: bool(_LAUNCHERS.intersection(words[:2]))
-    is_ready, take_on = ForkServer.is_ready, vars(fork)["_take_on"]
+    is_ready, take_on = ForkServer.is_ready, vars(fork)["_adopt_state"]
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
 
     def take_on_for_tests(program: Program, *given: Any) -> None:
@@ -258,7 +263,7 @@ def _become_server() -> None:
         shown = b"\0".join(word.encode() for word in [sys.executable, *program.words])
         ctypes.memmove(begin, shown[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
-    vars(fork)["_take_on"] = take_on_for_tests
+    vars(fork)["_adopt_state"] = take_on_for_tests
     type.__setattr__(ForkServer, "is_ready", lambda self, _=0.0: is_ready(self, 5.0))
     server.main(sys.argv[1:])
 

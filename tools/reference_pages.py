@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from dstrial.cli.app import COMMANDS, build_parser
-from dstrial.config.json_schema import schema_of
+from dstrial.config.keys import json_schema
 from dstrial.config.schema import EXPERIMENT
 from dstrial.master.settings import SETTINGS
 
@@ -81,7 +81,7 @@ def _type(value: dict[str, Any]) -> str:
 
 def experiment_config() -> str:
     """Return the page of the experiment config."""
-    schema = schema_of(EXPERIMENT)
+    schema = json_schema(EXPERIMENT, "")
     parts = [_HEAD]
     properties = schema["properties"]
     sections = [key for key in properties if "properties" in properties[key] and not key.startswith("min_")]
@@ -96,7 +96,7 @@ def experiment_config() -> str:
 
 def master_settings() -> str:
     """Return the page of the master's settings file."""
-    return f"{_SETTINGS_HEAD}{_ROW}{''.join(rows(schema_of(SETTINGS)))}"
+    return f"{_SETTINGS_HEAD}{_ROW}{''.join(rows(json_schema(SETTINGS, '')))}"
 
 
 def command_line() -> str:

@@ -22,9 +22,9 @@ import torch
 import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
-from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.merge import overwrite_deepspeed_config
 from dstrial.dsat import get_hf_args_with_overwrites
 from dstrial.errors import ConfigError
 from dstrial.integrations import huggingface

@@ -84,6 +84,9 @@ class Layout(EngineArrangement):
         parameters: every parameter of every part, in the order of the module.
         folder: the engine's folder in the checkpoint, with ``/``; empty if the file names show it
             (``checkpoint.file_roles.engine_folder``).
+        frozen_checksums: frozen parameters that the checkpoint does not hold, each with a checksum of its bits
+            (``engine.partial_training``); empty if the checkpoint holds all weights.
+        adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.partial_training.adapter_of``); empty without one.
     """
 
     precision: Literal["fp32", "bf16", "fp16"]
@@ -91,12 +94,23 @@ class Layout(EngineArrangement):
     buffers: tuple[FlatBuffer, ...]
     parameters: tuple[ParameterPlace, ...]
     folder: str = ""
+    frozen_checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    adapter: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
-        if not self.folder:
-            del values["folder"]
+        for key in ("folder", "frozen_checksums", "adapter"):
+            if not values[key]:
+                del values[key]
         return values
+
+    def of_part(self, model_part: int) -> Layout:
+        """Return the layout of one model-parallel part, with the part's shapes."""
+        return dataclasses.replace(
+            self,
+            buffers=tuple(one for one in self.buffers if one.model_part == model_part),
+            parameters=tuple(one for one in self.parameters if one.model_part == model_part),
+        )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Layout:

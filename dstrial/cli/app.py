@@ -1,8 +1,8 @@
 """Entry point of ``dstrial``: imports and runs the module of one subcommand.
 
 A subcommand's module has ``add_parser(subparsers)``, which adds the arguments, and ``main(args)``, which returns the exit
-status. An optional ``completed(words)`` adds default words. The module must not import torch, deepspeed or determined at top
-level.
+status. An optional ``with_defaults(words)`` inserts default arguments. The module must not import torch, deepspeed or determined
+at top level.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COMMANDS = {
     "up": "start the master of this machine in the background",
     "webhook": "manage webhooks: HTTP requests on events of experiments",
 }
-"""Subcommand (and module in this package) -> its line in the help."""
+"""Name of each subcommand -> its line in the help."""
 
-_OF_MASTER = ("backup", "down", "login", "logs", "restore")  # together in module ``master``
+_MASTER_COMMANDS = ("backup", "down", "login", "logs", "restore")  # all in module ``master``
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, help_text in COMMANDS.items():
         if name != command:
             subparsers.add_parser(name, help=help_text)
-        elif name in _OF_MASTER:
+        elif name in _MASTER_COMMANDS:
             _module(name).add_parser(subparsers, name, help_text)
         else:
             _module(name).add_parser(subparsers)
@@ -57,7 +57,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"dstrial.cli.{'master' if command in _OF_MASTER else command}")
+    return importlib.import_module(f"dstrial.cli.{'master' if command in _MASTER_COMMANDS else command}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if word in COMMANDS), None)
-    args = build_parser(command).parse_args(_completed(command, argv))
+    args = build_parser(command).parse_args(_with_defaults(command, argv))
     module = _module(args.command)
     try:
         exit_code = _run(module, args)
@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def _completed(command: str | None, argv: list[str]) -> list[str]:
+def _with_defaults(command: str | None, argv: list[str]) -> list[str]:
     if command is None:
         return argv
-    complete = getattr(_module(command), "completed", None)
+    complete = getattr(_module(command), "with_defaults", None)
     first = argv.index(command) + 1
     return argv if complete is None else [*argv[:first], *complete(argv[first:])]
 

@@ -8,13 +8,14 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.experiment_arguments import add_experiment_arguments, chosen_point
+from dstrial.cli.experiment_arguments import add_experiment_arguments, resume_point_of
 from dstrial.cli.streams import context_text
-from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
-from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
+from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.dstrial_section import explained
-from dstrial.config.experiment_config.origins import deepspeed_checks, explained_rows
-from dstrial.config.json_schema import experiment_schema
+from dstrial.config.experiment_config.origins import explained_rows
+from dstrial.config.schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
@@ -23,7 +24,7 @@ from dstrial.visible_text import visible_line
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_PLAIN_COLUMNS = 160
+_PLAIN_COLUMNS = 160  # table width where the output is no terminal
 _SECRETS = SecretNames()
 
 
@@ -38,15 +39,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print what the effective DeepSpeed config holds beside DeepSpeed's defaults, with origins",
+        help="print the effective DeepSpeed config without DeepSpeed's defaults, and the origin of each value",
     )
     parser.add_argument(
-        "--all", action="store_true", dest="with_defaults", help="with --explain: the defaults, too"
+        "--all", action="store_true", dest="with_defaults", help="with --explain: print the defaults, too"
     )
     parser.add_argument(
         "--resume",
         metavar="latest|RUN_DIR|CHECKPOINT",
-        help="check whether a checkpoint of `dstrial run` can go on with this config on these slots",
+        help="check whether a checkpoint of `dstrial run` can be resumed with this config on these slots",
     )
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
@@ -71,9 +72,9 @@ class _PrintSchema(argparse.Action):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the config is valid, else 1."""
+    """Check the experiment config, print the result; return 0 if valid, else 1."""
     try:
-        point = chosen_point(args)
+        point = resume_point_of(args)
         config = load_experiment(
             args.experiment,
             args.context_dir,
@@ -106,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -> dict[str, Any]:
     configs: dict[str, Any] = {}
-    for key, (source, checked) in deepspeed_checks(config).items():
+    for key, (source, checked) in config.engines.items():
         configs[key] = {
             "file": source.label,
             "batch_equation": checked.batch.equation if checked.batch else None,
@@ -114,9 +115,9 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
         if with_values:
             configs[key]["effective"] = masked(checked.effective, _SECRETS)
             configs[key]["origins"] = {row.key: row.origin for row in explain(source, checked)}
-    watched = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
+    checks = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
     return {
-        **(watched if with_values else {}),
+        **(checks if with_values else {}),
         "ok": True,
         "problems": [],
         "warnings": [*config.warnings, *context.warnings()],
@@ -134,7 +135,7 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
 def _print_text(
     config: ExperimentConfig, context: Context, *, with_values: bool, with_defaults: bool
 ) -> None:
-    checks = deepspeed_checks(config)
+    checks = config.engines
     if with_values:
         for key, (source, checked) in checks.items():
             _print_table(
@@ -163,7 +164,7 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, w
         table.add_column(heading, overflow="fold")
     num_hidden = 0
     for row in explained_rows(source, checked, _SECRETS):
-        # A resolved "auto" has the location of that "auto" appended to its origin; it is not a plain default.
+        # A default that replaces an "auto" of the user has a longer origin, with the place of that "auto"; show it.
         if row.origin == DEFAULT_ORIGIN and not with_defaults:
             num_hidden += 1
             continue

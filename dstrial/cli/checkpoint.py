@@ -1,4 +1,4 @@
-"""``dstrial checkpoint``, and its argument: a directory, a run or a UUID."""
+"""``dstrial checkpoint``; resolves its argument: a directory, a run or a UUID."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 ACTIONS = ("inspect", "verify", "diff", "export", "reshape")
-"""Actions; ``dstrial.cli.checkpoint_<action>`` has ``add_parser(actions)`` and ``main(args)``."""
+"""Actions; the module ``checkpoint_<action>`` of each has ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
 CHECKPOINT is a checkpoint's directory, the directory of a run (its newest checkpoint), or the UUID of a checkpoint
@@ -49,7 +49,8 @@ examples:
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
 """
-_TRACES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
+# A directory that contains one of these is a checkpoint, possibly a damaged one.
+_CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,10 +74,10 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """A resolved checkpoint, with its run or master."""
+    """The checkpoint that a CHECKPOINT argument names, with its run or master."""
 
     path: Path  # absolute
-    run_directory: RunDirectory | None = None
+    run_directory: RunDirectory | None = None  # None if the checkpoint is not in a run directory
     record: Mapping[str, Any] | None = (
         None  # the master's ``v1Checkpoint``; None, like ``client``, if no master was queried
     )
@@ -84,7 +85,7 @@ class CheckpointSource:
 
     @property
     def needs_mark(self) -> bool:
-        """Whether a completion marker is required; storages of a cluster have none."""
+        """Whether the checkpoint is incomplete without a marker; only runs write markers."""
         return self.run_directory is not None
 
 
@@ -117,7 +118,7 @@ def add_action(
     epilog: str,
     checkpoints: Mapping[str, str] = MappingProxyType({"checkpoint": "CHECKPOINT"}),
 ) -> argparse.ArgumentParser:
-    """Add an action; ``checkpoints`` maps its checkpoint arguments to metavars."""
+    """Add the parser of an action; ``checkpoints``: checkpoint argument -> metavar."""
     parser = actions.add_parser(
         name,
         help=help,
@@ -133,7 +134,7 @@ def add_action(
 def add_shared_options(
     parser: argparse.ArgumentParser, *, json: bool = False, progress: bool = False, trust: bool = True
 ) -> None:
-    """Add options that several actions have, and where UUIDs are searched."""
+    """Add the options of several actions, and those on where UUIDs are searched."""
     if json:
         parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
     if progress:
@@ -175,14 +176,14 @@ def find_checkpoint(
     runs = default_runs_dir(runs_dir)
     for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
         return _in_directory(found.resolve(), asked)
-    return _of_master(asked, StateDirectory.choose(state_dir), runs)
+    return _from_master(asked, StateDirectory.choose(state_dir), runs)
 
 
-def is_vouched_for(source: CheckpointSource) -> bool:
-    """Return whether a checkpoint's configuration and code can be trusted.
+def has_trusted_code(source: CheckpointSource) -> bool:
+    """Return whether the configuration and code in a checkpoint can be trusted.
 
-    They must match the manifest, and the manifest must be signed by this account or have the SHA-256 registered with the master.
-    Other files are not checked.
+    These files must match the manifest, and the manifest must be signed by this account or have the SHA-256 that the master
+    registered. Other files are not checked.
     """
     manifest = read_manifest(source.path)
     reported = ((source.record or {}).get("metadata") or {}).get(MANIFEST_DIGEST)
@@ -206,7 +207,7 @@ def _in_directory(path: Path, asked: str) -> CheckpointSource:
                 f"the run {path} has no complete checkpoint; expected one. Name another run, or the directory of a checkpoint."
             )
         return CheckpointSource(newest.path, RunDirectory(path))
-    if not any((path / name).exists() for name in _TRACES):
+    if not any((path / name).exists() for name in _CHECKPOINT_FILES):
         raise CheckpointNotFoundError(
             f"checkpoint is {asked!r}, a directory without {MANIFEST_NAME}; expected the directory of a checkpoint that dstrial "
             "wrote, or of a run. Name one that a run has printed."
@@ -216,7 +217,7 @@ def _in_directory(path: Path, asked: str) -> CheckpointSource:
     return CheckpointSource(path, owner if is_of_run else None)
 
 
-def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSource:
+def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSource:
     from dstrial.master.login import session
 
     record = state.running()

@@ -69,7 +69,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the checkpoints are equal, 1 if they differ, 2 for an error."""
+    """Compare two checkpoints; return 0 if equal, 1 if they differ, 2 for an error."""
     try:
         report = _compare(args)
     except DstrialError as error:
@@ -132,7 +132,7 @@ def _compare_state(
     b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Append differences of the engines' state; return a summary of the weights."""
+    """Add differences of one engine's state; return its weights' summary, or {}."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
@@ -158,8 +158,8 @@ def _compare_weights(
 
     if max(a.layout.model_parallel_size, b.layout.model_parallel_size) > 1:
         raise CheckpointError(
-            f"engine {engine_idx} is cut over a model-parallel axis; expected whole layers, for only the model knows how it is "
-            "cut. Compare the rest with --only config --only layout --only progress."
+            f"engine {engine_idx} is sharded over a model-parallel axis; expected whole layers, as only the model's code can "
+            "merge them. Compare the rest with --only config --only layout --only progress."
         )
     numels = {place.name: math.prod(place.shape) for place in own_places(a.layout)}
     names = comparable(a, b)
@@ -168,7 +168,7 @@ def _compare_weights(
     )
     with bytes_bar("comparing", total, is_plain=args.no_progress or args.as_json) as advance:
         found = list(weight_differences(a, b, with_optimizer=args.optimizer, on_bytes=advance))
-    differing = sorted((one for one in found if one.num_differing), key=_rank)
+    differing = sorted((one for one in found if one.num_differing), key=_sort_key)
     norms = {
         field: math.sqrt(sum(getattr(one, field) ** 2 for one in found if one.key == "master"))
         for field in ("norm_a", "norm_b", "norm_difference")
@@ -181,10 +181,10 @@ def _compare_weights(
         "num_differing": len(differing),
         "num_elements": sum(one.numel for one in found),
         "num_elements_differing": sum(one.num_differing for one in found),
-        **{field: _number(value) for field, value in norms.items()},
+        **{field: _finite_or_none(value) for field, value in norms.items()},
         "largest": [
             {
-                name: _number(value) if isinstance(value, float) else value
+                name: _finite_or_none(value) if isinstance(value, float) else value
                 for name, value in {**dataclasses.asdict(one), "relative": one.relative}.items()
             }
             for one in differing[: args.top]
@@ -192,13 +192,13 @@ def _compare_weights(
     }
 
 
-def _rank(difference: WeightDifference) -> float:
+def _sort_key(difference: WeightDifference) -> float:
     """Sort key: non-finite differences first, then by descending relative difference."""
     return -math.inf if math.isnan(difference.relative) else -difference.relative
 
 
-def _number(value: float) -> float | None:
-    """Return a number for JSON, which has no non-finite ones."""
+def _finite_or_none(value: float) -> float | None:
+    """Return the value for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -221,14 +221,14 @@ def _weights_text(weights: dict[str, Any], top: int) -> str:
     head = (
         f"{name}: {weights['num_differing']} of {weights['num_compared']} tensors differ, in "
         f"{weights['num_elements_differing']:,} of {weights['num_elements']:,} elements\n"
-        f"norm of A {_shown(weights['norm_a'])}, of B {_shown(weights['norm_b'])}, of the difference "
-        f"{_shown(weights['norm_difference'])} (relative {_shown(weights['relative'])})\n"
+        f"norm of A {_number_text(weights['norm_a'])}, of B {_number_text(weights['norm_b'])}, of the difference "
+        f"{_number_text(weights['norm_difference'])} (relative {_number_text(weights['relative'])})\n"
     )
     rows = [
         [
             one["name"] if one["key"] == "master" else f"{one['name']} ({one['key']})",
             f"{one['num_differing']:,} of {one['numel']:,}",
-            *(_shown(one[key]) for key in ("norm_a", "norm_difference", "relative", "max_difference")),
+            *(_number_text(one[key]) for key in ("norm_a", "norm_difference", "relative", "max_difference")),
         ]
         for one in weights["largest"]
     ]
@@ -239,5 +239,5 @@ def _weights_text(weights: dict[str, Any], top: int) -> str:
     return head + shown + text_table(header, rows, right=(1, 2, 3, 4, 5))
 
 
-def _shown(value: float | None) -> str:
+def _number_text(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"

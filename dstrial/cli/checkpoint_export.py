@@ -41,6 +41,7 @@ _DEFAULT_SHARD = "5GB"
 _EPILOG = """\
 safetensors writes one file, torch one file with a state_dict, hf a directory with sharded safetensors, an index, and
 config.json and tokenizer files where they are found: in --files-from, the run's model definition, or the checkpoint.
+adapter writes a directory with adapter_config.json and adapter_model.safetensors, which PeftModel.from_pretrained loads.
 Names are those of the module's state_dict, persistent buffers included. Weights that are tied are written once; their
 further names stand in the metadata of the safetensors file, and share the storage in torch's.
 Memory does not grow with the model; torch needs room for a second file while it writes.
@@ -62,7 +63,14 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("output", metavar="OUTPUT", help="file to write; for hf a directory")
-    parser.add_argument("--format", choices=("safetensors", "torch", "hf"), default="safetensors")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "torch", "hf", "adapter"),
+        help="default: adapter if the run has trained an adapter of PEFT and --merged is not given, else safetensors",
+    )
+    parser.add_argument(
+        "--merged", action="store_true", help="add a LoRA adapter to the weights of its base model"
+    )
     parser.add_argument(
         "--dtype",
         choices=tuple(_DTYPES),
@@ -94,17 +102,24 @@ def size_argument(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0, or 2 for incompatible options."""
+    """Export a checkpoint's weights; return 0, or 2 for incompatible options."""
     for option, value in (("--max-shard-size", args.max_shard_size), ("--files-from", args.files_from)):
         if value is not None and args.format != "hf":
-            sys.stderr.write(f"{option} is given with --format {args.format}; expected --format hf.\n")
+            given = f"with --format {args.format}" if args.format else "without --format"
+            sys.stderr.write(f"{option} is given {given}; expected --format hf.\n")
             return 2
+    if args.merged and args.format == "adapter":
+        sys.stderr.write("--merged is given with --format adapter; expected safetensors, torch or hf.\n")
+        return 2
     output = Path(args.output).absolute()
     opened = open_checkpoint(args.checkpoint, args)
     require_new(output)
     engine_idx = _engine_idx(opened, args.engine)
+    if args.format is None:
+        has_adapter = bool(opened.layouts[engine_idx].adapter) and not args.merged
+        args.format = "adapter" if has_adapter else "safetensors"
     _check_files(opened, engine_idx, verifies=not args.no_verify, is_plain=args.no_progress)
-    weights = _weights(opened, engine_idx, args.dtype, trusts_code=args.trust_code)
+    weights = _weights(opened, engine_idx, args)
     if weights.unequal:
         sys.stderr.write(
             f"warning: the copies of {', '.join(weights.unequal)} on the pipeline's stages differ, because its layers tie only "
@@ -148,7 +163,7 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 
 
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
-    """Raise if an engine's files are not DeepSpeed's, or damaged."""
+    """Raise if a checkpoint has no DeepSpeed weights of an engine, or damaged files."""
     roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
         raise CheckpointLayoutError(
@@ -167,15 +182,19 @@ def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_
         raise damaged_error(opened.path, damages)
 
 
-def _weights(opened: OpenCheckpoint, engine_idx: int, dtype: str, *, trusts_code: bool) -> ModelWeights:
+def _weights(opened: OpenCheckpoint, engine_idx: int, args: argparse.Namespace) -> ModelWeights:
     import torch
 
+    from dstrial.engine import export
     from dstrial.engine.checkpoint_reader.open import open_saved_engine
-    from dstrial.engine.export import ModelWeights
 
-    name = _DTYPES[dtype]
-    saved = open_saved_engine(opened.path, engine_idx, opened.layouts[engine_idx], trusts_code=trusts_code)
-    return ModelWeights(saved, None if name is None else getattr(torch, name))
+    name = _DTYPES[args.dtype]
+    layout = opened.layouts[engine_idx]
+    saved = open_saved_engine(opened.path, engine_idx, layout, trusts_code=args.trust_code)
+    kind = export.AdapterWeights if args.format == "adapter" else export.ModelWeights
+    return (export.MergedWeights if args.merged else kind)(
+        saved, None if name is None else getattr(torch, name)
+    )
 
 
 def _write(
@@ -191,6 +210,8 @@ def _write(
             export.write_safetensors(weights, temporary, on_bytes=advance)
         elif args.format == "torch":
             export.write_torch(weights, temporary, on_bytes=advance)
+        elif isinstance(weights, export.AdapterWeights):
+            export.write_adapter(weights, temporary, advance)
         else:
             export.write_hugging_face(
                 weights,
@@ -198,19 +219,19 @@ def _write(
                 max_shard_bytes=args.max_shard_size or size_argument(_DEFAULT_SHARD),
                 files=[
                     path
-                    for path in export.find_model_files(_places_of_files(args.files_from, source, folder))
-                    if not _leads_outside(path, source.path)
+                    for path in export.find_model_files(_file_directories(args.files_from, source, folder))
+                    if not _resolves_outside(path, source.path)
                 ],
                 on_bytes=advance,
             )
 
 
-def _leads_outside(path: Path, root: Path) -> bool:
-    """Return whether a path resolves to outside of the checkpoint."""
+def _resolves_outside(path: Path, root: Path) -> bool:
+    """Return whether a link in a checkpoint's directory leads outside of it."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 
-def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:
+def _file_directories(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:
     if asked is not None:
         yield Path(asked)
     if folder:

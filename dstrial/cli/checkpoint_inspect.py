@@ -66,7 +66,7 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
     for engine_idx, layout in enumerate(layouts):
         engine = {
             **layout_fields(layout),
-            "parameters": _counts(layout),
+            "parameters": _parameter_counts(layout),
             "optimizer_state": _optimizer(opened, engine_idx, layout, trusts_code=trusts_code),
         }
         if with_parameters:
@@ -91,13 +91,14 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
     }
 
 
-def _counts(layout: Layout) -> dict[str, Any]:
+def _parameter_counts(layout: Layout) -> dict[str, Any]:
     counts = count_parameters(layout)
     return {
         "parameters": counts.num_parameters,
         "elements": counts.num_elements,
         "frozen_parameters": counts.num_frozen,
         "frozen_elements": counts.num_frozen_elements,
+        "left_out": len(layout.frozen_checksums),
         "not_optimized": counts.num_not_optimized,
         "tied": dict(counts.tied),
     }
@@ -106,7 +107,7 @@ def _counts(layout: Layout) -> dict[str, Any]:
 def _optimizer(
     opened: OpenCheckpoint, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's settings and counters, or the error of reading them."""
+    """Return the optimizer's settings and counters, or {"problem": error text}."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:
@@ -184,6 +185,8 @@ def _engine_text(engine_idx: int, engine: Mapping[str, Any]) -> str:
     parameters = f"{counts['parameters']:,} with {counts['elements']:,} elements"
     if counts["frozen_parameters"]:
         parameters += f"; frozen: {counts['frozen_parameters']:,} with {counts['frozen_elements']:,}"
+    if counts["left_out"]:
+        parameters += f"; not in the checkpoint: {counts['left_out']:,} of the frozen"
     if counts["not_optimized"]:
         parameters += f"; without an optimizer: {counts['not_optimized']:,}"
     num_parts = engine["expert_parallel_size"]

@@ -23,14 +23,15 @@ from dstrial.cli.checkpoint import (
     OpenCheckpoint,
     add_action,
     add_shared_options,
-    is_vouched_for,
+    has_trusted_code,
     open_checkpoint,
 )
 from dstrial.cli.checkpoint_export import require_new
 from dstrial.cli.experiment_arguments import parse_entrypoint
-from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import nested
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
+from dstrial.config.merge import merge_deepspeed
 from dstrial.context_directory import is_marked
 from dstrial.errors import (
     CheckpointError,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 
-_OWN_VARIABLES = ("DSTRIAL_", "DET_")
+_RESERVED_PREFIXES = ("DSTRIAL_", "DET_")  # of variables that the experiment config cannot set
 
 _EPILOG = """\
 Ranks are started on the CPUs of this machine with the trial's own model definition. They restore the checkpoint, which
@@ -94,11 +95,11 @@ def main(args: argparse.Namespace) -> int:
                 f"engine {engine_idx} of checkpoint {opened.path} computes in fp16; expected fp32 or bf16, for DeepSpeed has no "
                 "fp16 on CPUs. Resume the run on the new number of slots: it is reshaped then."
             )
-    is_vouched = args.trust_code or is_vouched_for(opened.source)
+    is_trusted = args.trust_code or has_trusted_code(opened.source)
     with _workspace(output) as workspace:
-        context_dir = _context_dir(args.context, opened.source, workspace, is_vouched=is_vouched)
-        experiment = _experiment(args, opened, context_dir, workspace, is_vouched=is_vouched)
-        written = _rewrite(opened, experiment, workspace, args.slots, is_vouched=is_vouched)
+        context_dir = _context_dir(args.context, opened.source, workspace, is_trusted=is_trusted)
+        experiment = _experiment(args, opened, context_dir, workspace, is_trusted=is_trusted)
+        written = _rewrite(opened, experiment, workspace, args.slots, is_trusted=is_trusted)
         stage = _require_layout(written, opened.layouts, args.slots, args.zero_stage)
         require_new(output)
         written.rename(output)
@@ -109,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
-    """Yield a temporary directory on the file system of ``output``."""
+    """Yield a temporary directory beside ``output``, on the same file system."""
     workspace = output.with_name(f".{output.name}.{secrets.token_hex(4)}.reshaping")
     try:
         workspace.mkdir()
@@ -124,19 +125,19 @@ def _workspace(output: Path) -> Iterator[Path]:
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_vouched: bool) -> Path:
-    """Return the model definition's directory; reject that of an untrusted checkpoint."""
+def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_trusted: bool) -> Path:
+    """Return the model definition's directory; reject code of an untrusted checkpoint."""
     if asked is not None:
         if not Path(asked).is_dir():
             raise CheckpointError(
                 f"--context is {asked!r}; expected the directory of the model definition. Correct the path."
             )
         return Path(asked).resolve()
-    if source.run_directory is not None and is_vouched:
-        of_run = Path(source.run_directory.read_record().context_dir)
-        if of_run.is_dir():
-            return of_run
-    if (source.path / "code").is_dir() and is_vouched:
+    if source.run_directory is not None and is_trusted:
+        run_context_dir = Path(source.run_directory.read_record().context_dir)
+        if run_context_dir.is_dir():
+            return run_context_dir
+    if (source.path / "code").is_dir() and is_trusted:
         return source.path / "code"
     if source.client is not None and source.record is not None:
         from dstrial.master.backends.model_definition import unpack
@@ -147,7 +148,7 @@ def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *
         directory.mkdir()
         unpack(base64.b64decode(answer["b64Tgz"]), directory)
         return directory
-    if not is_vouched:
+    if not is_trusted:
         raise UntrustedCheckpointError(
             f"checkpoint {source.path} is not known to be written by this account; expected a model definition that does not "
             "come with it, for reshaping runs it. Name its directory with --context, or add --trust-code if you trust who wrote "
@@ -165,7 +166,7 @@ def _experiment(
     context_dir: Path,
     workspace: Path,
     *,
-    is_vouched: bool,
+    is_trusted: bool,
 ) -> ExperimentConfig:
     """Write and validate the checkpoint's experiment config for the new layout."""
     saved = configuration_of(opened.path)
@@ -177,8 +178,8 @@ def _experiment(
         )
     path = workspace / "experiment.yaml"
     values = _config_for(config, hparams, args.slots, args.zero_stage, opened.manifest.steps_completed)
-    if not is_vouched:
-        # These execute code: LD_PRELOAD and PYTHONPATH, and the name of a function to call.
+    if not is_trusted:
+        # Both can run code: variables such as LD_PRELOAD, and the name of a function that the ranks call.
         from dstrial.local.script_variables import AROUND_FIT_KEY
 
         values.pop("environment", None)
@@ -232,7 +233,7 @@ def _config_for(
 
 
 def _set_trust(values: dict[str, Any], checkpoint: Path, *, trusts: bool) -> None:
-    """Set whether ranks may unpickle these files, in place."""
+    """Set in ``values`` whether the ranks may unpickle any class in the checkpoint."""
     data = values.get("data")
     section = data.get("dstrial") if isinstance(data, Mapping) else None
     kept = {**section} if isinstance(section, Mapping) else {}
@@ -248,7 +249,7 @@ def _rewrite(
     workspace: Path,
     num_slots: int,
     *,
-    is_vouched: bool,
+    is_trusted: bool,
 ) -> Path:
     """Restore the checkpoint on CPU ranks, save it, and return the new directory.
 
@@ -261,14 +262,14 @@ def _rewrite(
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(opened.path / "load_data.json"))
     words = " ".join(entrypoint.words)
-    is_of_trainer = any(layout.folder.startswith("checkpoint-") for layout in opened.layouts)
-    if entrypoint.trial is None and not is_of_trainer:
+    is_of_hf_trainer = any(layout.folder.startswith("checkpoint-") for layout in opened.layouts)
+    if entrypoint.trial is None and not is_of_hf_trainer:
         raise CheckpointError(
             f"the trial's entrypoint is the command {words!r}; expected a trial class (module:Class) or "
             "a script with Hugging Face's Trainer, which can be told to end before the first batch. Resume the run on the new "
             "number of slots: it is reshaped then."
         )
-    if entrypoint.trial is None and not is_vouched:
+    if entrypoint.trial is None and not is_trusted:
         raise UntrustedCheckpointError(
             f"the entrypoint of checkpoint {opened.path}, which is not known to be written by this account, is the command "
             f"{words!r}; expected a trial class (module:Class), for reshaping runs it. Add --trust-code if "
@@ -285,9 +286,9 @@ def _rewrite(
     with contextlib.ExitStack() as stack:
         if entrypoint.trial is None:
             stack.enter_context(_in_working_copy(experiment.context_dir, workspace))
-            known = run_directory.path / "known_experiment.json"
-            write_experiment(known, experiment.raw, experiment.hyperparameters)
-            variables[EXPERIMENT_VARIABLE] = str(known)
+            experiment_file = run_directory.path / "known_experiment.json"
+            write_experiment(experiment_file, experiment.raw, experiment.hyperparameters)
+            variables[EXPERIMENT_VARIABLE] = str(experiment_file)
             variables[RUN_DIR_VARIABLE] = str(run_directory.path)
             variables[RESUME_VARIABLE] = str(opened.path)
             command = script_command(entrypoint.words, directory=Path())
@@ -310,7 +311,7 @@ def _rewrite(
     if outcome.exit_code != 0 or newest is None:
         stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"
         raise LaunchError(
-            f"the ranks that were to reshape {opened.path} {stopped}; nothing is written.\n{outcome.describe().strip()}"
+            f"the ranks that reshape {opened.path} {stopped}; nothing was written.\n{outcome.describe().strip()}"
         )
     return newest.path
 
@@ -341,7 +342,7 @@ def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]
     variables = {
         name: value
         for name, value in experiment.environment_variables.items()
-        if not name.startswith(_OWN_VARIABLES)
+        if not name.startswith(_RESERVED_PREFIXES)
     }
     return {
         **variables,
@@ -352,7 +353,7 @@ def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]
 
 
 def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None) -> int:
-    """Return the new ZeRO stage.
+    """Return the ZeRO stage of the written checkpoint, after a check of its layout.
 
     Raises:
         CheckpointLayoutError: the model definition ignored the new layout.
@@ -362,8 +363,8 @@ def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, z
         wanted = was.zero_stage if zero_stage is None else zero_stage
         if (is_.world_size, is_.zero_stage) != (num_slots, wanted):
             raise CheckpointLayoutError(
-                f"engine {engine_idx} came out with {is_.world_size} ranks and ZeRO stage {is_.zero_stage}; expected {num_slots} "
-                f"and {wanted}. Let the trial read its DeepSpeed config with context.get_deepspeed_config(), or merge "
-                "hyperparameters.overwrite_deepspeed_args into it."
+                f"engine {engine_idx} was written with {is_.world_size} ranks and ZeRO stage {is_.zero_stage}; expected "
+                f"{num_slots} and {wanted}. Let the trial read its DeepSpeed config with context.get_deepspeed_config(), or "
+                "merge hyperparameters.overwrite_deepspeed_args into it."
             )
     return layouts[0].zero_stage

@@ -45,7 +45,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = add_action(
         actions,
         "verify",
-        help="read every file and say which is missing, truncated, changed or unexpected",
+        help="read every file; report missing, truncated, changed and unexpected ones",
         description="Read every file of a checkpoint and compare it with the size and checksum that were written down "
         "when it was saved.",
         epilog=_EPILOG,
@@ -54,10 +54,10 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the checkpoint is intact, else 1."""
+    """Verify a checkpoint's files and manifest; return 0 if intact, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
-        report = verified(source, is_plain=args.no_progress or args.as_json)
+        report = verify_with_progress(source, is_plain=args.no_progress or args.as_json)
     except CheckpointError as error:
         if not args.as_json:
             raise
@@ -103,7 +103,7 @@ class Registration:
         if self.state == "changed":
             return (
                 f"manifest changed since the master at {self.by} registered it: SHA-256 is {self.found[:12]}; expected "
-                f"{str(self.registered)[:12]}. Somebody has made another manifest: use another checkpoint."
+                f"{str(self.registered)[:12]}. The manifest was replaced: use another checkpoint."
             )
         who = "no master runs" if self.by is None else f"the master at {self.by} has no manifest of it"
         signed = "bears" if self.is_signed else "does not bear"
@@ -111,7 +111,7 @@ class Registration:
 
 
 def registration_of(source: CheckpointSource, state: StateDirectory) -> Registration:
-    """Compare the manifest with the SHA-256 registered at the master.
+    """Return how a checkpoint's manifest compares with the SHA-256 that a master has.
 
     If the checkpoint was not resolved through a master, the running master is queried.
     """
@@ -134,7 +134,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 
 
 def _uuid_of(path: Path) -> str:
-    """Return the UUID in the completion marker (for copies), else the directory name."""
+    """Return the completion marker's UUID, which copies keep, else the directory name."""
     try:
         name = read_marker(path).get("uuid")
     except CheckpointError:
@@ -142,7 +142,7 @@ def _uuid_of(path: Path) -> str:
     return quote(name if isinstance(name, str) else path.name, safe="")
 
 
-def verified(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
+def verify_with_progress(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
     """Verify every file of a checkpoint, with a progress bar on terminals."""
     manifest = read_manifest(source.path)
     with bytes_bar("verifying", bytes_to_read(manifest), is_plain=is_plain) as advance:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.streams import text_table
-from dstrial.config import load_experiment
 from dstrial.config.diagnostics import render
 from dstrial.config.documents import read_json, read_yaml
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.integrations.accelerate.convert import (
     JSON_NAME,
@@ -30,7 +30,7 @@ from dstrial.launch.slots import slots_argument
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_FILES = {
+_DESTINATIONS = {
     "json": JSON_NAME,
     "yaml": YAML_NAME,
     "variable": f"{YAML_NAME}, variable",
@@ -38,7 +38,7 @@ _FILES = {
     "unknown": "?",
     "nowhere": "-",
 }
-"""Status -> text in the table, in display order."""
+"""Status of a key -> text in the column "went to" of the table, in display order."""
 
 _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
@@ -47,14 +47,14 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "convert",
         help="convert another tool's config to an experiment config",
-        description="Make an experiment config and a DeepSpeed JSON of another tool's config, and say where every key went.",
+        description="Convert another tool's config to an experiment config and a DeepSpeed JSON; print where every key went.",
     )
     tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
     accelerate = tools.add_parser(
         "accelerate",
-        help="of a file that `accelerate config` wrote",
-        description=f"Write {JSON_NAME} and {YAML_NAME} of a file that `accelerate config` wrote. What such a file cannot say "
-        "(script, micro batch, optimizer, searcher) is marked in the files. "
+        help="convert a file that `accelerate config` wrote",
+        description=f"Convert a file that `accelerate config` wrote to {JSON_NAME} and {YAML_NAME}. Settings that such a file "
+        "does not have (script, micro batch, optimizer, searcher) are marked in the new files. "
         "Accelerate need not be installed.",
     )
     accelerate.add_argument("config", metavar="default_config.yaml", type=Path, help="the Accelerate config")
@@ -72,7 +72,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=Path,
         metavar="DIR",
         default=Path(),
-        help="where to write: the directory of the training script (default: .)",
+        help="directory to write to, which has the training script (default: .)",
     )
     accelerate.add_argument("--force", action="store_true", help="replace files that exist")
 
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Load the DeepSpeed JSON; try the working directory, then the config's directory."""
+    """Return the DeepSpeed JSON that an Accelerate config names; None if it has none."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none") or not is_deepspeed(config):
@@ -115,7 +115,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Raise if the entrypoint cannot be converted."""
+    """Raise if the entrypoint has a launcher, or its script is not below ``output``."""
     words = [] if entrypoint is None else shlex.split(entrypoint)
     if not words:
         return
@@ -147,10 +147,10 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print the destination of every key, unused ones last."""
-    order = list(_FILES)
+    """Print a table of where each key of the Accelerate config went, unused keys last."""
+    order = list(_DESTINATIONS)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
-    rows = [(one.key, render(one.value), _FILES[one.status], one.explanation) for one in keys]
+    rows = [(one.key, render(one.value), _DESTINATIONS[one.status], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
     for one in (one for one in keys if one.status == "left"):
         sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
@@ -160,7 +160,7 @@ def _print_keys(conversion: Conversion) -> None:
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
-    """Print open decisions and problems of the result; return 0 in any case."""
+    """Print what the user must add to the written files, and their problems; return 0."""
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
     for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
         if MARK in line:

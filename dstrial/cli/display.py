@@ -1,6 +1,6 @@
-"""What ``dstrial run`` shows of training, and its summary at the end.
+"""Show the progress of ``dstrial run``, and its summary at the end.
 
-A terminal gets a progress bar, a pipe or file plain lines.
+On a terminal, progress is a bar; in a pipe or file, it is plain lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream, text_table
-from dstrial.config import ExperimentConfig
+from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import DstrialError
 from dstrial.launch.failures import LaunchOutcome
@@ -83,20 +83,20 @@ class Display:
             self._write(prefix + text, self._err if stream == "stderr" else self._out)
 
     def message(self, text: str) -> None:
-        """Show a line, unless it is a startup phase, which ``starting`` shows."""
+        """Show a line of the launcher, except startup phases, which ``starting`` shows."""
         if text.startswith("waiting for "):
             self._shown.add(text)
         if not _is_phase(text):
             self._write(text, self._out)
 
     def starting(self, text: str, age_s: float) -> None:
-        """Show the phase before the first batch, once, if nothing else was shown lately."""
+        """Show a startup phase once, if nothing else was shown for some seconds."""
         if text not in self._shown and time.monotonic() - self._written_s >= _SILENCE_S:
             self._shown.add(text)
             self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
 
     def view(self, view: RunView) -> None:
-        """Show progress and new reports."""
+        """Show a run's progress and its new reports."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
                 self.message(report_line(report, view.batches_total, self._metric))
@@ -166,9 +166,9 @@ def summary(
     resume_command: Sequence[str],
     steps_before: int | None = None,
 ) -> list[str]:
-    """Return the last lines: state, validations, paths, and the command that resumes.
+    """Return the summary's lines: state, validations, paths, command to resume.
 
-    ``steps_before`` are the batches of the checkpoint from which the attempt resumed, or None.
+    ``steps_before`` is the number of batches in the checkpoint from which the attempt resumed; None for a new run.
     """
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
@@ -177,7 +177,7 @@ def summary(
         place = f" at batch {view.batches_trained}"
         place += "" if view.batches_total is None else f" of {view.batches_total}"
     saved = None if checkpoint is None else checkpoint.steps_completed
-    details = [verdict.reason, _what_remains(verdict, view.batches_trained, saved, steps_before)]
+    details = [verdict.reason, _lost_batches(verdict, view.batches_trained, saved, steps_before)]
     described = "; ".join(detail for detail in details if detail is not None)
     rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
     validations = read_validations(run_directory, metric)
@@ -213,12 +213,12 @@ def summary(
 
 
 def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Format rows of the summary."""
+    """Format (name, value) rows of the summary, one line each."""
     return [f"{name + ':':<15}{value}" for name, value in rows]
 
 
-def at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
-    """Return a view at the failed rank's batch if no report has reached it."""
+def view_at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
+    """Return the view with the failed rank's batch, if that is after the last report."""
     batch = outcome.first_failure and outcome.first_failure.batches_trained
     if not batch:
         return view
@@ -235,7 +235,7 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
 
 
 def skipped_steps(run_directory: RunDirectory) -> str | None:
-    """Return how many of how many optimizer steps were skipped; None for none."""
+    """Return ``3 of 100 (…)`` for skipped optimizer steps; None if none was skipped."""
     status: Mapping[str, object] = {}
     with contextlib.suppress(DstrialError):
         status = read_json(run_directory.status_path) or {}
@@ -244,14 +244,14 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
     return f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
 
 
-def _what_remains(
+def _lost_batches(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
-    """Return which of the trained batches are kept or lost."""
+    """Return a clause on lost batches, or on a resumed run without any left; or None."""
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"
-    if verdict.goes_on:
+    if verdict.may_continue:
         return None
     if batches_saved is None:
         return "no checkpoint"
@@ -260,7 +260,7 @@ def _what_remains(
 
 
 def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
-    """Return the trials by their best validation, those without one last."""
+    """Return the trials sorted by best validation, those without a validation last."""
 
     def key(trial: TrialView) -> tuple[bool, float, int]:
         value = trial.best_metric or 0.0
@@ -282,7 +282,7 @@ def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
 
 
 def search_summary(view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict) -> list[str]:
-    """Return the last lines of a search: its trials, state and best trial."""
+    """Return the summary's lines for a search: its trials, state and best trial."""
     described = f" ({verdict.reason})" if verdict.reason else ""
     rows = [("state", verdict.state.value + described)]
     for best in _best_first(view, experiment)[:1]:
@@ -292,12 +292,12 @@ def search_summary(view: ExperimentView, experiment: ExperimentConfig, verdict: 
 
 
 def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
-    """Return one line per trial, the best first, and how many are left out."""
+    """Return a line per trial, the best first; a last line counts omitted trials."""
     specs = experiment.raw.get("hyperparameters") or {}
     rows = []
     for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:
-        chosen = _chosen(masked(json.loads(trial.hparams), SecretNames()), specs)
-        hparams = " ".join(f"{name}={_short(value)}" for name, value in chosen)
+        chosen = _searched_hparams(masked(json.loads(trial.hparams), SecretNames()), specs)
+        hparams = " ".join(f"{name}={_value_text(value)}" for name, value in chosen)
         metric = "" if trial.best_metric is None else number(trial.best_metric)
         rows.append((trial.id, trial.state.lower(), trial.total_batches, metric, hparams))
     header = ("trial", "state", "batches", experiment.metric, "hyperparameters")
@@ -306,8 +306,8 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
 
 
-def _chosen(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
-    """Return the hyperparameters that the search chose, by dotted name."""
+def _searched_hparams(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
+    """Return (dotted name, value) of the hyperparameters that the search chose."""
     if not isinstance(specs, dict) or not isinstance(values, dict):
         return []
     chosen: list[tuple[str, object]] = []
@@ -315,11 +315,11 @@ def _chosen(values: object, specs: object, prefix: str = "") -> list[tuple[str, 
         if not isinstance(spec, dict) or name not in values:
             continue
         if "type" not in spec:
-            chosen += _chosen(values[name], spec, f"{prefix}{name}.")
+            chosen += _searched_hparams(values[name], spec, f"{prefix}{name}.")
         elif spec["type"] != "const":
             chosen.append((prefix + name, values[name]))
     return chosen
 
 
-def _short(value: object) -> str:
+def _value_text(value: object) -> str:
     return number(value) if isinstance(value, float) else json.dumps(value)

@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
     counts = count(groups)
     text = json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n"
     if args.output is not None:
-        _keep(Path(args.output), DOCUMENT_NAME, text)
+        _write_output(Path(args.output), DOCUMENT_NAME, text)
     if args.as_json:
         sys.stdout.write(text)
     else:
@@ -123,7 +123,7 @@ def main(args: argparse.Namespace) -> int:
     return 1 if counts["problem"] else 0
 
 
-def _keep(directory: Path, name: str, text: str) -> None:
+def _write_output(directory: Path, name: str, text: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / name, text)
@@ -144,7 +144,7 @@ def _train(args: argparse.Namespace) -> int:
         args.usage_error("--fast does not go with --train")
     output = None if args.output is None else Path(args.output)
     if output is not None:
-        _keep(output, RESULT_NAME, "{}\n")  # fail before minutes of training if it cannot be written
+        _write_output(output, RESULT_NAME, "{}\n")  # fail before minutes of training if it cannot be written
     found = prove(
         minutes=_DEFAULT_MINUTES if args.minutes is None else args.minutes,
         output=output,

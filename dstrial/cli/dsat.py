@@ -23,7 +23,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     add_methods(parser.add_subparsers(dest="search_method", metavar="METHOD", required=True))
 
 
-def completed(words: Sequence[str]) -> list[str]:
+def with_defaults(words: Sequence[str]) -> list[str]:
     """Return the words after ``dstrial dsat``, with ``predict`` as default method."""
     return with_method(words)
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from dstrial.checkpoint.completion_marker import is_complete
 from dstrial.checkpoint.manifest import MANIFEST_NAME, read_saved_run
-from dstrial.config import SavedRun, experiment_name
+from dstrial.config.experiment_config.config import experiment_name
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory, default_runs_dir, find_runs
+from dstrial.resume.metadata import SavedRun
 
-_TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_TRIAL_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SHELL_SYNTAX = re.compile(r"[;&|<>$`\n]")
 _OUR_LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (
@@ -52,19 +53,19 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, slots_help: str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entrypoint:
-    """A parsed entrypoint: a trial or the command of each rank."""
+    """A parsed entrypoint: a trial class, or a command."""
 
     trial: str | None  # ``module:Class``; None for a command
-    words: tuple[str, ...] = ()  # the command for each rank
-    starts_ranks: bool = False  # the command does so itself, and is started once
+    words: tuple[str, ...] = ()  # the command
+    starts_ranks: bool = False  # the command is a launcher such as torchrun, and runs once, not per rank
 
 
 def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entrypoint:
-    """Parse an entrypoint, without launchers whose work ``dstrial run`` does itself.
+    """Parse an entrypoint; strip launchers that ``dstrial run`` replaces.
 
-    ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials; of ``python3 -m dstrial.launch
-    train.py`` and of Determined's launch layers the script remains; any other command is run as it is, through a shell if it has
-    shell syntax, as on a cluster.
+    ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials. Before a script, ``python3 -m
+    dstrial.launch`` and Determined's launch layers are stripped. Any other command is kept; one with shell syntax runs in a
+    shell, as on a cluster.
     """
     if not entrypoint:
         raise _error(
@@ -77,20 +78,20 @@ def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entr
             raise _error(where, f"{entrypoint!r} ({error})", "Close the quotation.") from error
     else:
         words = tuple(entrypoint)
-    if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
+    if len(words) == 1 and _TRIAL_PATTERN.fullmatch(words[0]):
         return Entrypoint(words[0])
-    launched = _behind_launcher(words)
+    launched = _launcher_arguments(words)
     if isinstance(entrypoint, str) and _SHELL_SYNTAX.search(entrypoint):
         if launched is not None:
             fix = "Remove the shell syntax, or start the entrypoint in a shell yourself."
             raise _error(where, f"{entrypoint!r}, a launcher within shell syntax", fix)
         return Entrypoint(None, ("sh", "-c", entrypoint))
     if launched is not None:
-        return _launched(launched, where, entrypoint)
+        return _parse_launcher_arguments(launched, where, entrypoint)
     return Entrypoint(None, words, starts_ranks=Path(words[0]).name in _FOREIGN_LAUNCHERS)
 
 
-def _behind_launcher(words: Sequence[str]) -> tuple[str, ...] | None:
+def _launcher_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
     for word_idx, (flag, module) in enumerate(itertools.pairwise(words)):
         if flag == "-m" and module in _LAUNCH_MODULES:
             rest = tuple(words[word_idx + 2 :])
@@ -100,7 +101,7 @@ def _behind_launcher(words: Sequence[str]) -> tuple[str, ...] | None:
     return None
 
 
-def _launched(rest: tuple[str, ...], where: str, entrypoint: object) -> Entrypoint:
+def _parse_launcher_arguments(rest: tuple[str, ...], where: str, entrypoint: object) -> Entrypoint:
     while rest and rest[0].startswith("--"):
         option, has_value, value = rest[0].partition("=")
         rest = rest[1:]
@@ -109,7 +110,7 @@ def _launched(rest: tuple[str, ...], where: str, entrypoint: object) -> Entrypoi
         if not has_value:
             value, rest = "".join(rest[:1]), rest[1:]
         if option == "--trial":
-            if not _TRIAL_FORM.fullmatch(value):
+            if not _TRIAL_PATTERN.fullmatch(value):
                 raise _error(where, f"{entrypoint!r}", "Write --trial model_def:MyTrial.")
             return Entrypoint(value)
     if rest:
@@ -123,31 +124,31 @@ def _error(where: str, got: str, fix: str) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where to resume."""
+    """The checkpoint to resume from, and the run that continues."""
 
     run_directory: RunDirectory | None  # None starts a new run from the checkpoint
     checkpoint: Path
-    note: str | None = None  # what the user may not expect, as a clause
+    note: str | None = None  # a warning, for example that an older run continues
 
     @property
     def steps_completed(self) -> int | None:
-        """Batches trained at the checkpoint; None if it is of another run."""
+        """Batches trained at the checkpoint; None if a new run starts from it."""
         if self.run_directory is None:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)
         return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
 
     def saved_run(self) -> SavedRun | None:
-        """Return the checkpoint's run, to compare a config with; None if it tells nothing."""
+        """Return the checkpoint's metadata, to check a config; None without a manifest."""
         if not (self.checkpoint / MANIFEST_NAME).is_file():
-            return None  # written by a script of the user's own
+            return None  # the user's own script wrote the checkpoint
         return read_saved_run(self.checkpoint).of_trial(LOCAL_ID)
 
 
-def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
-    """Resolve ``--resume``, ``--run-dir`` and ``--runs-dir``; None begins anew.
+def resume_point_of(args: argparse.Namespace) -> ResumePoint | None:
+    """Resolve ``--resume``, ``--run-dir`` and ``--runs-dir``; None for a new run.
 
-    A run of ``--run-dir`` that has a checkpoint resumes its newest one.
+    If the run of ``--run-dir`` has checkpoints, the newest one is used.
     """
     own = run_directory_of(args)
     if own is not None and own.record_path.is_file():
@@ -166,13 +167,13 @@ def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
 
 
 def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
-    """Return the directory of ``--run-dir``, if the command has it."""
+    """Return the directory of ``--run-dir``; None if the flag is absent."""
     path = getattr(args, "run_dir", None)
     return None if path is None else RunDirectory(Path(path).absolute())
 
 
 def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:
-    """Return the first run with a complete checkpoint, and its newest; None for none."""
+    """Return the first run with complete checkpoints, and its newest one; or None."""
     for run_directory in runs:
         checkpoint = newest_checkpoint(run_directory.checkpoints_path)
         if checkpoint is not None:
@@ -181,7 +182,7 @@ def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | No
 
 
 def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
-    """Resolve ``--resume``: ``latest``, a run directory, or that of a checkpoint."""
+    """Resolve ``--resume``: ``latest``, a run directory, or a checkpoint directory."""
     if resume == "latest":
         return _latest(runs_dir, name, context_dir)
     path = Path(resume).resolve()

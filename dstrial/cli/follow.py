@@ -20,7 +20,7 @@ from dstrial.master.store.views.observe import ExperimentView, LogRow
 from dstrial.process_state import is_stopped
 
 _POLL_PERIOD_S = 0.1
-_LOOK_PERIOD_S = 0.3  # between queries of the experiment's state
+_STATE_POLL_PERIOD_S = 0.3  # between queries of the experiment's state
 _STALLS_PERIOD_S = 1.0
 _STOPPED_AFTER_S = 10.0  # a debugger may hold the master for a moment
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
@@ -30,29 +30,29 @@ _BY_SIGTERM = 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FollowResult:
-    """How following ended."""
+    """Why ``follow`` returned, and the experiment's last state."""
 
-    view: ExperimentView | None  # the last one; None if the experiment was deleted
-    stopped_by: str | None  # the signal for which the experiment was paused
-    is_detached: bool = False  # a second signal ended the following
+    view: ExperimentView | None  # None if the experiment was deleted
+    stopped_by: str | None  # name of the signal for which the experiment was paused
+    is_detached: bool = False  # a second Ctrl-C left the experiment to the master
     is_master_gone: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of an attempt, for the run's record."""
+    """How an attempt at a run ended: state, exit code and reason."""
 
     state: RunState
-    exit_code: int  # of this command
-    reason: str | None = None  # why it did not complete, or was stopped
-    goes_on: bool = False  # the master may still save a checkpoint, so the loss is unknown
+    exit_code: int  # of ``dstrial run``
+    reason: str | None = None  # why the attempt did not complete, or was stopped
+    may_continue: bool = False  # the master may still save a checkpoint: lost batches are unknown
 
 
 class LogTail:
-    """Hands new lines of a trial's log to a display.
+    """Passes new lines of the trials' logs to ``show`` (text, rank, stream).
 
-    The launcher's report on the failing rank and the master's conclusion are left out, because the command's last lines repeat
-    them; if the trial is restarted they are shown. ``after`` has the last known line id of each trial.
+    The launcher's report on the first failed rank and the master's error line are held back, because the summary repeats them. If
+    the master restarts the trial, the report is shown. ``after`` has the id of each trial's last known line.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LogTail:
         self._master = master
         self._show = show
         self._after = dict(after)
-        self._report: list[str] = []
+        self._withheld_report: list[str] = []
         self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
@@ -73,33 +73,33 @@ class LogTail:
     def _show_row(self, row: LogRow) -> None:
         if row.source != "task":
             if row.level == "WARNING":
-                for line in self._report:
+                for line in self._withheld_report:
                     self._show(line, None, "stderr")
-                self._report = []
-            if row.level == "WARNING" or (row.level == "ERROR" and not self._report):
+                self._withheld_report = []
+            if row.level == "WARNING" or (row.level == "ERROR" and not self._withheld_report):
                 self._show(row.text, None, "stderr")
             elif row.text.startswith("waiting for "):
                 self._show(row.text, None, "stdout")
             return
         self.has_task_lines = True
         if row.rank is None and row.stdtype == "stderr":
-            if self._report or _FAILURE_HEADLINE.match(row.text):
-                self._report.append(row.text)
+            if self._withheld_report or _FAILURE_HEADLINE.match(row.text):
+                self._withheld_report.append(row.text)
                 return
         elif row.rank is not None:
-            self._report = []
+            self._withheld_report = []
         self._show(row.text, row.rank, row.stdtype or "stdout")
 
 
 class StallReporter:
-    """Reports once that the master is stopped or a trial stalls, and its end."""
+    """Prints when the master is stopped or a trial stalls, and when that is over."""
 
-    def __init__(self, master: Master, experiment_id: int, say: Callable[[str], None]) -> None:
+    def __init__(self, master: Master, experiment_id: int, print_line: Callable[[str], None]) -> None:
         self._state = master.state
         self._experiment_id = experiment_id
-        self._say = say
+        self._print_line = print_line
         self._shown: dict[str, str] = {}
-        self._stopped_since_s: float | None = None  # of the master
+        self._stopped_since_s: float | None = None  # when the master was first seen stopped
 
     def poll(self, *, with_trials: bool) -> None:
         found = {}
@@ -111,7 +111,7 @@ class StallReporter:
             self._stopped_since_s = now_s
         elif now_s - self._stopped_since_s >= _STOPPED_AFTER_S:
             found[""] = (
-                f"the master, process {record.pid}, is stopped (SIGSTOP), and nothing of what runs arrives. Let it go on with "
+                f"the master, process {record.pid}, is stopped (SIGSTOP), so nothing arrives from the trials. Continue it with "
                 f"`kill -CONT {record.pid}`."
             )
         if with_trials:
@@ -123,10 +123,10 @@ class StallReporter:
             }
         for prefix, text in found.items():
             if self._shown.get(prefix) != text:
-                self._say(f"{prefix}stalled: {text}")
+                self._print_line(f"{prefix}stalled: {text}")
         for prefix in self._shown.keys() - found.keys():
             if prefix or record is not None:
-                self._say(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
+                self._print_line(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
         self._shown = found
 
 
@@ -137,17 +137,17 @@ def follow(
     *,
     on_poll: Callable[[ExperimentView], None],
     on_stop: Callable[[], None],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     has_many_trials: bool = False,
 ) -> FollowResult:
-    """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
+    """Wait until an experiment settles; a signal pauses it, a second SIGINT detaches.
 
-    ``on_poll`` is called about ten times a second, ``on_stop`` once the master has been asked to pause. ``has_many_trials``
-    reports stalled trials, which the log of a single one shows by itself.
+    ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. ``has_many_trials`` prints stalls of
+    trials; a single trial's log already contains its stalls.
     """
-    stalls = StallReporter(master, experiment_id, say)
+    stalls = StallReporter(master, experiment_id, print_line)
     is_waiting_for_master = is_pausing = False
-    next_look_at_s = next_stalls_at_s = 0.0
+    next_state_poll_at_s = next_stall_poll_at_s = 0.0
     gone_since_s: float | None = None
     view = observe.experiment_view(master.state, experiment_id)
     while True:
@@ -161,26 +161,26 @@ def follow(
                     on_stop()
             elif not is_waiting_for_master:
                 is_waiting_for_master = True
-                say(
-                    "the master is stopped and cannot be asked to pause before it goes on (Ctrl-C again to leave that to it)"
+                print_line(
+                    "the master is stopped (SIGSTOP) and will pause the experiment when it is continued (Ctrl-C again to detach)"
                 )
         stopped_by = signals[0].name if signals else None
         if signal.SIGINT in signals[1:]:
             view = observe.experiment_view(master.state, experiment_id)
             return FollowResult(view, stopped_by, is_detached=True)
-        if now_s >= next_look_at_s:
-            next_look_at_s = now_s + _LOOK_PERIOD_S
+        if now_s >= next_state_poll_at_s:
+            next_state_poll_at_s = now_s + _STATE_POLL_PERIOD_S
             view = observe.experiment_view(master.state, experiment_id)
             gone_since_s = (gone_since_s or now_s) if master.state.running() is None else None
-        if now_s >= next_stalls_at_s:
-            next_stalls_at_s = now_s + _STALLS_PERIOD_S
+        if now_s >= next_stall_poll_at_s:
+            next_stall_poll_at_s = now_s + _STALLS_PERIOD_S
             stalls.poll(with_trials=has_many_trials)
         if view is None:
             return FollowResult(None, stopped_by)
         on_poll(view)
         if view.is_settled:
             return FollowResult(view, stopped_by)
-        # A run's own master is not started again, and ends by the signals that this process gets.
+        # A run's own master is not restarted. It receives the same signals as this process, and exits.
         limit_s = 0.0 if master.is_own else _GONE_AFTER_S
         if gone_since_s is not None and now_s - gone_since_s > limit_s:
             return FollowResult(view, stopped_by, is_master_gone=True)
@@ -188,56 +188,56 @@ def follow(
 
 
 def kill_command(master: Master, experiment_id: int) -> str:
-    """Return the command that frees an experiment's slots at once."""
+    """Return the shell command that kills an experiment, to free its slots at once."""
     return f"{det_for(master.record.address)} experiment kill {experiment_id}"
 
 
 def _pause(master: Master, experiment_id: int) -> bool:
-    """Request a pause; return False if the master cannot be asked now."""
+    """Request the experiment's pause; return False if the master is unreachable."""
     try:
         master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
     except RequestError:
-        return True  # it has ended meanwhile
+        return True  # the experiment has ended meanwhile
     except MasterError:
         return False
     return True
 
 
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
-    """Return how the last attempt's ranks ended, by their launcher or else the master."""
+    """Return the last attempt's outcome, from its launchers' files, else the master's."""
     found = []
     with contextlib.suppress(DstrialError):
         files = [fields for path in run_directory.outcome_paths() if (fields := read_json(path))]
         found = [LaunchOutcome.from_json(fields) for fields in files]
     if found:
-        # Of several hosts, the first one whose rank failed by itself.
+        # There is one launcher per host: take the host on which the first rank failed by itself.
         outcome = min(found, key=lambda one: (one.failed_s is None, one.is_consequence, one.failed_s))
     else:
         trials = () if followed.view is None else followed.view.trials
         exit_code = next((trial.exit_code for trial in trials if trial.exit_code is not None), 0)
         if followed.stopped_by is not None:
-            exit_code = 0  # the pause ended it
+            exit_code = 0  # the pause ended the trial
         outcome = LaunchOutcome(exit_code, None, (exit_code,), None, ())
     return dataclasses.replace(outcome, stopped_by=followed.stopped_by)
 
 
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
-    """Correct a verdict on the ranks by the experiment's state."""
+    """Return the verdict ``judged`` on the ranks, corrected by the experiment's state."""
     view = followed.view
     if view is None:
         return Verdict(RunState.FAILED, 1, "the experiment was deleted")
     if has_own_master and followed.is_detached:
         return Verdict(RunState.STOPPED, 128 + signal.SIGINT, "ended at once")
     if has_own_master and followed.is_master_gone:
-        # Signals that end a job reach its master, too, which stops the trial.
+        # A signal that ends a Slurm job also reaches the run's own master, which stops the trial.
         return Verdict(RunState.FAILED, 1, "its master has ended") if followed.stopped_by is None else judged
     if followed.is_detached:
         saved = max((trial.batches_saved or 0 for trial in view.trials), default=0)
         what = f"batch {saved}" if saved else "nothing"
         reason = f"left to the master, which has saved {what} so far"
-        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, goes_on=True)
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, may_continue=True)
     if followed.is_master_gone:
-        return Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True)
+        return Verdict(RunState.STOPPED, 1, "the master has ended", may_continue=True)
     if view.state == "CANCELED":
         return Verdict(RunState.STOPPED, 1, "cancelled")
     if view.state == "ERROR" and judged.state is not RunState.FAILED:
@@ -248,10 +248,10 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
 
 
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
-    """Judge an attempt by its ranks and ``status.json``.
+    """Return the verdict on an attempt, from its ranks' outcome and ``status.json``.
 
-    It has completed if all ranks exited 0 (the launcher reports exit 0 before the end of training as a failure), or if the trial
-    requested a stop itself before the ranks were asked to.
+    The attempt has completed if all ranks exited 0 (the launcher reports exit 0 before the end of training as a failure), or if
+    the trial itself requested a stop before a stop signal.
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -261,7 +261,7 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
     if outcome.stopped_by is not None and text != "completed":
         exit_code = 128 + signal.Signals[outcome.stopped_by].value
         return Verdict(RunState.STOPPED, exit_code, outcome.stopped_by)
-    # A rank that was asked to stop while it shut down, after its work was done.
+    # Training had ended, and the stop signal reached the ranks while they shut down.
     was_only_asked_to_stop = outcome.stopped_by is not None and set(outcome.exit_codes) <= {0, _BY_SIGTERM}
     if outcome.exit_code != 0 and not (text == "completed" and was_only_asked_to_stop):
         return Verdict(RunState.FAILED, outcome.exit_code, f"exit code {outcome.exit_code}")
@@ -275,7 +275,7 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Judge a search whose master still knows it, apart from its failures."""
+    """Return the verdict on a search; ``judge_experiment`` adds failures."""
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":
         return Verdict(RunState.COMPLETED, 0)

@@ -121,18 +121,18 @@ def _restore(args: argparse.Namespace, state: StateDirectory) -> None:
     state.make()
     with state.lock():
         with contextlib.suppress(MasterError):  # a damaged database cannot be queried
-            allocations = daemon.living_allocations(state)
+            allocations = daemon.live_allocations(state)
             if allocations:
                 still = f"{len(allocations)} allocations of an earlier master run on"
                 sys.stderr.write(f"warning: {still}; results newer than the backup are lost\n")
         restored = backups.restore_copy(state.database_path, copy)
-        state.close_to_others()
+        state.restrict_to_owner()
     sys.stdout.write(
         f"{state.database_path} is restored from {copy}: {restored.num_experiments} experiments, the last is "
         f"{restored.last_experiment}; the next one gets number {restored.next_experiment}\n"
     )
     if restored.kept is not None:
-        sys.stdout.write(f"what was there is kept in {restored.kept}\n")
+        sys.stdout.write(f"the replaced database is kept in {restored.kept}\n")
     sys.stdout.write("start the master with `dstrial up`\n")
 
 

@@ -10,12 +10,13 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import Entrypoint, parse_entrypoint
-from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
+from dstrial.config.parallel_dims import CONFIG_KEYS, config_sizes
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RunDirectory
@@ -76,7 +77,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if there is a prediction or a measurement, else 1."""
+    """Print a model's predicted or measured memory; return 0, or 1 without any."""
     if Path(args.experiment).is_dir():
         return _show_run(args, RunDirectory.open(args.experiment))
     return _show_prediction(args)
@@ -87,11 +88,11 @@ def _show_prediction(args: argparse.Namespace) -> int:
 
     began_s = time.monotonic()
     numbers = _slots(_DEFAULT_SLOTS if args.slots is None else args.slots)
-    deciding = _deciding(_load(args, None))
-    asked = [one for num_slots in numbers for one in _asked(args, num_slots)]
-    placements = _predicted(asked, args.deadline)
+    settings_text = _settings_text(_load(args, None))
+    planned = [one for num_slots in numbers for one in _planned_runs(args, num_slots)]
+    placements = _run_planned(planned, args.deadline)
     capacity_bytes = args.device_gib * _GIB
-    lines = answer(placements, capacity_bytes, deciding)
+    lines = answer(placements, capacity_bytes, settings_text)
     seconds = time.monotonic() - began_s
     if args.as_json:
         rows = [
@@ -117,7 +118,7 @@ def _show_prediction(args: argparse.Namespace) -> int:
 
 
 def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
-    """Show a run's measured memory beside the prediction stored with the run."""
+    """Print a run's measured memory beside a new prediction for the same config."""
     telemetry = read_json(run.telemetry_path) or {}
     ranks = telemetry.get("memory_bytes") or []
     if not memory_rows(ranks):
@@ -128,7 +129,7 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
     args.experiment = str(run.experiment_config_path)
     args.context_dir = args.context_dir or run.read_record().context_dir
     (num_slots,) = _slots(str(len(ranks)) if args.slots is None else args.slots)[:1]
-    stages, problem = _predict_stages(run, _asked(args, num_slots), args.deadline)
+    stages, problem = _predict_stages(run, _planned_runs(args, num_slots), args.deadline)
     if args.as_json:
         document = {"ranks": ranks, "predicted": stages, "problem": problem}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -142,21 +143,21 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
 
 
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
-    """Predict a run's memory and store it in the run; return the problem if it fails."""
+    """Predict a run's memory; store it in the run directory. Return a problem or None."""
     try:
-        asked = _requests_of(experiment, num_slots, int(_DEFAULT_DEVICE_GIB * _GIB))
-        return _predict_stages(run, asked)[1]
+        planned = _requests_of(experiment, num_slots, int(_DEFAULT_DEVICE_GIB * _GIB))
+        return _predict_stages(run, planned)[1]
     except DstrialError as error:
         return str(error)
 
 
 def _predict_stages(
     run: RunDirectory,
-    asked: Sequence[tuple[Placement, DryRunRequest | None]],
+    planned: Sequence[tuple[Placement, DryRunRequest | None]],
     deadline_s: float = _DEADLINE_S,
 ) -> tuple[list[dict[str, float]], str | None]:
-    """Store and return per stage: part -> bytes, none if one fails; and the problem."""
-    placements = _predicted(asked, deadline_s)
+    """Store and return (part -> bytes for each stage, problem); [] if a dry run fails."""
+    placements = _run_planned(planned, deadline_s)
     found = [one.largest() for one in placements]
     stages = found if found and all(found) else []
     if stages:
@@ -182,7 +183,7 @@ def _load(args: argparse.Namespace, num_slots: int | None) -> ExperimentConfig:
     )
 
 
-def _asked(args: argparse.Namespace, num_slots: int) -> list[tuple[Placement, DryRunRequest | None]]:
+def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[tuple[Placement, DryRunRequest | None]]:
     from dstrial.dsat.predictor.model_memory import Placement
 
     try:
@@ -192,7 +193,7 @@ def _asked(args: argparse.Namespace, num_slots: int) -> list[tuple[Placement, Dr
     return [*_requests_of(experiment, num_slots, int(args.device_gib * _GIB))]
 
 
-def _deciding(experiment: ExperimentConfig) -> str:
+def _settings_text(experiment: ExperimentConfig) -> str:
     checked = experiment.deepspeed_check
     effective = {} if checked is None else checked.effective
     stage = (effective.get("zero_optimization") or {}).get("stage", 0)
@@ -203,14 +204,14 @@ def _deciding(experiment: ExperimentConfig) -> str:
 def _requests_of(
     experiment: ExperimentConfig, num_slots: int, device_bytes: int
 ) -> list[tuple[Placement, DryRunRequest]]:
-    """Return the dry runs for a number of devices: one, or one per pipeline stage."""
+    """Return the dry run for a number of devices, or one dry run per pipeline stage."""
     from dstrial.dsat.predictor.inputs import dry_run_request
     from dstrial.dsat.predictor.model_memory import Placement
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(experiment.path))
-    _require_describable(experiment, entrypoint)
+    _require_dry_runnable(experiment, entrypoint)
     checked = experiment.deepspeed_check
-    assert experiment.deepspeed is not None  # ensured by _require_describable()
+    assert experiment.deepspeed is not None  # ensured by _require_dry_runnable()
     batch = None if checked is None else checked.batch
     solved = {} if batch is None else {key: getattr(batch, key) for key in _BATCH_KEYS}
     config = {
@@ -249,28 +250,28 @@ def _requests_of(
     ]
 
 
-def _predicted(
-    asked: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
+def _run_planned(
+    planned: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
 ) -> list[Placement]:
-    """Run all dry runs; return their placements, with reasons for failures."""
+    """Run all dry runs; return the placements with their result or problem."""
     from dstrial.engine.dryrun.process import dry_runs
 
-    requests = [request for _, request in asked if request is not None]
+    requests = [request for _, request in planned if request is not None]
     found = iter(dry_runs(requests, deadline_s=deadline_s, num_parallel=_NUM_PARALLEL))
-    return [made if request is None else _placed(made, next(found)) for made, request in asked]
+    return [one if request is None else _with_result(one, next(found)) for one, request in planned]
 
 
-def _placed(made: Placement, found: object) -> Placement:
+def _with_result(placement: Placement, found: object) -> Placement:
     from dstrial.engine.dryrun.values import DryRunResult
 
     if isinstance(found, DryRunResult):
-        size = made.micro_batch_size or found.num_records
-        return dataclasses.replace(made, run=found, micro_batch_size=size)
+        size = placement.micro_batch_size or found.num_records
+        return dataclasses.replace(placement, run=found, micro_batch_size=size)
     problem = f"{str(found).splitlines()[0]} {_MEASURE}"
-    return dataclasses.replace(made, problem=problem)
+    return dataclasses.replace(placement, problem=problem)
 
 
-def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -> None:
+def _require_dry_runnable(experiment: ExperimentConfig, entrypoint: Entrypoint) -> None:
     where = f"{experiment.path}: entrypoint is {experiment.entrypoint!r}"
     checked = experiment.deepspeed_check
     if experiment.deepspeed is None or (entrypoint.trial and (checked is None or checked.batch is None)):
@@ -278,12 +279,13 @@ def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -
             f"{where}, without a hyperparameters.deepspeed_config that can be solved; expected one. Name there the file or "
             "the mapping that deepspeed.initialize is given."
         )
-    section = experiment.deepspeed.merged.get("tensor_parallel")
-    if isinstance(section, Mapping) and (section.get("autotp_size") or 0) > 1:
-        raise LaunchError(
-            f"{experiment.path}: tensor_parallel.autotp_size is {section['autotp_size']}; expected 1, as DeepSpeed cannot make "
-            f"the groups of AutoTP on virtual devices. {_MEASURE}"
-        )
+    sizes = config_sizes(experiment.deepspeed.merged)
+    for path, key in CONFIG_KEYS.items():
+        if sizes.get(key, 1) > 1:
+            raise LaunchError(
+                f"{experiment.path}: {path} is {sizes[key]}; expected 1, as a dry run has no groups of tensor- or "
+                f"sequence-parallel ranks. {_MEASURE}"
+            )
     if entrypoint.trial is None and not _python_words(entrypoint.words):
         raise LaunchError(
             f"{where}; expected a trial class or a Python script. A command that starts ranks itself or is no Python program "

@@ -1,4 +1,4 @@
-"""``dstrial run``: make sure of a master, submit an experiment, and follow it."""
+"""``dstrial run``: find or start a master, submit an experiment, and follow it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dstrial.cli.experiment_arguments import (
     Entrypoint,
     ResumePoint,
     add_experiment_arguments,
-    chosen_point,
     newest_resumable,
     parse_entrypoint,
+    resume_point_of,
     run_directory_of,
 )
 from dstrial.cli.follow import (
@@ -38,7 +38,7 @@ from dstrial.cli.follow import (
     kill_command,
     outcome_of,
 )
-from dstrial.cli.streams import LossTolerantStream, context_text, det_for, page_of, typed
+from dstrial.cli.streams import LossTolerantStream, command_of, context_text, det_for, page_of
 from dstrial.cli.submit import (
     Master,
     RunRequest,
@@ -48,10 +48,10 @@ from dstrial.cli.submit import (
     require_hosts,
     submit,
 )
-from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.check import unused_by_run
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.context_directory import list_context
@@ -94,7 +94,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "run",
         help="train one experiment on this machine and follow it",
         description="Check an experiment, submit it to this machine's master, which is started if none runs, follow "
-        "it to its end, and say where its files lie.",
+        "it to its end, and print where its files are.",
         epilog=_EPILOG,
     )
     add_experiment_arguments(parser, slots_help="number of slots instead of slots_per_trial")
@@ -142,7 +142,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--predict-memory",
         action="store_true",
-        help="predict where memory goes before training, as `dstrial memory` does, and show it beside what was measured",
+        help="predict the use of memory before training, as `dstrial memory` does, and show it beside the measured use",
     )
     parser.add_argument(
         "--debug",
@@ -175,13 +175,13 @@ def main(args: argparse.Namespace) -> int:
         config=request.experiment.raw,
         path=own_path,
     )
-    with run_directory.lock(), _ended_on_record(run_directory):
+    with run_directory.lock(), _record_end_on_error(run_directory):
         if args.predict_memory:
             from dstrial.cli.memory import predict_run
 
             problem = predict_run(run_directory, request.experiment, request.num_slots)
             if problem is not None:
-                sys.stdout.write(f"where memory goes is not predicted: {problem}\n")
+                sys.stdout.write(f"the use of memory is not predicted: {problem}\n")
         if args.debug:
             return _debug(request, run_directory)
         return _train(request, run_directory, allocation)
@@ -190,9 +190,9 @@ def main(args: argparse.Namespace) -> int:
 def _hosts_and_slots(
     args: argparse.Namespace, allocation: Allocation | None
 ) -> tuple[tuple[Host, ...], int | None]:
-    """Return the hosts, none for this machine, and the trial's slots, None by default.
+    """Return (hosts, slots): () is this machine, None the config's number of slots.
 
-    Over hosts the default is a ``slots_per_trial`` that the config has, else all slots.
+    On hosts, the default number is ``slots_per_trial`` if the config has it, else all slots of the hosts.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -214,7 +214,6 @@ def _hosts_and_slots(
 def _check_hosts(
     request: RunRequest, hosts: tuple[Host, ...], allocation: Allocation | None, shared_directory: Path
 ) -> None:
-    """Check whether the hosts can train together, and show them."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import transport_of
 
@@ -232,8 +231,8 @@ def _check_hosts(
 
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
-    """Read and check everything that can be checked before anything is created."""
-    point = chosen_point(args)
+    """Read the command line and config; raise on errors before any file is created."""
+    point = resume_point_of(args)
     load = functools.partial(
         load_experiment,
         args.experiment,
@@ -270,7 +269,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return ``--config`` and the flags that stand for settings of the config."""
+    """Return the config overrides of ``--config`` and of flags such as ``--logger``."""
     overrides = list(args.config)
     if args.trust_code:
         manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -337,7 +336,7 @@ def _require_trainable(
 
 
 def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
-    """Write warnings, and the settings that a resumed run keeps, to stderr."""
+    """Print warnings, and settings that the checkpoint of a resumed run determines."""
     warnings = list(experiment.warnings)
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
@@ -362,7 +361,7 @@ def _has_engine() -> bool:
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return ``max_restarts`` if it is set, else 0, to show failures at once."""
+    """Return the config's ``max_restarts``; 0 if unset, so that failures show at once."""
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -371,8 +370,7 @@ def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int
 
 
 @contextlib.contextmanager
-def _ended_on_record(run_directory: RunDirectory) -> Iterator[None]:
-    """Record the end of an attempt when an exception ends it."""
+def _record_end_on_error(run_directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -444,7 +442,7 @@ def _train(request: RunRequest, run_directory: RunDirectory, allocation: Allocat
 def _master_of(
     request: RunRequest, run_directory: RunDirectory, out: LossTolerantStream, *, is_in_job: bool
 ) -> Iterator[Master]:
-    """Return the user's master, started if none runs, or in a Slurm job the run's own."""
+    """Yield the user's master, started if none runs; in a Slurm job, the run's own."""
     args = request.args
     if is_in_job:
         options = daemon.MasterOptions(num_slots=request.num_slots, python=args.python, is_under_slurm=True)
@@ -461,12 +459,12 @@ def _master_of(
         )
     master, is_new = find_or_start_master(request.num_slots, on_hosts)
     if is_new:
-        out.write(f"started a master at {master.record.address}, which `{typed('dstrial')} down` ends\n")
+        out.write(f"started a master at {master.record.address}, which `{command_of('dstrial')} down` ends\n")
     yield master
 
 
 class _Attempt:
-    """One attempt at a run on a master, as its user sees it."""
+    """Submits one attempt at a run to a master, shows its progress, records its end."""
 
     def __init__(
         self,
@@ -490,28 +488,28 @@ class _Attempt:
 
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
         """Submit the run, show it until it ends, and return the exit status."""
-        request, master, say = self._request, self._master, self._display.message
+        request, master, print_line = self._request, self._master, self._display.message
         try:
-            say(f"run directory: {shown_path(self._run_directory.path)}")
+            print_line(f"run directory: {shown_path(self._run_directory.path)}")
             if request.checkpoint is not None:
-                say(f"resuming from checkpoint {request.checkpoint}")
+                print_line(f"resuming from checkpoint {request.checkpoint}")
             context = list_context(request.experiment.context_dir)
-            say(f"context:       {context_text(context)}")
+            print_line(f"context:       {context_text(context)}")
             experiment_id, known = submit(request, master, self._run_directory, context)
             if not master.is_own:
                 address = master.record.address
-                say(
+                print_line(
                     f"experiment:    {experiment_id} ({det_for(address)} experiment describe {experiment_id})"
                 )
-                say(f"page:          {page_of(address, experiment_id)}")
+                print_line(f"page:          {page_of(address, experiment_id)}")
             log = LogTail(master, self._display.line, known)
             followed = follow(
                 master,
                 experiment_id,
                 signals,
                 on_poll=self._show_search if request.is_search else functools.partial(self._show, log),
-                on_stop=lambda: say(self._stop_text()),
-                say=say,
+                on_stop=lambda: print_line(self._stop_text()),
+                print_line=print_line,
                 has_many_trials=request.is_search,
             )
             self._poll_run()
@@ -534,7 +532,7 @@ class _Attempt:
         self._display.view(self._view)
 
     def _show(self, log: LogTail, view: ExperimentView) -> None:
-        """Show what a trial has printed and reported, or what its start waits for."""
+        """Show new log lines and reports of a trial, or its startup phase."""
         for trial in view.trials:
             log.poll(trial.id)
         self._poll_run()
@@ -549,7 +547,7 @@ class _Attempt:
             self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
 
     def _show_search(self, view: ExperimentView) -> None:
-        """Show a search's progress, or what delays its first trial."""
+        """Show a search's progress; before the first batch, a trial's startup phase."""
         line = display.progress_line(view, self._request.experiment)
         if line != self._progress:
             self._progress = line
@@ -575,14 +573,14 @@ class _Attempt:
         return f"{what}; {subject} after {limit_s} s (preemption_timeout) {are} killed (Ctrl-C again {again})"
 
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
-        """Record the end; return the verdict, the last lines and the failure's text."""
+        """Record the attempt's end; return verdict, summary lines and failure text."""
         request, run_directory, master = self._request, self._run_directory, self._master
         outcome = outcome_of(run_directory, followed)
         status = read_json(run_directory.status_path) or {}
-        judged = judge_search(followed) if request.is_search else judge(outcome, status)
-        verdict = judge_experiment(followed, judged, has_own_master=master.is_own)
+        verdict_on_ranks = judge_search(followed) if request.is_search else judge(outcome, status)
+        verdict = judge_experiment(followed, verdict_on_ranks, has_own_master=master.is_own)
         if job is not None:
-            verdict = job.judged(verdict, outcome.stopped_by, run_directory)
+            verdict = job.decide_requeue(verdict, outcome.stopped_by, run_directory)
         failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
         run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
         text = outcome.describe()
@@ -592,7 +590,7 @@ class _Attempt:
         view = followed.view
         resume: list[str] = []
         if job is None or not job.will_requeue:  # Slurm resumes a job that is requeued
-            resume = [typed("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
+            resume = [command_of("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
         if request.is_search:
             lines = [] if view is None else display.search_summary(view, request.experiment, verdict)
             lines += display.row_lines([("run directory", shown_path(run_directory.path))])
@@ -600,7 +598,7 @@ class _Attempt:
             lines = display.summary(
                 run_directory,
                 verdict,
-                display.at_failure(self._view, outcome),
+                display.view_at_failure(self._view, outcome),
                 metric=request.experiment.metric,
                 smaller_is_better=request.experiment.smaller_is_better,
                 steps_before=None if request.point is None else request.point.steps_completed,
@@ -609,7 +607,7 @@ class _Attempt:
         if view is None or master.is_own or verdict.state is RunState.COMPLETED:
             return verdict, lines, text
         if followed.is_master_gone:
-            ended = f"has ended; experiment {view.id} goes on at the next `{typed('dstrial')} up`"
+            ended = f"has ended; experiment {view.id} goes on at the next `{command_of('dstrial')} up`"
             lines += display.row_lines([("master", ended)])
         elif view.state == "PAUSED":
             command = f"{det_for(master.record.address)} experiment activate {view.id}"
@@ -617,7 +615,7 @@ class _Attempt:
         return verdict, lines, text
 
     def _resume_value(self, verdict: Verdict) -> str:
-        """Return ``latest`` if that names this run, else the run's directory."""
+        """Return this run's value of ``--resume``: ``latest`` if possible, else a path."""
         experiment = self._request.experiment
         runs = find_runs(
             default_runs_dir(self._request.args.runs_dir), experiment.name, experiment.context_dir

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream
-from dstrial.config import ExperimentConfig
+from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.hosts.hostfile import require_hostfile
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -35,8 +35,8 @@ from dstrial.slurm import client
 from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.slurm.jobs import Job
 from dstrial.slurm.script import (
+    CLUSTER_OPTIONS,
     LOG_NAME,
-    OF_CLUSTERS,
     SCRIPT_NAME,
     asks_for_devices,
     batch_script,
@@ -48,8 +48,8 @@ from dstrial.visible_text import visible
 
 _POLL_S = 3.0  # between queries of Slurm's controller; a grace period is rarely below 30 s
 _SHOW_S = 0.5  # between reads of the job's output
-_AWAY_S = 60.0  # after which a controller that does not answer is reported
-_ENDED_BY_REQUEUE_S = 90.0  # by then Slurm has ended this process
+_SILENCE_S = 60.0  # time without a response after which the controller is reported
+_ENDED_BY_REQUEUE_S = 90.0  # wait after a requeue, in which Slurm ends this process
 _PREEMPTED = "Slurm gives its nodes to another job"
 
 
@@ -71,7 +71,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_slurm_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that do not go together."""
+    """Raise ``ConfigError`` for flags that exclude or require each other."""
     if args.slurm:
         nodes_fix = "Use --sbatch-arg=--nodelist=NODES or --sbatch-arg=--exclude=NODES."
         rules = [
@@ -96,7 +96,7 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
 
 
 def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a hint for a user who trains on one node of a job of several."""
+    """Return a hint if training uses one node of a job with several nodes; else None."""
     with contextlib.suppress(LaunchError):
         allocation = allocation_of(environ)
         if allocation is not None and len(allocation.nodes) > 1:
@@ -108,7 +108,7 @@ def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 class BatchJob:
-    """The Slurm job inside which this command trains a run.
+    """The Slurm job inside which ``dstrial run`` trains.
 
     If Slurm ends the job early, the run is stopped with a checkpoint and the job is requeued.
     """
@@ -120,7 +120,7 @@ class BatchJob:
         write_json_atomically(run_directory.slurm_job_path, {"job_id": self._job_id})
 
     def watch(self, signals: list[signal.Signals]) -> None:
-        """Add SIGTERM to ``signals`` when Slurm ends the job; any signal ends the watch.
+        """Append SIGTERM to ``signals`` if Slurm ends the job; any signal ends the watch.
 
         Slurm signals the steps of a preempted job, but not its batch script.
         """
@@ -134,8 +134,10 @@ class BatchJob:
 
         threading.Thread(target=poll, name="dstrial-slurm-job", daemon=True).start()
 
-    def judged(self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory) -> Verdict:
-        """Decide whether to requeue the job, and return the verdict with its reason."""
+    def decide_requeue(
+        self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory
+    ) -> Verdict:
+        """Decide whether to requeue the job; return the verdict, with the reason for that."""
         if verdict.state is RunState.COMPLETED:
             return verdict
         if stopped_by == signal.SIGUSR1.name:
@@ -158,7 +160,7 @@ class BatchJob:
         return bool(self._requeue_reason)
 
     def requeue(self, out: LossTolerantStream) -> None:
-        """Requeue the job if ``judged`` has decided so, which ends this process."""
+        """Requeue the job if ``decide_requeue`` said so; Slurm then ends this process."""
         if not self._requeue_reason:
             return
         job = self._job() if self._requeue_reason == _PREEMPTED else None
@@ -186,7 +188,8 @@ def run_as_job(
 ) -> int:
     """Submit a run as a batch job and follow it; return the exit status.
 
-    ``inner`` are arguments of the job's command, without ``--run-dir``; ``own`` is the run's directory if it has one already.
+    ``inner`` are the arguments of the job's ``dstrial run``, without ``--run-dir``. ``own`` is the run's existing directory; None
+    for a new one.
     """
     out = LossTolerantStream(sys.stdout)
     path = own or new_run_path(default_runs_dir(args.runs_dir), experiment.name)
@@ -212,7 +215,7 @@ def _script(
 ) -> str:
     where = str(experiment.path)
     settings = experiment.raw.get("slurm") or {}
-    cluster = value_of(options, *OF_CLUSTERS)
+    cluster = value_of(options, *CLUSTER_OPTIONS)
     if cluster is not None:
         problem = ConfigProblem(
             f"{where}: slurm.sbatch_args, or --sbatch-arg",
@@ -242,7 +245,7 @@ def _script(
 
 
 def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: bool) -> tuple[int, Path]:
-    """Queue a batch script; return the job's id and the file of its output."""
+    """Submit a batch script; return the job's id and its output file."""
     created = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -276,7 +279,7 @@ def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: b
 
 
 def _remove(created: Sequence[Path]) -> None:
-    """Delete the created directories: that of the run, and its empty parents."""
+    """Delete the run directory and its parents, as far as this command created them."""
     for path in created[:1]:
         shutil.rmtree(path, ignore_errors=True)
     for path in created[1:]:
@@ -285,7 +288,7 @@ def _remove(created: Sequence[Path]) -> None:
 
 
 class _Follower:
-    """Shows a job's output. Ctrl-C ends it with a checkpoint, a second one detaches."""
+    """Shows a job's output; Ctrl-C stops it with a checkpoint, a second one detaches."""
 
     def __init__(self, job_id: int, log: Path, out: LossTolerantStream, *, python: str) -> None:
         self._job_id, self._log, self._out, self._python = job_id, log, out, python
@@ -311,10 +314,10 @@ class _Follower:
                     try:
                         job = client.job_of(self._job_id)
                     except ConnectionError as error:
-                        if now_s > heard_s + _AWAY_S:
+                        if now_s > heard_s + _SILENCE_S:
                             heard_s = now_s
                             self._say(
-                                f"Slurm's controller has not answered for {_AWAY_S:g} s ({error}); the job goes on"
+                                f"Slurm's controller has not answered for {_SILENCE_S:g} s ({error}); the job goes on"
                             )
                     else:
                         heard_s = now_s
@@ -339,7 +342,6 @@ class _Follower:
         )
 
     def _show_state(self, job: Job | None) -> None:
-        """Print the job's state if it has changed."""
         if job is None:
             return
         text = "stopped, as asked" if job.state == "FAILED" and self._is_stopping else job.described
@@ -367,7 +369,7 @@ class _Follower:
     def _end(self) -> int:
         job = self._last
         if job is None:
-            self._say(f"Slurm knows nothing of job {self._job_id} any more; {self._log} says what it did")
+            self._say(f"Slurm no longer knows job {self._job_id}; its output is in {self._log}")
             return 1
         if job.state == "COMPLETED":
             return 0

@@ -40,7 +40,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if a master is running and not stopped (SIGSTOP), else 1."""
+    """Print the master's state; return 0 if it runs and is not stopped, else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
     usage, starting, stalled, unusable = _read_database(state, record)
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, pending and stalled trials, and any problem of the database."""
+    """Return usage, starting trials, stalled trials, and the database's problem or ""."""
     try:
         usage = observe.usage(state)
         if record is None:
@@ -94,7 +94,7 @@ def _read_database(
 
 
 def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
-    """Convert pending or stalled trials to JSON, with the text under ``key``."""
+    """Convert starting or stalled trials to JSON values, with the text under ``key``."""
     return [
         {
             "trial": one.trial_id,

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class LossTolerantStream:
     """A text stream that discards its output after the first write error.
 
-    Such an error is a closed pipe (``| head``), a lost terminal or a full disk. The descriptor is then redirected to the null
-    device, for its other users.
+    A write fails on a closed pipe (``| head``), a lost terminal or a full disk. The descriptor is then redirected to the null
+    device, because child processes may also write to it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -73,7 +73,7 @@ def count_argument(text: str) -> int:
 
 
 def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
-    """Parse a duration; for ``type=`` of an ``argparse`` argument."""
+    """Parse a number of seconds; for ``type=`` of an ``argparse`` argument."""
     try:
         value = float(text)
     except ValueError:
@@ -85,7 +85,7 @@ def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
-    """Format rows as a table; ``right`` are right-aligned columns, None is ``-``."""
+    """Format rows as a table; ``right``: right-aligned columns. None becomes ``-``."""
     cells = [
         list(header),
         *([("-" if cell is None else visible_line(str(cell))) for cell in row] for row in rows),
@@ -108,7 +108,7 @@ def field_lines(fields: Sequence[tuple[str, object]]) -> str:
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
 
 
-_SMALL_BYTES = 64 << 20
+_SMALL_BYTES = 64 << 20  # smaller totals are done before a bar is read
 
 
 @contextlib.contextmanager
@@ -147,10 +147,10 @@ def context_text(context: Context) -> str:
     return text
 
 
-def typed(name: str) -> str:
+def command_of(name: str) -> str:
     """Return how to invoke a command installed beside this Python, such as ``det``.
 
-    Its name if the shell's PATH finds that file, else its path, relative if below the working directory.
+    The result is the name if PATH finds that file, else the path, relative if below the working directory.
     """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name)
@@ -167,9 +167,9 @@ def det_reaches(address: str) -> bool:
 
 def det_for(address: str) -> str:
     """Return the ``det`` command for a master, with ``-m ADDRESS`` if required."""
-    return typed("det") if det_reaches(address) else f"{typed('det')} -m {address}"
+    return command_of("det") if det_reaches(address) else f"{command_of('det')} -m {address}"
 
 
 def page_of(address: str, experiment_id: int) -> str:
     """Return the URL of an experiment's page, with a hint for the login."""
-    return f"{address}/det/experiments/{experiment_id} ({typed('dstrial')} login prints a link that logs in)"
+    return f"{address}/det/experiments/{experiment_id} ({command_of('dstrial')} login prints a link that logs in)"

@@ -1,4 +1,4 @@
-"""What ``dstrial run`` submits, to which master, and its record of that."""
+"""Submit the experiment of ``dstrial run`` to a master, and record the submission."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import Entrypoint, ResumePoint
 from dstrial.cli.streams import det_for
-from dstrial.config import ExperimentConfig
 from dstrial.config.documents import yaml_text
+from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.context_directory import Context
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.hostfile import Host, python_of
@@ -41,16 +41,17 @@ _NO_BARS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-_NOT_REPEATED = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
+# Arguments that ``command_line`` does not convert to flags.
+_OMITTED_ARGUMENTS = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
 _RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
-_HOSTS_TIMEOUT_S = 12.0  # for a new master to connect to its hosts, or to report why it cannot
-_END_TIMEOUT_S = 60.0  # for a run's own master to delete files, and again for it to end
+_HOSTS_TIMEOUT_S = 12.0  # for a new master to connect to its hosts, or to report their problems
+_END_TIMEOUT_S = 60.0  # for a run's own master to delete files, and the same time again for its exit
 _POLL_PERIOD_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Master:
-    """The master that trains for this command."""
+    """A running master that ``dstrial run`` uses, with a client for it."""
 
     state: StateDirectory
     record: MasterRecord
@@ -60,7 +61,7 @@ class Master:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
-    """One run, read from the command line and checked."""
+    """The run that a ``dstrial run`` command line requests, after all checks."""
 
     args: argparse.Namespace
     experiment: ExperimentConfig
@@ -82,12 +83,12 @@ class RunRequest:
 
 
 def command_line(args: argparse.Namespace, **changes: object) -> list[str]:
-    """Return the words of a ``dstrial run`` without ``dstrial``, with changed flags."""
+    """Return ``run`` and its arguments, with the flags in ``changes`` replaced."""
     words = ["run", args.experiment, *([] if args.context_dir == "." else [args.context_dir])]
     for name, given in (vars(args) | changes).items():
         flag = f"--{name.replace('_', '-')}"
         for value in given if isinstance(given, list) else [given]:
-            if name in _NOT_REPEATED or value in (None, "", False):
+            if name in _OMITTED_ARGUMENTS or value in (None, "", False):
                 continue
             if value is True:
                 words.append(flag)
@@ -109,7 +110,7 @@ class Submission:
 
     @classmethod
     def read(cls, run_directory: RunDirectory) -> Submission | None:
-        """Return the last submission; None without one."""
+        """Return the run's last submission; None if there is none."""
         try:
             return cls(**(read_json(run_directory.submission_path) or {}))
         except (TypeError, DstrialError):
@@ -122,7 +123,7 @@ class Submission:
 def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None = None) -> tuple[Master, bool]:
     """Return the user's master and whether it was started now.
 
-    A new master on the CPU gets at least ``num_slots``; one on hosts gets ``on_hosts``.
+    A new master with CPU slots gets at least ``num_slots``. ``on_hosts`` are options of a new master whose trials run on hosts.
     """
     from dstrial.master.login import log_in, session
 
@@ -130,7 +131,7 @@ def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None =
     record = state.running()
     if record is not None and is_stopped(record.pid):
         raise MasterError(
-            f"the master's process {record.pid} is stopped (SIGSTOP); expected one that answers. Let it go on with "
+            f"the master's process {record.pid} is stopped (SIGSTOP); expected one that responds. Continue it with "
             f"`kill -CONT {record.pid}`, or end it with `dstrial down`."
         )
     is_new = record is None
@@ -152,7 +153,7 @@ def _local_options(num_slots: int) -> daemon.MasterOptions:
 
 
 def require_hosts(hosts: Sequence[Host]) -> None:
-    """Refuse a running master that has other hosts than these."""
+    """Raise ``MasterError`` if a master runs with other hosts than ``hosts``."""
     from dstrial.master.backends.status import shown_hosts
 
     state = StateDirectory.choose()
@@ -163,17 +164,17 @@ def require_hosts(hosts: Sequence[Host]) -> None:
     wanted = {host.name: len(host.slots) for host in hosts}
     if found != wanted:
         raise MasterError(
-            f"the master at {record.address} has {_described(found) or 'no hosts'}; expected {_described(wanted)}. End it with "
+            f"the master at {record.address} has {_hosts_text(found) or 'no hosts'}; expected {_hosts_text(wanted)}. End it with "
             "`dstrial down`, or name another state directory by DSTRIAL_STATE_DIR."
         )
 
 
-def _described(slots: Mapping[str, int]) -> str:
+def _hosts_text(slots: Mapping[str, int]) -> str:
     return ", ".join(f"{name} slots={count}" for name, count in slots.items())
 
 
 def await_hosts(state: StateDirectory) -> None:
-    """Wait until a new master has connected to its hosts, or knows why it cannot."""
+    """Wait at most 12 s until a new master has reported the state of its hosts."""
     from dstrial.master.backends.status import shown_hosts
 
     give_up_at_s = time.monotonic() + _HOSTS_TIMEOUT_S
@@ -188,7 +189,7 @@ def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> It
 
     state = StateDirectory(run_directory.master_path)
     # Processes of an earlier attempt report to the port of their master.
-    port = None if daemon.living_allocations(state) else 0
+    port = None if daemon.live_allocations(state) else 0
     record = daemon.start(state, dataclasses.replace(options, port=port, owner_pid=os.getpid()))
     try:
         await_hosts(state)
@@ -209,15 +210,15 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 
 
 def submitted_config(request: RunRequest) -> dict[str, Any]:
-    """Return the config for the master, without the parts that differ per attempt."""
+    """Return the experiment config without the parts that differ per attempt."""
     config = copy.deepcopy(request.experiment.raw)
-    config["entrypoint"] = _words(request.entrypoint)
+    config["entrypoint"] = _entrypoint_words(request.entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": request.num_slots}
     config["max_restarts"] = request.max_restarts
     return config
 
 
-def _words(entrypoint: Entrypoint) -> list[str]:
+def _entrypoint_words(entrypoint: Entrypoint) -> list[str]:
     launcher = ["python3", "-m", "dstrial.launch"]
     if entrypoint.trial is not None:
         return [*launcher, "--trial", entrypoint.trial]
@@ -227,9 +228,9 @@ def _words(entrypoint: Entrypoint) -> list[str]:
 def config_of_run(
     config: Mapping[str, Any], request: RunRequest, run_directory: RunDirectory
 ) -> dict[str, Any]:
-    """Return a config whose trial keeps its files in a run directory.
+    """Return the config with the run's variables and its checkpoint directory.
 
-    Trials of a search report to the master only.
+    The single trial of a run also keeps its metrics and logs in the run directory. Trials of a search report to the master only.
     """
     quiet = _NO_BARS if request.args.no_progress else {}
     variables = {
@@ -284,7 +285,7 @@ def submit(
                 master.client.post(f"/api/v1/experiments/{current.id}/activate")
             return current.id, known
     else:
-        # A storage without its marker counts as missing: one made anew after it was removed needs one, too.
+        # The master treats a storage without a marker file as missing, so a new storage needs one.
         run_directory.checkpoints_path.mkdir(parents=True, exist_ok=True)
         (run_directory.checkpoints_path / STORAGE_MARKER).touch()
     # Written before the trial can start and read it.
@@ -304,10 +305,10 @@ def submit(
 def _resumable_experiment(
     master: Master, run_directory: RunDirectory, mark: str, *, is_newest: bool
 ) -> observe.ExperimentView | None:
-    """Return the run's experiment if it is paused, or active since an ``up``.
+    """Return the run's last experiment if it can continue; None if a new one is due.
 
-    A paused one with another fingerprint than ``mark``, or asked to resume from an older checkpoint, is cancelled, for a new one
-    to take its place. An active one of that kind raises ``DstrialError``.
+    It cannot if its fingerprint is not ``mark``, or if the user resumes from an older checkpoint (``is_newest`` is false). A
+    paused experiment is then cancelled; an active one raises ``DstrialError``.
     """
     last = Submission.read(run_directory)
     if last is None or last.cluster_id != master.record.cluster_id:

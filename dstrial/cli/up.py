@@ -190,7 +190,6 @@ def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemo
 def _show_hosts(
     state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
 ) -> None:
-    """Check whether the hosts are ready, and print them."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import own_allocation, transport_of
 
@@ -234,7 +233,7 @@ def _import_login() -> None:
 
 
 def _ignored_options(args: argparse.Namespace, record: MasterRecord) -> list[str]:
-    """Return the given options that have no effect on a running master."""
+    """Return the options of ``dstrial up`` that have no effect on a running master."""
     given = {
         f"--port {args.port}": args.port not in (None, 0, record.port),
         f"--slots {args.slots}": args.slots not in (None, len(record.slots)),
@@ -269,7 +268,7 @@ def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
 
 
 def _print_login(state: StateDirectory, record: MasterRecord) -> None:
-    """Log ``det`` in, and print addresses and credentials."""
+    """Log ``det`` in; print the master's address, slots and login link for browsers."""
     from dstrial.master.login import browser_link, log_in
 
     outcome = log_in(record, _may_replace)

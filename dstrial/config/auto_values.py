@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.command_line import CommandLine
-from dstrial.config.experiment_config.script_source import ScriptSource
+from dstrial.config.experiment_config.entrypoint import ScriptSource
 from dstrial.errors import ConfigError
 
 DEFAULT_MICRO_BATCH = 8
@@ -136,26 +136,23 @@ class AutoValues:
         maps the name of each size to its ``file:line: key``.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
-        given: dict[str, int | None] = {}
-        if self.is_trainer:
-            for key, flag in SIZE_FLAGS.items():
-                text = self.arguments.value(flag) or ""
-                given[key] = int(text) if text.isdecimal() and int(text) else None
-            if total is None and micro is None and given[_MICRO] is None:
-                given[_MICRO] = DEFAULT_MICRO_BATCH
-        elif total is None and micro is None:
-            return None
-        for asked in (
-            (given.get(_MICRO), given.get(_STEPS)),
-            (given.get(_MICRO), None),
-            (None, given.get(_STEPS)),
-        ):
+        from_flags = [self._number(flag) if self.is_trainer else None for flag in (MICRO_FLAG, STEPS_FLAG)]
+        if total is None and micro is None and from_flags[0] is None:
+            if not self.is_trainer:
+                return None
+            from_flags[0] = DEFAULT_MICRO_BATCH
+        micro_flag, steps_flag = from_flags
+        for asked in ((micro_flag, steps_flag), (micro_flag, None), (None, steps_flag), (None, None)):
             attempt = (asked[0] if micro is None else micro, asked[1] if steps is None else steps)
             try:
                 return solve_batch(total, *attempt, num_replicas, where=where)  # type: ignore[arg-type]  # what is no size is said so
-            except ConfigError:
-                continue
-        return solve_batch(total, micro, steps, num_replicas, where=where)  # type: ignore[arg-type]
+            except ConfigError as error:
+                problem = error
+        raise problem
+
+    def _number(self, flag: str) -> int | None:
+        text = self.arguments.value(flag) or ""
+        return int(text) or None if text.isdecimal() else None
 
     @property
     def _library(self) -> str:

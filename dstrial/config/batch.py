@@ -7,6 +7,7 @@ data-parallel size, not the number of ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,34 +55,25 @@ def solve_batch(
 
     Source: DeepSpeed 0.19.8 runtime/config.py, ``_set_batch_related_parameters``.
     """
-    given = dict(
-        zip(
-            BATCH_KEYS,
-            (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps),
-            strict=True,
-        )
-    )
+    values = (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
-    sizes = _given_sizes(given, places)
+    sizes = _given_sizes(dict(zip(BATCH_KEYS, values, strict=True)), places)
     total, micro, steps = (sizes.get(key) for key in BATCH_KEYS)
     replicas = data_parallel_size
-    solved = tuple(key for key in BATCH_KEYS if key not in sizes)
     if total is None:
         if micro is None:
             raise ConfigError([_underdetermined(places, steps)])
         steps = steps or 1
-        return BatchSolution(micro * steps * replicas, micro, steps, replicas, solved)
-    if micro is None:
-        steps = steps or 1
-        if total % (steps * replicas):
-            raise ConfigError([_no_micro_batch(places, total, steps, replicas, steps_given=len(solved) == 1)])
-        return BatchSolution(total, total // (steps * replicas), steps, replicas, solved)
-    if steps is None:
-        if total % (micro * replicas):
-            raise ConfigError([_no_steps(places, total, micro, replicas)])
-        return BatchSolution(total, micro, total // (micro * replicas), replicas, solved)
-    if total != micro * steps * replicas:
+        total = micro * steps * replicas
+    elif micro is None or steps is None:
+        known_key, known = BATCH_KEYS[2 if micro is None else 1], micro or steps or 1
+        if total % (known * replicas):
+            raise ConfigError([_indivisible(places, total, known_key, known, replicas, known_key in sizes)])
+        quotient = total // (known * replicas)
+        micro, steps = (quotient, steps or 1) if micro is None else (micro, quotient)
+    elif total != micro * steps * replicas:
         raise ConfigError([_contradiction(places, total, micro, steps, replicas)])
+    solved = tuple(key for key in BATCH_KEYS if key not in sizes)
     return BatchSolution(total, micro, steps, replicas, solved)
 
 
@@ -125,35 +117,18 @@ def _underdetermined(places: Mapping[str, str], steps: int | None) -> ConfigProb
     )
 
 
-def _multiples(value: int, step: int) -> str:
-    """Return the multiples of ``step`` next to ``value`` as text: "24 or 32"."""
-    below = value // step * step
-    return " or ".join(str(number) for number in (below, below + step) if number > 0)
-
-
-def _no_micro_batch(
-    places: Mapping[str, str], total: int, steps: int, replicas: int, *, steps_given: bool
+def _indivisible(
+    places: Mapping[str, str], total: int, known_key: str, known: int, replicas: int, is_given: bool
 ) -> ConfigProblem:
-    unit = steps * replicas
-    divisors = "" if not steps_given else _divisor_hint(total, replicas, "gradient_accumulation_steps", steps)
+    unit, unknown = known * replicas, "micro batch" if known_key == BATCH_KEYS[2] else "accumulation steps"
+    below = total // unit * unit
+    multiples = " or ".join(str(number) for number in (below, below + unit) if number > 0)
+    hint = _divisor_hint(total, replicas, known_key, known) if is_given else ""
     return ConfigProblem(
         places["train_batch_size"],
-        f"{total} = micro batch x {steps} (gradient_accumulation_steps) x {replicas} (data-parallel replicas), "
-        f"which no whole micro batch solves",
+        f"{total} = {known} ({known_key}) x {unknown} x {replicas} (data-parallel replicas), which no whole number solves",
         f"a multiple of {unit}",
-        f"Set train_batch_size to {_multiples(total, unit)}{divisors}.",
-    )
-
-
-def _no_steps(places: Mapping[str, str], total: int, micro: int, replicas: int) -> ConfigProblem:
-    unit = micro * replicas
-    hint = _divisor_hint(total, replicas, "train_micro_batch_size_per_gpu", micro)
-    return ConfigProblem(
-        places["train_batch_size"],
-        f"{total} = {micro} (train_micro_batch_size_per_gpu) x accumulation steps x {replicas} (data-parallel "
-        f"replicas), which no whole number of steps solves",
-        f"a multiple of {unit}",
-        f"Set train_batch_size to {_multiples(total, unit)}{hint}.",
+        f"Set train_batch_size to {multiples}{hint}.",
     )
 
 
@@ -162,9 +137,8 @@ def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
     if total % replicas:
         return ""
     per_replica = total // replicas
-    divisors = {
-        d for n in range(1, int(per_replica**0.5) + 1) if per_replica % n == 0 for d in (n, per_replica // n)
-    }
+    small = [n for n in range(1, math.isqrt(per_replica) + 1) if per_replica % n == 0]
+    divisors = {*small, *(per_replica // n for n in small)}
     nearest = min(divisors, key=lambda divisor: (abs(divisor - value), divisor))
     return f", or {key} to {nearest}"
 
@@ -174,10 +148,9 @@ def _contradiction(
 ) -> ConfigProblem:
     product = micro * steps * replicas
     options = [f"train_batch_size to {product}"]
-    if total % (micro * replicas) == 0:
-        options.append(f"gradient_accumulation_steps to {total // (micro * replicas)}")
-    if total % (steps * replicas) == 0:
-        options.append(f"train_micro_batch_size_per_gpu to {total // (steps * replicas)}")
+    for key, known in ((BATCH_KEYS[2], micro), (BATCH_KEYS[1], steps)):
+        if total % (known * replicas) == 0:
+            options.append(f"{key} to {total // (known * replicas)}")
     return ConfigProblem(
         places["train_batch_size"],
         f"{total}, but {micro} (train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) x {replicas} "

@@ -24,11 +24,9 @@ class DeepSpeedSource:
 
     path: Path | None  # None if the config is a mapping in the experiment config
     label: str  # the config's name in messages
-    base: dict[str, Any]  # before the overwrites
-    overwrite: dict[str, Any]  # `overwrite_deepspeed_args`, in which dotted keys are nested mappings
-    merged: dict[str, Any]  # `base` with `overwrite` applied
+    merged: dict[str, Any]  # the config with `overwrite_deepspeed_args` applied
     lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
-    overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite`
+    overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite_deepspeed_args`
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -50,32 +48,25 @@ def read_deepspeed(
     if the experiment has no DeepSpeed config. If the config cannot be read, the problem is recorded and None returned.
     """
     overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
+    overwrite_key = f"hyperparameters.{OVERWRITE_KEY}"
     if hyperparameters.get(key) is None:
         if overwrite:
             fix = "Add hyperparameters.deepspeed_config with the path of a DeepSpeed JSON file."
-            findings.problem(
-                "hyperparameters.overwrite_deepspeed_args",
-                "given without deepspeed_config",
-                "something to overwrite",
-                fix,
-            )
+            findings.problem(overwrite_key, "given without deepspeed_config", "something to overwrite", fix)
         return None
     base = _read_base(key, hyperparameters[key], context_dir, lines, label, findings)
     if base is None:
         return None
-    if overwrite is None:
-        overwrite = {}
     if not isinstance(overwrite, Mapping):
-        fix = "Write a mapping with DeepSpeed's keys."
-        findings.problem("hyperparameters.overwrite_deepspeed_args", render(overwrite), "a mapping", fix)
+        if overwrite is not None:
+            fix = "Write a mapping with DeepSpeed's keys."
+            findings.problem(overwrite_key, render(overwrite), "a mapping", fix)
         overwrite = {}
     overwrite = nested(overwrite)
     overwritten = frozenset(path for path, _ in leaves(overwrite) if path)
     return DeepSpeedSource(
         path=None if isinstance(hyperparameters[key], Mapping) else context_dir / hyperparameters[key],
         label=base.label,
-        base=base.value,
-        overwrite=overwrite,
         merged=merge_deepspeed(base.value, overwrite),
         lines=_merged_lines(base.lines, overwritten, lines, label),
         overwritten=overwritten,

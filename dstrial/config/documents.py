@@ -54,6 +54,8 @@ class Document:
     label: str  # the file's name in messages
     value: Any  # dictionaries, lists and scalars
     lines: dict[KeyPath, str]  # `label:line` of every key and list item; the empty path is the file
+    # Scalars of a YAML text, by the keys that lead to them in `value`; for replacing them in the text.
+    scalars: Mapping[KeyPath, yaml.ScalarNode] = dataclasses.field(default_factory=dict)
 
 
 class _InvalidError(ValueError):
@@ -102,33 +104,27 @@ def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> 
         ConfigError: there are more than ``num_values`` values, they are nested deeper than ``MAX_DEPTH``, all strings
         together are longer than ``text_bytes``, or a string has an illegal character.
     """
-    level: list[Any] = [value]
-    num_values = num_bytes = depth = 0
+    waiting: list[tuple[Any, int]] = [(value, 0)]
+    num_values, num_bytes = 1, 0
     try:
-        while level:
-            num_values += len(level)
-            if num_values > limits.num_values:
-                raise _too_many(limits)
-            for one in level:
-                num_bytes += _num_bytes(one) if isinstance(one, str) else 0
-            if num_bytes > limits.text_bytes:
-                raise _too_large(f"at least {num_bytes} bytes", limits)
-            groups = [one for one in level if isinstance(one, (Mapping, list, tuple))]
-            depth += 1
-            if groups and depth > MAX_DEPTH:
-                raise _too_deep()
-            for one in level:
-                if isinstance(one, str):
-                    _string(one)
-                elif isinstance(one, (int, float)):
-                    _number(one)
-            level = []
-            for group in groups:
-                if isinstance(group, Mapping):
-                    for key in group:
-                        _check_key(str(key))
-                    level += group.keys()
-                level += group.values() if isinstance(group, Mapping) else group
+        while waiting:
+            one, depth = waiting.pop()
+            if isinstance(one, str):
+                num_bytes += _num_bytes(_string(one))
+                if num_bytes > limits.text_bytes:
+                    raise _too_large(f"at least {num_bytes} bytes", limits)
+            elif isinstance(one, (int, float)):
+                _number(one)
+            elif isinstance(one, (Mapping, list, tuple)):
+                if depth >= MAX_DEPTH:
+                    raise _too_deep()
+                inner = [*one, *one.values()] if isinstance(one, Mapping) else one
+                num_values += len(inner)
+                if num_values > limits.num_values:
+                    raise _too_many(limits)
+                for key in one if isinstance(one, Mapping) else ():
+                    _check_key(str(key))
+                waiting += ((item, depth + 1) for item in inner)
     except _InvalidError as error:
         raise error.at(f"{label}: the text") from error
 
@@ -256,10 +252,10 @@ def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
     except (yaml.YAMLError, UnicodeEncodeError) as error:
         raise _not_yaml(error, text, label) from error
     reader = _YamlReader(label, limits)
-    value = None if root is None else reader.value(root, ())
+    value = None if root is None else reader.value(root, (), ())
     if reader.problems:
         raise ConfigError(reader.problems)
-    return Document(label, value, reader.lines)
+    return Document(label, value, reader.lines, reader.scalars)
 
 
 def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
@@ -302,29 +298,35 @@ class _YamlReader:
 
     def __init__(self, label: str, limits: TextLimits) -> None:
         self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
+        self.scalars: dict[KeyPath, yaml.ScalarNode] = {}
         self.problems: list[ConfigProblem] = []
         self._label = label
         self._limits = limits
         self._num_values = 0
         self._open: list[yaml.Node] = []  # path of nodes from the root
 
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return the value of a node; record the line of each of its descendants."""
+    def value(self, node: yaml.Node, path: KeyPath, keys: KeyPath) -> Any:
+        """Return the value of a node; record the line of each of its descendants.
+
+        ``path`` has the keys above the node as texts, ``keys`` as values.
+        """
         if isinstance(node, yaml.ScalarNode):
+            self.scalars[keys] = node
             return self._scalar(node)
         self._begin(node)
         value: Any
         if isinstance(node, yaml.SequenceNode):
-            value = [self._inner(item, item, (*path, index)) for index, item in enumerate(node.value)]
+            value = []
+            for index, item in enumerate(node.value):
+                self.lines[(*path, index)] = self._place(item)
+                value.append(self.value(item, (*path, index), (*keys, index)))
         else:
-            pairs = self._pairs(node, path)
-            value = {name: self._inner(key, one, (*path, text)) for text, (name, key, one) in pairs.items()}
+            value = {}
+            for text, (name, key, item) in self._pairs(node, path).items():
+                self.lines[(*path, text)] = self._place(key)
+                value[name] = self.value(item, (*path, text), (*keys, name))
         self._open.pop()
         return value
-
-    def _inner(self, key: yaml.Node, node: yaml.Node, path: KeyPath) -> Any:
-        self.lines[path] = self._place(key)
-        return self.value(node, path)
 
     def _begin(self, node: yaml.Node) -> None:
         """Push a list or mapping on the stack of open nodes; the caller pops it."""

@@ -85,29 +85,11 @@ def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics
                 f"is a hyperparameter of the script's, which DeepSpeed does not see; for DeepSpeed write {whole}",
             )
     overwrite = hyperparameters.get(_HOLDERS[1])
-    if isinstance(overwrite, Mapping):
-        _check_given_once(overwrite, findings)
-
-
-def _check_given_once(overwrite: Mapping[str, Any], findings: Diagnostics) -> None:
-    for key, value in overwrite.items():
-        first, dot, _ = str(key).partition(".")
-        if not dot or not _is_section(first, deepspeed_rules().root):
-            continue
-        others = _nested(
-            {other: one for other, one in overwrite.items() if other != key}, deepspeed_rules().root
-        )
-        found = value_at(others, str(key), _ABSENT)
-        if found is not _ABSENT and found != value:
-            findings.problem(
-                (*_OVERWRITES, key),
-                f"given twice, as {render(value)} and as {render(found)}",
-                "once",
-                "Keep the right one.",
-            )
-
-
-_ABSENT = object()
+    for key, value in overwrite.items() if isinstance(overwrite, Mapping) else ():
+        found = value_at(overwrite, str(key)) if "." in str(key) else None
+        if found not in (None, value):
+            got = f"given twice, as {render(value)} and as {render(found)}"
+            findings.problem((*_OVERWRITES, key), got, "once", "Keep the right one.")
 
 
 def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any]:
@@ -121,18 +103,18 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
         rule = section.keys.get(key) if section is not None else None
         if isinstance(value, Mapping):
             value = _nested(value, rule.section if rule is not None else None)
-        below = result.get(key)
-        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        _merge_into(result, {key: value})
     return result
 
 
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge two mappings at every depth; ``other`` wins, also with null values."""
-    result = dict(one)
+def _merge_into(config: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Merge at every depth; ``other`` overrides ``config``, also with null values."""
     for key, value in other.items():
-        below = result.get(key)
-        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return result
+        below = config.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            _merge_into(below, value)
+        else:
+            config[key] = value
 
 
 def _is_section(name: str, section: Section) -> bool:
@@ -154,8 +136,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     problems: list[ConfigProblem] = []
     for override in overrides:
         key, separator, text = override.partition("=")
-        is_new = key.startswith("+")
-        key = key.removeprefix("+")
+        is_new, key = key.startswith("+"), key.removeprefix("+")
         path = key_path(key)
         if not separator or not key or "" in path:
             fix = "Write --config hyperparameters.lr=0.1, for example."
@@ -167,12 +148,8 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
             problems += error.problems
             continue
         if is_new and path[0] not in _FREE:
-            fix = f"Write --config {key}={text}."
-            problems.append(
-                ConfigProblem(
-                    f"{OVERRIDE_LABEL}: +{key}", "given with +", f"a key below {' or '.join(_FREE)}", fix
-                )
-            )
+            where, expected = f"{OVERRIDE_LABEL}: +{key}", f"a key below {' or '.join(_FREE)}"
+            problems.append(ConfigProblem(where, "given with +", expected, f"Write --config {key}={text}."))
         elif not is_new and (problem := _unknown_key(value, path, document.label)) is not None:
             problems.append(problem)
         _set(value, path, parsed)
@@ -181,7 +158,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     if problems:
         raise ConfigError(problems)
     check_value(value, f"{document.label} with {OVERRIDE_LABEL}")
-    return dataclasses.replace(document, value=value, lines=lines)
+    return dataclasses.replace(document, value=value, lines=lines, scalars={})
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:

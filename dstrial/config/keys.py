@@ -1,6 +1,7 @@
 """Check a config's keys, types and bounds against a table; fill in defaults.
 
 The same code checks DeepSpeed's JSON and the experiment config. A :class:`Dialect` describes the differences between the two.
+:func:`json_schema` converts the table for editors.
 """
 
 from __future__ import annotations
@@ -212,59 +213,39 @@ def _check_value(
         findings.problem(path, render(value), _expectation(rule), fix)
         return False, None
     if isinstance(value, list) and rule.items is not None:
-        return _check_items(rule.items, value, rule.max_items, section, dialect, findings, path)
+        if rule.max_items is not None and len(value) > rule.max_items:
+            expected = f"at most {rule.max_items} items"
+            findings.problem(path, f"a list of {len(value)}", expected, "Remove some.")
+            return False, None
+        checked = [
+            _check_value(rule.items, item, section, dialect, findings, (*path, index))
+            for index, item in enumerate(value)
+        ]
+        return all(accepted for accepted, _ in checked), [item for _, item in checked]
     if "integer" in rule.types and isinstance(value, float) and value.is_integer():
         value = int(value)
     return True, copy.deepcopy(value)
 
 
-def _check_items(
-    rule: Rule,
-    value: list[Any],
-    max_items: int | None,
-    section: Section,
-    dialect: Dialect,
-    findings: Diagnostics,
-    path: KeyPath,
-) -> tuple[bool, Any]:
-    if max_items is not None and len(value) > max_items:
-        findings.problem(path, f"a list of {len(value)}", f"at most {max_items} items", "Remove some.")
-        return False, None
-    checked = [
-        _check_value(rule, item, section, dialect, findings, (*path, index))
-        for index, item in enumerate(value)
-    ]
-    return all(accepted for accepted, _ in checked), [item for _, item in checked]
-
-
 def _check_auto(
     rule: Rule, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
-    if dialect.filler is not None:
-        says = dialect.filler.says(dotted(path))
-        if says is not None:
-            findings.note(path, f'is "auto": {says}')
-        else:
-            findings.problem(
-                path,
-                f'"auto", which {dialect.filler.name} does not fill in',
-                _expectation(rule),
-                "Write the value itself, or remove the key to take DeepSpeed's default.",
-            )
-    elif section.strict:
+    filler = dialect.filler
+    if filler is not None and (says := filler.says(dotted(path))) is not None:
+        findings.note(path, f'is "auto": {says}')
+    elif filler is None and section.strict:
         default = "" if rule.section is not None else f" ({render(rule.default)})"
         findings.warn(
             path, f'is "auto", which {dialect.name} takes as its default{default} unless a tool fills it in'
         )
-    elif dialect.auto == "warning":
+    elif filler is None and dialect.auto == "warning":
         findings.warn(path, 'is "auto", which only another tool (Hugging Face Trainer) can fill in')
     else:
-        findings.problem(
-            path,
-            '"auto", which nothing fills in for a DeepSpeedTrial',
-            _expectation(rule),
-            "Write the value itself, or remove the key to take DeepSpeed's default.",
+        nobody = (
+            "nothing fills in for a DeepSpeedTrial" if filler is None else f"{filler.name} does not fill in"
         )
+        fix = "Write the value itself, or remove the key to take DeepSpeed's default."
+        findings.problem(path, f'"auto", which {nobody}', _expectation(rule), fix)
     return False, None
 
 
@@ -347,3 +328,47 @@ def _type_fix(value: object, rule: Rule) -> str:
     if isinstance(value, float) and value.is_integer() and "integer" in rule.types:
         return f"Write {int(value)}, without a decimal point."
     return rule.fix or "Write a value of that type."
+
+
+_JSON_TYPES = {"list": "array", "mapping": "object"}
+_JSON_BOUNDS = {
+    "minimum": "minimum",
+    "maximum": "maximum",
+    "exclusive_minimum": "exclusiveMinimum",
+    "exclusive_maximum": "exclusiveMaximum",
+    "max_items": "maxItems",
+}
+
+
+def json_schema(section: Section, title: str) -> dict[str, Any]:
+    """Return the JSON Schema of a section for editors: keys, types, bounds, defaults."""
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft, "title": title, "type": "object", **_json_keys(section)}
+
+
+def _json_keys(section: Section) -> dict[str, Any]:
+    return {
+        "properties": {key: _json_value(rule) for key, rule in section.keys.items()},
+        "additionalProperties": section.is_open,
+        "required": list(section.required),
+    }
+
+
+def _json_value(rule: Rule) -> dict[str, Any]:
+    schema: dict[str, Any] = {"description": rule.about} if rule.about else {}
+    if "any" not in rule.types:
+        # Null means that the key is missing.
+        types = {*rule.types, "null", *(["string"] if rule.parse is not None else [])}
+        schema["type"] = sorted(_JSON_TYPES.get(name, name) for name in types)
+    if rule.enum is not None:
+        schema["enum"] = [*rule.enum, None]
+    for field, keyword in _JSON_BOUNDS.items():
+        if getattr(rule, field) is not None:
+            schema[keyword] = getattr(rule, field)
+    if rule.default is not None:
+        schema["default"] = rule.default
+    if rule.section is not None:
+        schema |= _json_keys(rule.section)
+    if rule.items is not None:
+        schema["items"] = _json_value(rule.items)
+    return schema

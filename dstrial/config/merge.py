@@ -8,14 +8,15 @@ Source: Determined 0.38.1, schemas/test_cases/v0/merging.yaml and the merge rule
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrial.config.diagnostics import KeyPath
 from dstrial.config.documents import read_json
 from dstrial.config.dotted_keys import nested
-from dstrial.config.experiment_config.environment import DEVICES, of_device, with_new_names
+from dstrial.config.experiment_config.environment import by_device, joined_variables
 from dstrial.config.experiment_config.hyperparameters import is_specification
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -127,7 +128,7 @@ def _is_nested(value: Any, path: KeyPath) -> bool:
     return isinstance(value, Mapping) and not is_specification(value, path)
 
 
-def _whole(_base: Any, over: Any) -> Any:
+def _replaced(_base: Any, over: Any) -> Any:
     return copy.deepcopy(over)
 
 
@@ -151,30 +152,24 @@ def _shallow(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     return copy.deepcopy({**base, **given})
 
 
-def _united(base: Any, over: Any) -> Any:
-    if not isinstance(base, list) or not isinstance(over, list):
-        return copy.deepcopy(over)
-    there = {_frozen(item) for item in over}
-    return [*over, *(item for item in base if _frozen(item) not in there)]
-
-
-def _frozen(item: Any) -> Hashable:
-    """Return a hashable key that is equal for equal items."""
-    if isinstance(item, Mapping):
-        return frozenset((key, _frozen(value)) for key, value in item.items())
-    return tuple(_frozen(one) for one in item) if isinstance(item, list) else item
-
-
 def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     """Return the merge function of a list with items identified by ``name(item)``."""
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, list) or not isinstance(over, list):
             return copy.deepcopy(over)
-        taken = {_frozen(name(item)) for item in over}
-        return copy.deepcopy([*over, *(item for item in base if _frozen(name(item)) not in taken)])
+        taken = {_hashable(name(item)) for item in over}
+        return copy.deepcopy([*over, *(item for item in base if _hashable(name(item)) not in taken)])
 
     return merge
+
+
+def _hashable(item: Any) -> str:
+    return json.dumps(item, sort_keys=True, default=str)
+
+
+def _itself(item: Any) -> Any:
+    return item
 
 
 def _container_path(item: Any) -> Any:
@@ -188,64 +183,37 @@ def _proxy_port(item: Any) -> Any:
     return item.get("proxy_port") if isinstance(item, Mapping) else item
 
 
-def _variables(base: Any, over: Any) -> Any:
-    """Concatenate environment variables; by device kind unless both are lists."""
-    if isinstance(base, list) and isinstance(over, list):
-        return [*base, *over]
-    if not isinstance(base, (list, Mapping)) or not isinstance(over, (list, Mapping)):
-        return copy.deepcopy(over)
-    return {device: [*_of_device(base, device), *_of_device(over, device)] for device in DEVICES}
-
-
-def _of_device(given: Any, device: str) -> list[Any]:
-    values = of_device(given, device) if isinstance(given, Mapping) else given
-    if values is None:
-        return []
-    return list(values) if isinstance(values, list) else [values]
-
-
 def _image(base: Any, over: Any) -> Any:
     """Merge images by device kind; a string applies to all kinds."""
-    if isinstance(over, Mapping):
-        below = with_new_names(base) if isinstance(base, Mapping) else dict.fromkeys(DEVICES, base)
-        return _shallow(below, with_new_names(over))
-    return over
+    return {**by_device(base), **by_device(over)} if isinstance(over, Mapping) else over
 
 
-def _policies(base: Any, over: Any) -> Any:
+def merge_policies(base: Any, over: Any) -> Any:
+    """Merge log policies by name; those of ``base`` come first.
+
+    A policy with a name alone, or with a null pattern, disables that of the same name.
+    """
     if not isinstance(base, list) or not isinstance(over, list):
         return copy.deepcopy(over)
-    named = {_frozen(_name(item)): item for item in reversed(base) if _name(item) is not None}
-    merged = []
-    for policy in over:
-        below = named.get(_frozen(_name(policy)))
+    merged: dict[str, Any] = {}
+    for policy in (*base, *over):
+        name = policy.get("name") if isinstance(policy, Mapping) else None
+        key = _hashable(policy if name is None else [name])
         is_off = isinstance(policy, Mapping) and set(policy) == {"name"}
-        merged.append(policy if below is None or is_off else {**below, **policy})
-    names, there = {_frozen(_name(policy)) for policy in over}, {_frozen(policy) for policy in over}
-    merged += [
-        item
-        for item in base
-        if (_name(item) is None or _frozen(_name(item)) not in names) and _frozen(item) not in there
-    ]
-    return copy.deepcopy(merged)
-
-
-def _name(policy: Any) -> Any:
-    return policy.get("name") if isinstance(policy, Mapping) else None
+        merged[key] = policy if name is None or is_off else {**merged.get(key, {}), **policy}
+    return copy.deepcopy([*merged.values()])
 
 
 _SPECIAL: dict[KeyPath, Callable[[Any, Any], Any]] = {
     ("searcher",): _union_of("name", _SEARCHER_COMMON),
     ("checkpoint_storage",): _union_of("type", _STORAGE_COMMON),
-    ("data_layer",): _union_of("type", ()),
-    ("tensorboard_storage",): _union_of("type", ()),
-    ("min_validation_period",): _whole,
-    ("min_checkpoint_period",): _whole,
-    ("labels",): _united,
+    ("min_validation_period",): _replaced,
+    ("min_checkpoint_period",): _replaced,
+    ("labels",): _by(_itself),
     ("bind_mounts",): _by(_container_path),
     ("resources", "devices"): _by(_container_path),
     ("environment", "proxy_ports"): _by(_proxy_port),
-    ("environment", "environment_variables"): _variables,
+    ("environment", "environment_variables"): joined_variables,
     ("environment", "image"): _image,
-    ("log_policies",): _policies,
+    ("log_policies",): merge_policies,
 }

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import re2
 
-from dstrial.config.keys import Dialect, Rule, Section
+from dstrial.config.keys import Dialect, Rule, Section, json_schema
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 600
 """Grace period of ranks to save and exit after a stop request, in seconds. With Determined's default of an hour, a hung rank
@@ -368,8 +368,17 @@ DSTRIAL = Section(
             fix="Write 600 for ten minutes.",
         ),
         "background_saving": _switch("whether checkpoints are written while training goes on", default=True),
+        "save_frozen_parameters": _switch(
+            "whether checkpoints hold the parameters that are not trained", default=True
+        ),
         "override_optimizer": _switch(
             "whether the optimizer settings of this run count where a checkpoint is loaded", default=False
+        ),
+        "resume_data": _text(
+            "how a loader other than `dstrial.DataLoader` resumes: at its saved position, by reading again, or (on "
+            "another number of replicas) from the start of the pass",
+            default="exact",
+            enum=("exact", "reread", "restart"),
         ),
         "trust_checkpoint_code": _text(
             "SHA-256 of the manifest of a checkpoint that may load its own classes",
@@ -583,3 +592,8 @@ def section_of(key: str) -> Section:
     section = EXPERIMENT.keys[key].section
     assert section is not None, key
     return section
+
+
+def experiment_schema() -> dict[str, Any]:
+    """Return the JSON Schema of an experiment config: keys, types, bounds, defaults."""
+    return json_schema(EXPERIMENT, "Experiment config of Determined and dstrial")

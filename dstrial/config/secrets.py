@@ -14,17 +14,14 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import yaml
-
-from dstrial.config.documents import DEFAULT_LIMITS, TextLimits, YamlLoader, read_yaml_text, yaml_text
+from dstrial.config.diagnostics import KeyPath
+from dstrial.config.documents import DEFAULT_LIMITS, Document, TextLimits, read_yaml_text, yaml_text
 from dstrial.errors import ConfigError, ConfigProblem
 
 MASK = "********"
 """Text shown in place of a secret, as in Determined 0.38.1 ``checkpoint_storage_config.go``."""
-
-Path: TypeAlias = "tuple[str | int, ...]"
 
 _VARIABLES = "environment_variables"
 _REGISTRY = "registry_auth"
@@ -45,21 +42,13 @@ _FIELD = re.compile(
     r"|github|gitlab|git|wandb|sas|login|bot)_?tokens?)$"
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.\s]+")
-# Pre-filter: a text without any of these hints has no secrets and is not parsed. Most configs have none.
-_HINTS = (
-    "key",
-    "token",
-    "secret",
-    "passw",
-    "passphrase",
-    "credential",
-    "connection",
-    "pwd",
-    "_pass",
-    "-pass",
+# Pre-filter: a text without a match has no secrets and is not parsed. Most configs have none; every completed config has the
+# key `registry_auth`, which is mostly null.
+_HINT = re.compile(
+    r"key|token|secret|pass|pwd|pat(?!h|t)|credential|connection|cookie|@|(?<!registry_)auth"
+    r"|registry_auth[\"']?\s*:\s*(?!\s|null|~)",
+    re.IGNORECASE,
 )
-_RARE_HINTS = ("_pat", "-pat", ".pat", ".pass", "auth", "cookie", "@")
-_NO_REGISTRY = re.compile(rf"{_REGISTRY}[\"']?\s*:\s*(?:null|~)")
 # YAML properties before a scalar: anchor and tag.
 _PROPERTIES = re.compile(r"(?:[&!]\S*\s+)*")
 _ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|]+)""")
@@ -81,10 +70,8 @@ class SecretNames:
     def has_field(self, name: str, value: object) -> bool:
         """Return whether a config field, for example a hyperparameter, is secret."""
         lower = _CAMEL.sub("_", name).lower()
-        if lower in (
-            "token",
-            "tokens",
-        ):  # a string may be a credential; a number or list of strings is a count or tokens
+        if lower in ("token", "tokens"):
+            # A string may be a credential; a number or list of strings is a count or tokens.
             return isinstance(value, str)
         return bool(_FIELD.search(lower)) or self._is_listed(name)
 
@@ -104,8 +91,8 @@ def _is_number(text: str) -> bool:
 class Secret:
     """One secret value in a config."""
 
-    path: Path
-    identity: Path  # `path`, in which a variable's list index is replaced by its name
+    path: KeyPath
+    identity: KeyPath  # `path`, in which a variable's list index is replaced by its name
     prefix: str  # text before the secret in the same scalar, `NAME=` for a variable
     value: Any
 
@@ -115,63 +102,53 @@ class Secret:
 
 def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
     """Return the secrets of a config or of one of its sections."""
-    return list(_Finder(names, lambda _leaf: False).below(value, ()))
+    return [leaf for leaf, is_named in _leaves(value, names) if is_named]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Finder:
-    """Finds the secrets of a config; also every value that ``takes`` accepts."""
+def _leaves(
+    value: Any, names: SecretNames, path: KeyPath = (), open_keys: Sequence[str] | None = None
+) -> Iterator[tuple[Secret, bool]]:
+    """Yield each leaf of a config as a ``Secret``, and whether its name is secret.
 
-    names: SecretNames
-    takes: Callable[[Any], bool]
+    Below a secret field all leaves are secret; keys in ``open_keys`` are left out. So are null, booleans and empty texts.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            name, below = str(key), open_keys
+            if open_keys is not None and name.lower() in open_keys:
+                continue
+            if open_keys is None and name == _VARIABLES:
+                yield from _variables(inner, names, (*path, key), (*path, key))
+                continue
+            if open_keys is None and name == _REGISTRY:
+                below = _OPEN_OF_REGISTRY
+            elif open_keys is None and names.has_field(name, inner):
+                below = _OPEN_OF_SPECIFICATION
+            yield from _leaves(inner, names, (*path, key), below)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, names, (*path, index), open_keys)
+    elif _is_leaf(value):
+        yield Secret(path, path, "", value), open_keys is not None
 
-    def below(self, value: Any, path: Path) -> Iterator[Secret]:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                yield from self._field(str(key), inner, (*path, key))
-        elif isinstance(value, (list, tuple)):
-            for index, inner in enumerate(value):
-                yield from self.below(inner, (*path, index))
-        elif self.takes(value):
-            yield Secret(path, path, "", value)
 
-    def _field(self, name: str, value: Any, path: Path) -> Iterator[Secret]:
-        if name == _VARIABLES:
-            yield from self._variables(value, path, path)
-        elif name == _REGISTRY:
-            yield from self._leaves(value, path, _OPEN_OF_REGISTRY)
-        elif self.names.has_field(name, value):
-            yield from self._leaves(value, path, _OPEN_OF_SPECIFICATION)
-        else:
-            yield from self.below(value, path)
-
-    def _variables(self, value: Any, path: Path, identity: Path) -> Iterator[Secret]:
-        """Yield secret variables: a ``NAME=value`` list, lists by device, or a mapping."""
-        if isinstance(value, Mapping):
-            for name, inner in value.items():
-                if isinstance(inner, (list, tuple, Mapping)):
-                    yield from self._variables(inner, (*path, name), (*identity, name))
-                elif self._is_variable(str(name), str(inner)) and _is_leaf(inner):
-                    yield Secret((*path, name), (*identity, name), "", inner)
-        elif isinstance(value, (list, tuple)):
-            for index, entry in enumerate(value):
-                name, separator, inner = str(entry).partition("=")
-                if isinstance(entry, str) and inner and self._is_variable(name, inner):
-                    yield Secret((*path, index), (*identity, name), f"{name}{separator}", inner)
-
-    def _is_variable(self, name: str, value: str) -> bool:
-        return self.names.has_variable(name, value) or self.takes(value)
-
-    def _leaves(self, value: Any, path: Path, are_open: Sequence[str]) -> Iterator[Secret]:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                if str(key).lower() not in are_open:
-                    yield from self._leaves(inner, (*path, key), are_open)
-        elif isinstance(value, (list, tuple)):
-            for index, inner in enumerate(value):
-                yield from self._leaves(inner, (*path, index), are_open)
-        elif _is_leaf(value):
-            yield Secret(path, path, "", value)
+def _variables(
+    value: Any, names: SecretNames, path: KeyPath, identity: KeyPath
+) -> Iterator[tuple[Secret, bool]]:
+    """Yield variables as :func:`_leaves` does: from lists, by device, or a mapping."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if isinstance(inner, (list, tuple, Mapping)):
+                yield from _variables(inner, names, (*path, key), (*identity, key))
+            elif _is_leaf(inner):
+                is_secret = names.has_variable(str(key), str(inner))
+                yield Secret((*path, key), (*identity, key), "", inner), is_secret
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            name, _, inner = str(entry).partition("=")
+            if isinstance(entry, str) and inner:
+                is_secret = names.has_variable(name, inner)
+                yield Secret((*path, index), (*identity, name), f"{name}=", inner), is_secret
 
 
 def _is_leaf(value: Any) -> bool:
@@ -184,30 +161,28 @@ def masked(value: Any, names: SecretNames) -> Any:
     return _replaced(value, [(secret, MASK) for secret in found]) if found else value
 
 
-def _may_have_secrets(text: str) -> bool:
-    """Return whether a config may contain secrets and must be parsed."""
-    # Every completed config has the key `registry_auth`, which is mostly null.
-    lower = _NO_REGISTRY.sub("", text.lower())
-    return any(hint in lower for hint in (*_HINTS, *_RARE_HINTS))
+def masked_json(text: str, names: SecretNames) -> str:
+    """Return a JSON config with its secrets masked."""
+    return _masked_text(_masked_json, text, names)
 
 
-_MAX_CACHED_CHARS = 2**16
+def masked_yaml(text: str, names: SecretNames) -> str:
+    """Return a YAML config with its secrets masked, comments and order kept."""
+    return _masked_text(_masked_yaml, text, names)
 
 
-def _cached_mask(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
-    """Mask a text; cache the result if the text is small."""
-    # A thousand large cached texts would fill the memory.
-    return _mask_once(mask, text, names) if len(text) <= _MAX_CACHED_CHARS else mask(text, names)
+_MAX_CACHED_CHARS = 2**16  # a thousand larger texts would fill the memory
+
+
+def _masked_text(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
+    if not names.patterns and not _HINT.search(text):
+        return text
+    return _cached(mask, text, names) if len(text) <= _MAX_CACHED_CHARS else mask(text, names)
 
 
 @functools.lru_cache(maxsize=1024)
-def _mask_once(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
+def _cached(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
     return mask(text, names)
-
-
-def masked_json(text: str, names: SecretNames) -> str:
-    """Return a JSON config with its secrets masked."""
-    return _cached_mask(_masked_json, text, names) if names.patterns or _may_have_secrets(text) else text
 
 
 def _masked_json(text: str, names: SecretNames) -> str:
@@ -220,17 +195,12 @@ _STORED = TextLimits(text_bytes=2**24, num_values=10**6)
 """Limits for stored texts: the maximum that a master's settings allow for submitted configs."""
 
 
-def masked_yaml(text: str, names: SecretNames) -> str:
-    """Return a YAML config with its secrets masked, comments and order kept."""
-    return _cached_mask(_masked_yaml, text, names) if names.patterns or _may_have_secrets(text) else text
-
-
 def _masked_yaml(text: str, names: SecretNames) -> str:
     try:
-        value = read_yaml_text(text, "the config", _STORED).value
+        document = read_yaml_text(text, "the config", _STORED)
     except ConfigError:
         return ""  # invalid YAML, in which secrets cannot be found
-    return _replaced_yaml(text, value, [(secret, MASK) for secret in secrets_in(value, names)])
+    return _replaced_yaml(text, document, [(secret, MASK) for secret in secrets_in(document.value, names)])
 
 
 def masked_shell(text: str, names: SecretNames) -> str:
@@ -258,43 +228,39 @@ def unmasked_yaml(
     if MASK not in text:
         return text
     try:
-        value = read_yaml_text(text, where, limits).value
+        document = read_yaml_text(text, where, limits)
     except ConfigError:
         return text  # the config's check reports the syntax error
-    return _replaced_yaml(text, value, _put_back(value, sources, where))
+    return _replaced_yaml(text, document, _put_back(document.value, sources, where))
 
 
 def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secret, Any]]:
-    finder = _Finder(SecretNames(), lambda leaf: bool(leaf == MASK))
-    masks = [secret for secret in finder.below(value, ()) if secret.value == MASK]
+    masks = [leaf for leaf, _ in _leaves(value, SecretNames()) if leaf.value == MASK]
     if not masks:
         return []
-    known: dict[Path, Any] = {}
+    known: dict[KeyPath, Any] = {}
     for source in reversed(sources):
-        for secret in _Finder(SecretNames(), _is_leaf).below(source, ()):
-            if secret.value != MASK:
-                known[_without_device(secret.identity)] = secret.value
-                known[secret.identity] = secret.value
+        for leaf, _ in _leaves(source, SecretNames()):
+            if leaf.value != MASK:
+                known[_without_device(leaf.identity)] = known[leaf.identity] = leaf.value
     found, problems = [], []
-    for secret in masks:
-        real = known.get(secret.identity, known.get(_without_device(secret.identity)))
+    for mask in masks:
+        real = known.get(mask.identity, known.get(_without_device(mask.identity)))
         if real is None:
-            problems.append(_missing_secret(secret, where))
+            problems.append(_missing_secret(mask, where))
         else:
-            found.append((secret, real))
+            found.append((mask, real))
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def _without_device(identity: Path) -> Path:
+def _without_device(identity: KeyPath) -> KeyPath:
     """Return a variable's identity without its device kind.
 
     A plain list of variables applies to every kind.
     """
-    if _VARIABLES in identity:
-        return (_VARIABLES, identity[-1])
-    return identity
+    return (_VARIABLES, identity[-1]) if _VARIABLES in identity else identity
 
 
 def _missing_secret(secret: Secret, where: str) -> ConfigProblem:
@@ -318,21 +284,13 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
     return result[""]
 
 
-def _replaced_yaml(text: str, value: Any, changes: Sequence[tuple[Secret, Any]]) -> str:
-    """Replace scalars in a YAML text; if impossible, dump the changed ``value``."""
-    if not changes:
-        return text
-    shown = None if text.startswith("\ufeff") else _replaced_text(text, changes)  # offsets omit a BOM
-    return yaml_text(_replaced(value, changes)) if shown is None else shown
-
-
-def _replaced_text(text: str, changes: Sequence[tuple[Secret, Any]]) -> str | None:
-    root = yaml.compose(text, Loader=YamlLoader)
+def _replaced_yaml(text: str, document: Document, changes: Sequence[tuple[Secret, Any]]) -> str:
+    """Replace scalars in a YAML text, keeping everything else."""
+    if text.startswith("\ufeff") and changes:  # positions omit a BOM
+        return yaml_text(_replaced(document.value, changes))
     spans: dict[tuple[int, int], str] = {}
     for secret, new in changes:
-        node = _node_at(root, secret.path)
-        if not isinstance(node, yaml.ScalarNode):
-            return None
+        node = document.scalars[secret.path]
         # A JSON string is valid YAML and never has another type.
         written = json.dumps(f"{secret.prefix}{new}" if secret.prefix else new, ensure_ascii=False)
         scalar = text[node.start_mark.index : node.end_mark.index]
@@ -346,29 +304,3 @@ def _replaced_text(text: str, changes: Sequence[tuple[Secret, Any]]) -> str | No
     for (start, end), written in sorted(spans.items(), reverse=True):
         text = text[:start] + written + text[end:]
     return text
-
-
-def _node_at(root: Any, path: Path) -> Any:
-    node = root
-    for key in path:
-        if isinstance(node, yaml.MappingNode):
-            node = _of_mapping(node, str(key))
-        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
-            node = node.value[key]
-        else:
-            return None
-    return node
-
-
-def _of_mapping(node: yaml.MappingNode, key: str) -> Any:
-    merged: list[Any] = []
-    for key_node, inner in node.value:
-        if str(key_node.value) == key:
-            return inner
-        if key_node.value == "<<":
-            merged += inner.value if isinstance(inner, yaml.SequenceNode) else [inner]
-    for one in merged:
-        found = _of_mapping(one, key) if isinstance(one, yaml.MappingNode) else None
-        if found is not None:
-            return found
-    return None

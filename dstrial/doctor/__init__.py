@@ -1,4 +1,4 @@
 """``dstrial doctor``: one module per check of the machine; ``proof`` trains.
 
-The command does not import torch: ``import_probe`` does, in a separate process that may hang or crash.
+The command itself does not import torch. A separate process, ``import_probe``, does; it may hang or crash.
 """

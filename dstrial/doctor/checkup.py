@@ -70,7 +70,7 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
         "Limits": lambda: limits.judge(
             limits.measure(), environ, num_devices=len(devices.visible(known_devices(), environ)[0])
         ),
-        "Storage": lambda: storage.judge(storage.measure(_places(options, state))),
+        "Storage": lambda: storage.judge(storage.measure(_directories(options, state))),
         "Network": lambda: network.judge(network.measure(), environ),
         "Master": lambda: master_state.judge(
             master_state.measure(state), version=__version__, accelerator=_slot_kind(known_devices(), environ)
@@ -83,7 +83,7 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     imported = Background(lambda: libraries.import_all(options.import_deadline_s))
 
     def known() -> libraries.Libraries:
-        # The result of a process that is killed at its deadline comes a little later, so wait longer than that.
+        # Wait longer than the deadline: the probe is killed then, and its result comes a little later.
         return imported.result(options.import_deadline_s + _CHECK_DEADLINE_S / 2)
 
     def check_libraries() -> list[Finding]:
@@ -100,7 +100,7 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     }
 
 
-def _places(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, Path]]:
+def _directories(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, Path]]:
     temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108 - where programs put what is temporary
     return [("runs", default_runs_dir(options.runs_dir)), ("state", state.path), ("temporary", temporary)]
 

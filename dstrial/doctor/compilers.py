@@ -28,18 +28,16 @@ class Compilers:
     cxx: str
     cxx_version: str | None
     ninja_version: str | None
-    ninja_beside_python: bool  # whether ninja is in this Python's environment, which is not activated; a master's trials find it
+    ninja_beside_python: bool  # whether ninja is next to this Python; trials of a master need no PATH
     has_python_headers: bool
     headers_dir: str
     nvcc: str | None
     nvcc_release: str | None  # such as 13.0
-    stale_locks: tuple[
-        str, ...
-    ] = ()  # of killed builds; every program that loads the operator blocks on them
+    stale_locks: tuple[str, ...] = ()  # of killed builds; programs that load the operator wait forever
 
 
 def measure() -> Compilers:
-    """Find compilers in the same way as torch 2.13's ``cpp_extension``."""
+    """Find this machine's compilers in the way of torch 2.13's ``cpp_extension``."""
     cxx = os.environ.get("CXX", "c++")
     headers = sysconfig.get_paths()["include"]
     nvcc = _nvcc()
@@ -94,7 +92,7 @@ def judge(compilers: Compilers, libraries: Libraries) -> list[Finding]:
 
 
 def _judge_host(compilers: Compilers) -> list[Finding]:
-    without = f"or train without: {_concerned(('fused_adam', 'cpu_adam'))}."
+    without = f"or train without: {_workarounds(('fused_adam', 'cpu_adam'))}."
     lost = "no operator of DeepSpeed can be compiled"
     findings = []
     if compilers.cxx_version is None:
@@ -122,7 +120,7 @@ def _judge_nvcc(compilers: Compilers, libraries: Libraries) -> list[Finding]:
     torch, deepspeed = libraries.torch, libraries.deepspeed
     if torch is None or torch.cuda is None:
         return []
-    install = f"Install CUDA's toolkit {torch.cuda} and set CUDA_HOME to it, or train without: {_concerned(WITHOUT_OPERATOR)}."
+    install = f"Install CUDA's toolkit {torch.cuda} and set CUDA_HOME to it, or train without: {_workarounds(WITHOUT_OPERATOR)}."
     if compilers.nvcc_release is None:
         where = "" if compilers.nvcc is None else f" ({compilers.nvcc} cannot be run)"
         what = f"missing{where}: operators of DeepSpeed that are not built cannot be compiled"
@@ -136,20 +134,20 @@ def _judge_nvcc(compilers: Compilers, libraries: Libraries) -> list[Finding]:
 def judge_operators(libraries: Libraries) -> list[Finding]:
     if libraries.deepspeed is None:
         return []
-    by_fate: dict[str, list[str]] = {}
-    for operator, fate in libraries.deepspeed.operators.items():
-        by_fate.setdefault(fate, []).append(operator)
-    lost = by_fate.pop("not possible", [])
-    findings = [ok(f"operators {fate}", ", ".join(names)) for fate, names in sorted(by_fate.items())]
+    by_status: dict[str, list[str]] = {}
+    for operator, status in libraries.deepspeed.operators.items():
+        by_status.setdefault(status, []).append(operator)
+    lost = by_status.pop("not possible", [])
+    findings = [ok(f"operators {status}", ", ".join(names)) for status, names in sorted(by_status.items())]
     wanted = [name for name in lost if name in WITHOUT_OPERATOR]
     if wanted and wanted != ["async_io"]:
-        todo = f"`ds_report` says why; to train without: {_concerned(wanted)}."
+        todo = f"`ds_report` says why; to train without: {_workarounds(wanted)}."
         findings.append(note("operators not possible", ", ".join(lost), todo))
     elif lost:
-        needed = _concerned(wanted) or "no optimizer needs them"
+        needed = _workarounds(wanted) or "no optimizer needs them"
         findings.append(ok("operators not possible", f"{', '.join(lost)}; {needed}"))
     return findings
 
 
-def _concerned(names: Iterable[str]) -> str:
+def _workarounds(names: Iterable[str]) -> str:
     return "; ".join(f"{name} ({WITHOUT_OPERATOR[name]})" for name in names)

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-_FULL_SHARE = 0.1  # fraction of a device's memory; less free memory is a problem
-_UNSEEN_BYTES = 1 << 30  # the driver itself uses less than this
+_FULL_SHARE = 0.1  # if a smaller fraction of a device's memory is free, that is a problem
+_UNSEEN_BYTES = 1 << 30  # used memory beyond this belongs to processes; the driver uses less
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class DeviceUser:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """One NVIDIA device."""
+    """One NVIDIA device, as its driver describes it."""
 
     idx: int  # driver's index, as with CUDA_DEVICE_ORDER=PCI_BUS_ID
     name: str
@@ -79,7 +79,7 @@ def _nvidia() -> Hardware:
         is_there = module is not None or Path("/dev/nvidiactl").exists()
         return Hardware(driver=module, error=str(error) if is_there else "")
     try:
-        return _ask(pynvml, module)
+        return _query(pynvml, module)
     except pynvml.NVMLError as error:
         return Hardware(driver=module, error=str(error))
     finally:
@@ -87,9 +87,9 @@ def _nvidia() -> Hardware:
             pynvml.nvmlShutdown()
 
 
-def _ask(nvml: Any, module: str | None) -> Hardware:
+def _query(nvml: Any, module: str | None) -> Hardware:
     def offered(call: Callable[..., T], *arguments: Any) -> T | None:
-        """Call NVML; return None if this driver or device does not support the call."""
+        """Return ``call(*arguments)``; None if the driver or device does not support it."""
         try:
             return call(*arguments)
         except nvml.NVMLError:
@@ -170,7 +170,7 @@ def _text(value: str | bytes) -> str:
 
 
 def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return the UUIDs in ``CUDA_VISIBLE_DEVICES``, and its first invalid entry.
+    """Return (UUIDs, [first invalid entry]) of ``CUDA_VISIBLE_DEVICES``.
 
     CUDA ignores all entries after an invalid one.
     """

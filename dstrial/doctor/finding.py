@@ -1,4 +1,4 @@
-"""What every check uses: findings, and deadlines for calls that may hang."""
+"""Shared code of all checks: findings, and deadlines for calls that may hang."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class NoAnswerError(Exception):
 
 
 class Background(Generic[T]):
-    """A call in a daemon thread, which does not block the exit of the command."""
+    """Runs a call in a daemon thread, so that a hanging call cannot block the exit."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -87,10 +87,10 @@ class Background(Generic[T]):
             self._run(call)
 
     def result(self, timeout_s: float) -> T:
-        """Return the call's result or raise its exception; ``timeout_s`` from the start.
+        """Return the call's result or raise its exception.
 
         Raises:
-            NoAnswerError: the call has not ended in time.
+            NoAnswerError: the call has not ended ``timeout_s`` after its start.
         """
         try:
             return self._future.result(max(0.0, self._began_at_s + timeout_s - time.monotonic()))

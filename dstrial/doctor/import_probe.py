@@ -1,8 +1,8 @@
 """Import torch, DeepSpeed and Determined for ``dstrial doctor``; report versions.
 
-This is a separate process, because an import may hang or crash. It writes one JSON object per line to standard output:
-``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``. Output of
-libraries goes to standard error. At its deadline it dumps the stacks of all threads there and exits.
+``main`` runs in a separate process, because an import may hang or crash. The process writes one JSON object per line to standard
+output: ``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``. Output of
+libraries goes to standard error. At its deadline the process dumps the stacks of all threads to standard error and exits.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def _deepspeed() -> dict[str, Any]:
         "accelerator": str(get_accelerator().device_name()),
         "cuda_mismatch": None if torch.version.cuda is None else process.cuda_mismatch(),
         "operators": {
-            name: _fate(name, builder, is_prebuilt=is_prebuilt)
+            name: _operator_status(name, builder, is_prebuilt=is_prebuilt)
             for name, builder, is_prebuilt in process.operators()
             if name != "deepspeed_not_implemented"  # the CPU accelerator's placeholder
         },
     }
 
 
-def _fate(name: str, builder: Any, *, is_prebuilt: bool) -> str:
+def _operator_status(name: str, builder: Any, *, is_prebuilt: bool) -> str:
     from dstrial.engine.deepspeed_internals import process
     from dstrial.launch.stale_locks import extensions_root
 

@@ -21,14 +21,14 @@ from dstrial.errors import install_command
 
 _GRACE_S = 3.0
 _SLOW_S = 15.0
-# This package, also from a checkout; last in the path, so that a file that shadows a library for trials (for example
-# in the working directory) also does so here.
+# Append the directory of this package to sys.path, for a checkout. It comes last, so that a file which shadows a library for
+# trials (for example in the working directory) also shadows it in the probe.
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from dstrial.doctor.import_probe import main; main()"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The torch that programs in this environment import."""
+    """Properties of the torch that programs in this environment import."""
 
     version: str
     file: str = ""
@@ -50,13 +50,13 @@ class TorchBuild:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Package:
-    """The imported DeepSpeed or Determined."""
+    """Properties of the imported DeepSpeed or Determined."""
 
     version: str
     file: str = ""
     accelerator: str | None = None  # the device that DeepSpeed chose
     cuda_mismatch: str | None = None  # why DeepSpeed rejects nvcc for this torch
-    # name -> built (with the package), compiled (earlier), compiled at first use, not possible
+    # name -> built (with the package), compiled (by an earlier program), compiled at first use, not possible
     operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -122,7 +122,7 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
         if "values" in record:
             values[record["stage"]] = record["values"]
         elif all(failure.reason != record["error"] for failure in failures):
-            # dstrial mostly fails for the same reason as deepspeed.
+            # If deepspeed fails, dstrial mostly fails with the same error: report it once.
             failures.append(ImportFailure(record["stage"], record["error"]))
     if current or return_code != 0:
         failures.append(_import_failure(current or "torch", errors, return_code, deadline_s))
@@ -152,15 +152,15 @@ def _import_failure(library: str, errors: str, return_code: int | None, deadline
 def judge(
     libraries: Libraries, installed: Mapping[str, str], hardware: Hardware, environ: Mapping[str, str]
 ) -> list[Finding]:
-    """Return findings on the libraries; ``installed`` has versions by normalised name."""
+    """Return findings on the libraries; ``installed``: normalised name -> version."""
     findings = [_judge_failure(failure) for failure in libraries.failures]
     torch, deepspeed, determined = libraries.torch, libraries.deepspeed, libraries.determined
     if torch is not None:
-        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_took(libraries, 'torch')}"))
+        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_timing(libraries, 'torch')}"))
         findings += [*_judge_copies("torch", torch, installed), *_judge_collectives(torch)]
     if deepspeed is not None:
         device = f", trains on {deepspeed.accelerator}"
-        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_took(libraries, 'deepspeed')}"))
+        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_timing(libraries, 'deepspeed')}"))
         findings += _judge_copies("deepspeed", deepspeed, installed)
         is_left_out = deepspeed.accelerator == "cpu" and torch is not None and torch.is_available
         if is_left_out and visible(hardware, environ)[0] and "DS_ACCELERATOR" not in environ:
@@ -170,7 +170,7 @@ def judge(
             )
     if determined is not None:
         findings += _judge_copies("determined", determined, installed)
-        findings.append(ok("what trials import", f"dstrial and determined{_took(libraries, 'dstrial')}"))
+        findings.append(ok("what trials import", f"dstrial and determined{_timing(libraries, 'dstrial')}"))
     slow = [f"{name} takes {took:.0f} s" for name, took in libraries.seconds.items() if took > _SLOW_S]
     if slow:
         todo = "Each rank pays this at its start: put the environment on a local disk."
@@ -207,12 +207,12 @@ def _judge_failure(failure: ImportFailure) -> Finding:
     return problem(f"import {failure.package}", f"{reason}{where}", todo)
 
 
-def _took(libraries: Libraries, library: str) -> str:
+def _timing(libraries: Libraries, library: str) -> str:
     return f"; imported in {libraries.seconds.get(library, 0.0):.1f} s"
 
 
 def _judge_copies(name: str, imported: TorchBuild | Package, installed: Mapping[str, str]) -> list[Finding]:
-    """Detect a second copy of a library by its different version."""
+    """Report a second copy of a library, found by its different version."""
     said = installed.get(name)
     if said is None or said.partition("+")[0] == imported.version.partition("+")[0]:
         return []

@@ -30,7 +30,7 @@ class Limits:
     cores: int
     core_quota: float | None  # CPU quota of the control group, in cores
     memory_bytes: int
-    available_bytes: int | None  # with the limits of control groups
+    available_bytes: int | None  # free memory, also within the limits of control groups
     shm_bytes: int  # size of ``/dev/shm``; 0 if it is missing
     shm_free_bytes: int
     shm_is_writable: bool

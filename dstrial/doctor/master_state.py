@@ -21,11 +21,11 @@ _ANSWER_TIMEOUT_S = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterState:
-    """The state of this machine's master."""
+    """Facts about this machine's master and its state directory."""
 
-    path: str  # its state directory
-    record: MasterRecord | None  # the running process; None if there is none
-    answer: str = ""  # error in the master's response
+    path: str  # the state directory
+    record: MasterRecord | None  # None if no master runs
+    answer: str = ""  # error in the master's response; empty if the response is correct
     owner: int | None = None  # user id of the directory's owner; None, like the mode, without a directory
     mode: int | None = None
     credentials_mode: int | None = None  # mode of the password file
@@ -56,7 +56,7 @@ def measure(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Send a request to a master; return an error text, empty if it responds."""
+    """Send a request to a master; return an error text, empty for a good response."""
     try:
         info = within(_ANSWER_TIMEOUT_S, lambda: Client(record.address).get("/info"))
     except (NoAnswerError, MasterError) as error:
@@ -76,7 +76,7 @@ def _is_free(port: int) -> bool:
 
 
 def judge(master: MasterState, *, version: str, accelerator: str) -> list[Finding]:
-    """Return findings on the master; a new one would have slots of ``accelerator``."""
+    """Return findings; ``accelerator`` is the kind of slots of a master started now."""
     if master.error:
         return [problem("state directory", master.error, "Name another directory with --state-dir.")]
     return [*_judge_process(master, version, accelerator), *_judge_directory(master)]

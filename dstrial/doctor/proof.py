@@ -1,7 +1,7 @@
 """``dstrial doctor --train``: a short end-to-end test of training on this machine.
 
-It trains a small GPT, resumes the checkpoint bitwise-equal and in another ZeRO stage, and measures speed, FLOPs and memory of
-a larger GPT. Each step runs a user command in a separate process.
+The test trains a small GPT, resumes its checkpoint in the same ZeRO stage (bitwise equal) and in another one, and measures speed,
+FLOPs and memory of a larger GPT. Each step runs a dstrial command in a separate process.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ StepStatus = Literal["ok", "failed", "not reached"]
 
 _SAVED_AT, _END = 7, 12  # batches
 _STAGE, _OTHER_STAGE = 1, 3
-# Relative difference of losses after five batches with another order of fp32 summation.
-_ACROSS_STAGES = 1e-4
+# Maximum relative difference of losses in another ZeRO stage, which sums fp32 gradients in another order.
+_STAGE_TOLERANCE = 1e-4
 _MIN_MFU, _MAX_MFU = 0.1, 0.7  # fraction of the measured peak, on accelerators
 _MIN_STEP_S = 5.0  # minimum time left for starting a step
-_ENDING_S = 10.0
+_ENDING_S = 10.0  # grace period for a launcher after Ctrl-C
 _SHOWN_LINES = 40
 # Linux's PR_SET_PDEATHSIG: if the doctor is killed, the launcher and its ranks end too.
 _WITH_PARENT = """
@@ -66,7 +66,7 @@ class Step:
 
 
 class StepFailedError(Exception):
-    """A step of the proof failed, did not confirm what it checks, or was not reached."""
+    """A step of ``doctor --train`` failed, found a wrong result, or was not reached."""
 
     def __init__(self, reason: str, output: str = "", status: StepStatus = "failed") -> None:
         super().__init__(reason)
@@ -79,7 +79,7 @@ def _out_of_time(output: str = "") -> StepFailedError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """The devices on which the proof trains."""
+    """The devices on which ``doctor --train`` trains."""
 
     kind: str  # cpu, cuda or rocm
     num_ranks: int
@@ -113,7 +113,7 @@ class Target:
 
 
 class Proof:
-    """Runs the steps of ``doctor --train``; writes each result at once."""
+    """Runs the steps of ``doctor --train``; shows and stores each result at once."""
 
     def __init__(
         self, target: Target, scratch: Path, output: Path | None, minutes: float, show: Callable[[Step], None]
@@ -127,11 +127,11 @@ class Proof:
         trained = self._step("train and save", self._train)
         if trained is not None:
             self._step("resume", lambda: self._resume(trained, _STAGE, 0.0))
-            self._step("reshape", lambda: self._resume(trained, _OTHER_STAGE, _ACROSS_STAGES))
+            self._step("reshape", lambda: self._resume(trained, _OTHER_STAGE, _STAGE_TOLERANCE))
         self._step("speed and memory", self._speed)
 
     def _step(self, name: str, call: Callable[[], tuple[str, Any]]) -> Any:
-        """Run a step; return the second value of ``call``, None if it failed."""
+        """Run a step, record its result; return the second value of ``call``, or None."""
         began_s = time.monotonic()
         status: StepStatus = "failed"
         found, output = None, ""
@@ -150,7 +150,6 @@ class Proof:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of ``result.json``."""
         steps = [dataclasses.asdict(step) for step in self.steps]
         return {"target": dataclasses.asdict(self._target), "steps": steps, "facts": self.facts}
 
@@ -166,7 +165,7 @@ class Proof:
         return f"{_END} batches of ZeRO {_STAGE}, {self._target}: {fell}, saved at {_SAVED_AT}", run
 
     def _resume(self, trained: RunDirectory, stage: int, bound: float) -> tuple[str, None]:
-        """Resume the checkpoint; compare the losses with those of the first run."""
+        """Resume the first run's checkpoint; compare the losses of both runs."""
         checkpoint = _checkpoint_at(trained, _SAVED_AT)
         run = self._launch(f"stage-{stage}", stage, DSTRIAL_RESUME=str(checkpoint))
         expected = {batch: loss for batch, loss in _losses(trained).items() if batch > _SAVED_AT}
@@ -185,17 +184,17 @@ class Proof:
 
     def _speed(self) -> tuple[str, None]:
         run = self._launch("speed", _STAGE, is_large=True)
-        told = json.loads(run.telemetry_path.read_text(encoding="utf-8"))
-        said = self._run(["dstrial.cli", "memory", str(run.path), "--json"], "memory")
-        predicted = json.loads(said[said.index("{") :])
-        self.facts.update(telemetry=told, memory=predicted)
-        mfu = told.get("mfu")
+        telemetry = json.loads(run.telemetry_path.read_text(encoding="utf-8"))
+        output = self._run(["dstrial.cli", "memory", str(run.path), "--json"], "memory")
+        predicted = json.loads(output[output.index("{") :])
+        self.facts.update(telemetry=telemetry, memory=predicted)
+        mfu = telemetry.get("mfu")
         if self._target.kind != "cpu" and mfu is not None and not _MIN_MFU <= mfu <= _MAX_MFU:
             raise StepFailedError(
                 f"MFU is {mfu:.3g}; expected {_MIN_MFU:g} to {_MAX_MFU:g}. See whether others use the device (nvidia-smi), "
                 "and whether its clocks are limited."
             )
-        rows = summary_rows(told, predicted["predicted"])
+        rows = summary_rows(telemetry, predicted["predicted"])
         if predicted["problem"]:
             rows.append(("prediction", str(predicted["problem"])))
         shown = "\n".join(f"  {name:<15}{text}" for name, text in rows)
@@ -212,7 +211,7 @@ class Proof:
         return RunDirectory.open(record.parent)
 
     def _run(self, words: Sequence[str], name: str, **variables: str) -> str:
-        """Run a module of dstrial and return its output."""
+        """Run ``python -m`` with these words; return the output."""
         left_s = self._ends_at_s - time.monotonic()
         if left_s < _MIN_STEP_S:
             raise _out_of_time()
@@ -245,7 +244,7 @@ class Proof:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a launcher that still runs, also after Ctrl-C, and its ranks."""
+    """Stop the launcher of a step and its ranks, if they still run."""
     if process.poll() is None:
         for _ in range(2):  # a second Ctrl-C kills the ranks
             process.send_signal(signal.SIGINT)
@@ -276,7 +275,7 @@ def _environment(environ: Mapping[str, str], kind: str) -> dict[str, str]:
 
 
 def experiment(name: str, target: Target, stage: int, *, is_large: bool = False) -> dict[str, Any]:
-    """Return an experiment config, for speed if ``is_large``, else for determinism."""
+    """Return a step's experiment config: a large GPT, or a small deterministic one."""
     shape: dict[str, Any] = {"dropout": 0.1}
     records = 4
     if is_large:
@@ -319,7 +318,6 @@ def experiment(name: str, target: Target, stage: int, *, is_large: bool = False)
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:
-    """Return batch -> loss from a run's reports."""
     return {
         int(row["steps_completed"]): float(row["metrics"]["loss"])
         for row in read_json_lines(run.metrics_path)
@@ -335,7 +333,7 @@ def _checkpoint_at(run: RunDirectory, batch: int) -> Path:
 
 
 def prove(*, minutes: float, output: Path | None, show: Callable[[Step], None]) -> dict[str, Any]:
-    """Run the proof within ``minutes`` and return the content of ``result.json``.
+    """Run all steps within ``minutes``; return the content of ``result.json``.
 
     ``output`` is a directory for that file and a log of each step; if None, nothing is kept.
     """

@@ -35,7 +35,7 @@ _ELSEWHERE = "Choose another directory, or change the rights on this one."
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory that training writes to."""
+    """Facts about a directory that training writes to."""
 
     name: str
     path: str

@@ -12,7 +12,7 @@ from dstrial.doctor.libraries import TorchBuild
 # CUDA major release -> the oldest driver that supports all its releases. Source: CUDA Compatibility, "Minor Version
 # Compatibility" (docs.nvidia.com/deploy/cuda-compatibility).
 _OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-# CUDA major release -> the build of torch that an older driver still supports.
+# CUDA major release that a driver supports -> the build of torch for that driver.
 _BUILDS = {11: "CUDA 11.8 (torch 2.6 or 2.7)", 12: "CUDA 12.6"}
 _SELECTOR = "https://pytorch.org/get-started/locally"
 
@@ -82,7 +82,7 @@ def _driver_too_old(cuda: str, hardware: Hardware) -> Finding | None:
 
 
 def has_kernels(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
-    """Return whether a build runs on a device of this compute capability.
+    """Return whether a torch build runs on a device of this compute capability.
 
     ``sm_90`` is machine code for the same major and the same or a higher minor number; ``compute_90`` is compiled for newer
     devices at load time; ``sm_90a`` runs on that device only.

@@ -35,11 +35,11 @@ def judge(environ: Mapping[str, str]) -> list[Finding]:
         *_judge_paths(environ),
         *_judge_proxies(environ),
     ]
-    told = {finding.name for finding in found}
+    reported = {finding.name for finding in found}
     found += [
         ok(name, shown(environ[name]))
         for name in sorted(environ)
-        if _SHOWN.match(name) and name not in told and name not in _RANK and environ[name]
+        if _SHOWN.match(name) and name not in reported and name not in _RANK and environ[name]
     ]
     return found or [ok("variables", "no variable that changes training is set")]
 

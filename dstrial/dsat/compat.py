@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dstrial.config import overwrite_deepspeed_config
+from dstrial.config.merge import overwrite_deepspeed_config
 from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, METRICS_TO_MINIMIZE
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.script_variables import MEASURING_KEY

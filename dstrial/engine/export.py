@@ -18,6 +18,7 @@ import math
 import mmap
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -124,14 +125,31 @@ class ModelWeights:
                 "for only the model knows along which axis. Put them together with the model's own tools."
             )
         self._saved = saved
+        self._dtype = dtype
+        self._sources: dict[str, str] = {}  # name of a spec -> parameter, if they differ
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.unequal: tuple[str, ...] = ()
+        self.specs: tuple[TensorSpec, ...] = ()
+        self._choose(saved)
+
+    def _choose(self, saved: SavedEngine) -> None:
+        layout = saved.layout
+        if layout.frozen_checksums:
+            raise CheckpointLayoutError(
+                f"the checkpoint holds only what is trained, and not {len(layout.frozen_checksums)} frozen parameters; expected "
+                "all weights. Export the adapter (--format adapter), which PEFT loads and merges with its base model."
+            )
         self._buffers = saved.buffers()
         self.aliases = tied_names(layout)
         self.unequal = tuple(saved.unequal_copies())
         specs = [
-            _spec(place.name, place.shape, getattr(torch, place.dtype), dtype) for place in own_places(layout)
+            _spec(place.name, place.shape, getattr(torch, place.dtype), self._dtype)
+            for place in own_places(layout)
         ]
         specs += [
-            _spec(name, tuple(buffer.shape), buffer.dtype, dtype) for name, buffer in self._buffers.items()
+            _spec(name, tuple(buffer.shape), buffer.dtype, self._dtype)
+            for name, buffer in self._buffers.items()
         ]
         self.specs = tuple(specs)
 
@@ -148,8 +166,106 @@ class ModelWeights:
             if buffer is not None:
                 piece.copy_(buffer.detach().reshape(-1)[begin : begin + piece.numel()])
             else:
-                self._saved.copy(spec.name, MASTER, begin, piece)
+                self._copy(spec.name, begin, piece)
             yield piece.view(torch.uint8).numpy().data
+
+    def _copy(self, name: str, begin: int, piece: torch.Tensor) -> None:
+        self._saved.copy(self._sources.get(name, name), MASTER, begin, piece)
+
+
+_NOT_MERGED = re.compile(r"\.lora_|trainable_tokens")
+
+
+class AdapterWeights(ModelWeights):
+    """Weights of PEFT's adapter, named as in ``adapter_model.safetensors``.
+
+    Attributes:
+        config: content of ``adapter_config.json``.
+
+    Raises:
+        CheckpointLayoutError: the checkpoint has no adapter.
+    """
+
+    def _choose(self, saved: SavedEngine) -> None:
+        adapter = _adapter(saved)
+        self.config: dict[str, Any] = adapter["config"]
+        self._sources = {key: name for name, key in adapter["keys"].items()}
+        places = {key: saved.place(name) for key, name in self._sources.items()}
+        self.specs = tuple(
+            _spec(key, place.shape, getattr(torch, place.dtype), self._dtype) for key, place in places.items()
+        )
+
+
+class MergedWeights(ModelWeights):
+    """Weights of the base model with its LoRA adapter added, by its own names.
+
+    Raises:
+        CheckpointLayoutError: the checkpoint has no adapter, no base weights, or an adapter that is not LoRA's on linear layers.
+
+    Source: PEFT 0.21 ``tuners.lora.layer.Linear.get_delta_weight``.
+    """
+
+    def _choose(self, saved: SavedEngine) -> None:
+        adapter = _adapter(saved)
+        super()._choose(saved)
+        self._deltas: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        for layer, (scaling, is_transposed, name) in adapter["linear"].items():
+            factors = [f"{layer}.lora_{factor}.{name}.weight" for factor in "AB"]
+            first, second = (saved.full(factor).float() for factor in factors)
+            self._deltas[_merged_name(f"{layer}.base_layer.weight")] = (
+                first,
+                second * scaling,
+                is_transposed,
+            )
+        plain = {
+            f"{layer}.lora_{factor}.{one[2]}.weight"
+            for layer, one in adapter["linear"].items()
+            for factor in "AB"
+        }
+        specs = []
+        for spec in self.specs:
+            if spec.name in plain or ".original_module." in spec.name:
+                continue
+            if _NOT_MERGED.search(spec.name) or adapter["config"]["peft_type"] != "LORA":
+                raise CheckpointLayoutError(
+                    f"{spec.name!r} is of an adapter that is more than LoRA on linear layers; expected one that can be added "
+                    "here. Export it with --format adapter, and merge it with PEFT's merge_and_unload()."
+                )
+            name = _merged_name(spec.name)
+            specs.append(dataclasses.replace(spec, name=name))
+            self._sources[name] = spec.name
+        self.specs = tuple(specs)
+        self._buffers = {_merged_name(name): buffer for name, buffer in self._buffers.items()}
+        self.aliases = {_merged_name(alias): _merged_name(name) for alias, name in self.aliases.items()}
+
+    def _copy(self, name: str, begin: int, piece: torch.Tensor) -> None:
+        if name not in self._deltas:
+            super()._copy(name, begin, piece)
+            return
+        first, second, is_transposed = self._deltas[name]
+        weight = torch.empty(piece.numel())
+        super()._copy(name, begin, weight)
+        left, right = (first.T, second.T) if is_transposed else (second, first)
+        columns = right.shape[1]
+        rows = slice(begin // columns, -(-(begin + piece.numel()) // columns))
+        start = begin - rows.start * columns
+        delta = (left[rows] @ right).reshape(-1)[start : start + piece.numel()]
+        piece.copy_(weight + delta)
+
+
+def _adapter(saved: SavedEngine) -> Mapping[str, Any]:
+    if not saved.layout.adapter:
+        raise CheckpointLayoutError(
+            "the checkpoint has no adapter of PEFT; expected one of a model that peft.get_peft_model has made. Export all of its "
+            "weights: --format safetensors, torch or hf, without --merged."
+        )
+    return saved.layout.adapter
+
+
+def _merged_name(name: str) -> str:
+    """Return the name that a parameter of PEFT's model has in the base model."""
+    own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", own)
 
 
 def write_safetensors(
@@ -223,6 +339,14 @@ def write_hugging_face(
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for file in files:
         shutil.copyfile(file, directory / file.name)
+
+
+def write_adapter(weights: AdapterWeights, directory: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
+    """Write a new adapter directory, which ``PeftModel.from_pretrained`` loads."""
+    directory.mkdir()
+    write_safetensors(weights, directory / "adapter_model.safetensors", on_bytes=on_bytes)
+    text = json.dumps(weights.config, indent=2, sort_keys=True) + "\n"
+    (directory / "adapter_config.json").write_text(text, encoding="utf-8")
 
 
 def _write_tensors(

@@ -15,6 +15,7 @@ from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_parameters
+from dstrial.engine.partial_training import adapter_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
         },
         buffers=tuple(buffer for _, its_buffers in ordered for buffer in its_buffers),
         parameters=tuple(_tied_across_parts(place for its_places, _ in ordered for place in its_places)),
+        adapter=adapter_of(engine.module),
     )
 
 

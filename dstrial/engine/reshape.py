@@ -77,7 +77,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
         raise CheckpointLayoutError(
             f"the checkpoint has another layout and cannot be loaded in this one: {'; '.join(problems)}."
         )
-    targets = list(live.targets())
+    targets = [target for target in live.targets() if saved.holds(target.name)]
     for target in targets:
         for key in saved.state_keys(target.name):
             saved.dtype(
@@ -255,7 +255,8 @@ def _load_module(saved: SavedEngine, live: _Live) -> None:
     """Load the module's weights: rounded master weights, and frozen weights."""
     for name, tensor, piece in live.module_tensors():
         # If the module's weight is itself the master weight, copying again changes nothing.
-        saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
+        if saved.holds(name):
+            saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
 
 
 def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
@@ -316,7 +317,7 @@ def _verify(
                 wrong.append(f"{key} of {target.name}")
     for name, tensor, piece in live.module_tensors():
         held_by_module = _Target(name, piece.parameter_begin, piece.numel, tensor, piece.begin, tensor)
-        if not _is_same(saved, held_by_module, MASTER, tensor):
+        if saved.holds(name) and not _is_same(saved, held_by_module, MASTER, tensor):
             wrong.append(f"the module's {name}")
     groups = _base_groups(engine)
     for idx, values in settings.items():

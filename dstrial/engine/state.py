@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -226,6 +227,19 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
         return loaded, client_state
 
     engine.load_checkpoint = load_checkpoint
+
+
+@contextlib.contextmanager
+def loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[None]:
+    """Replace an engine's ``load_checkpoint`` in the block."""
+    before = vars(engine).get("load_checkpoint")
+    engine.load_checkpoint = load
+    try:
+        yield
+    finally:
+        del engine.load_checkpoint
+        if before is not None:
+            engine.load_checkpoint = before
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:

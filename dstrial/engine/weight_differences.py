@@ -40,12 +40,16 @@ class WeightDifference:
 def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
     """Return the parameters with equal shape in ``a`` and ``b``, in ``a``'s order.
 
-    Tied parameters are listed once.
+    Tied parameters are listed once, and those not at all that a checkpoint does not hold.
     """
     return [
         name
         for name, place in a.places.items()
-        if place.tied_to is None and name in b.places and b.places[name].shape == place.shape
+        if place.tied_to is None
+        and name in b.places
+        and b.places[name].shape == place.shape
+        and a.holds(name)
+        and b.holds(name)
     ]
 
 

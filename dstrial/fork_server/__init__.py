@@ -1,11 +1,11 @@
-"""Starts programs as forks of a process that has imported torch and DeepSpeed.
+"""Start programs as forks of a server that has imported torch and DeepSpeed.
 
-A server (``server``) imports and forks idle processes, *spares*. A spare that receives a program from its parent (``client``)
-checks that a new process would import the same, takes on the program's state (``fork``) and runs it; otherwise it refuses, and
-the parent starts a new process. This module decides which environments a server serves: its *key* are all variables but those
-that are read after the fork.
+The server (``server``) imports the modules and forks idle processes, called *spares*. A spare receives a program from its
+parent (``client``). If a new process would import the same files, the spare adopts the program's environment, directory and
+open files (``fork``) and runs the program; otherwise it refuses, and the parent starts a new process. This module computes a
+server's *key*: all environment variables except those that are read after the fork. A server serves programs with its key.
 
-Standard library only, apart from modules that the server is told to import.
+Standard library only, apart from the modules that a server is asked to import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dstrial.determined_imports import SITE
 
 PATH_VARIABLE = "PYTHONPATH"
 NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Has torch ask NVML for devices, which leaves no state that a fork would not survive (``torch/cuda/__init__.py``)."""
+"""Makes torch query devices through NVML, which leaves the process safe to fork (``torch/cuda/__init__.py``)."""
 FREE_PREFIXES = (
     "DET_",
     "DSTRIAL_",
@@ -29,49 +29,49 @@ FREE_PREFIXES = (
     "TORCHELASTIC_",
     "ACCELERATE_",
 )
-"""Variables that identify a trial and a rank; no module that is imported ahead reads them."""
+"""Prefixes of variables that identify a trial or a rank; no module that a fork server imports reads them."""
 
 FREE_NAMES = frozenset(
     {
         "RANK",
         "WORLD_SIZE",
-        # where a process works
+        # working and temporary directories
         "PWD",
         "OLDPWD",
         "TMPDIR",
-        # of Determined's launchers, which read them when they meet; each allocation has ports of its own
+        # ports of Determined's launchers, different for each allocation; read at rendezvous
         "C10D_PORT",
         "DTRAIN_SSH_PORT",
         "INTER_TRAIN_PROCESS_COMM_PORT_1",
         "INTER_TRAIN_PROCESS_COMM_PORT_2",
-        # read when a device is first asked for, which no import does
+        # read at the first use of a device; no import uses one
         "CUDA_VISIBLE_DEVICES",
         "HIP_VISIBLE_DEVICES",
         "ROCR_VISIBLE_DEVICES",
         NVML_CHECK_VARIABLE,
-        # read when a process group is made (torch 2.13, ProcessGroupGloo.cpp and ProcessGroupNCCL.cpp); our launcher sets them
+        # set by dstrial's launcher; read by process groups (torch 2.13, ProcessGroupGloo.cpp and ProcessGroupNCCL.cpp)
         "GLOO_SOCKET_IFNAME",
         "NCCL_SOCKET_IFNAME",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         # read at the first compilation
         "TORCHINDUCTOR_CACHE_DIR",
-        # a shell's own
+        # set by shells
         "SHLVL",
         "_",
-        # of pytest, which sets it anew for each test and phase
+        # set by pytest for each test and phase
         "PYTEST_CURRENT_TEST",
     }
 )
-"""Variables that are read after the fork only. All others, known or not, belong to the key."""
+"""Variables that are read only after the fork. All others, known or not, belong to a server's key."""
 
 
 def is_free(name: str) -> bool:
-    """Return whether forks of one process may differ in a variable."""
+    """Return whether forks of one server may have different values of a variable."""
     return name in FREE_NAMES or name.startswith(FREE_PREFIXES)
 
 
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that all forks of a process share."""
+    """Return the variables that must be equal in a fork server and its programs."""
     key = {name: value for name, value in environment.items() if not is_free(name)}
     places = [place for place in import_places(environment) if place != SITE]
     if places:
@@ -81,7 +81,7 @@ def key_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def import_places(environment: Mapping[str, str]) -> list[str]:
-    """Return the directories that PYTHONPATH names."""
+    """Return the directories of PYTHONPATH."""
     return [place for place in environment.get(PATH_VARIABLE, "").split(os.pathsep) if place]
 
 

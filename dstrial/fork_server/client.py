@@ -1,4 +1,4 @@
-"""Start programs in spares of a fork server or of this process."""
+"""Start programs in spares (idle forks) of a fork server or of this process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ForkRefusedError(Exception):
 def trains_trial_class(words: Sequence[str]) -> bool:
     """Return whether a command line launches ranks that import a trial class.
 
-    These import ``dstrial.launch.imported_ahead`` before the user's module. A script says itself what is imported when.
+    Such ranks import ``dstrial.launch.imported_ahead`` before the user's module. A script may import in any order.
     """
     if tuple(words[:2]) != ("-m", "dstrial.launch"):
         return False
@@ -55,7 +55,7 @@ def trains_trial_class(words: Sequence[str]) -> bool:
 
 
 class ForkedProcess:
-    """A child of this process, with the used part of ``subprocess.Popen``."""
+    """A forked child with the methods of ``subprocess.Popen`` that dstrial uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -66,7 +66,7 @@ class ForkedProcess:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.returncode = 0  # reaped elsewhere, as with SIGCHLD ignored; subprocess returns 0, too
+                self.returncode = 0  # reaped elsewhere, or SIGCHLD is ignored; as subprocess does
             else:
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
@@ -86,10 +86,10 @@ class ForkedProcess:
 
 
 def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
-    """Start a program from this process's spare; see ``start_program``.
+    """Start a program in this process's spare; see ``start_program``.
 
     Raises:
-        ForkRefusedError: a new process is needed; without a message, if there is no spare.
+        ForkRefusedError: a new process is needed; the message is empty if this process has no spare.
     """
     if fork.spare is None:
         raise ForkRefusedError("")
@@ -97,17 +97,17 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
     connection.settimeout(ANSWER_TIMEOUT_S)
     try:
         with _adopting_orphans():
-            given = _ask_for_spare(connection, fork.CHILD)
+            received = _ask_for_spare(connection, fork.CHILD)
     except ForkRefusedError:
-        end_spare()  # it would delay every further program
+        end_spare()  # a broken spare would delay every later program
         raise
     finally:
         connection.detach()
-    return ForkedProcess(start_program(given, program, files))
+    return ForkedProcess(start_program(received, program, files))
 
 
 def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
-    """As ``start_from_spare``, but log why a new process is needed, and return None."""
+    """Start a program in this process's spare; if refused, log why and return None."""
     try:
         return start_from_spare(program, files)
     except ForkRefusedError as reason:
@@ -123,19 +123,19 @@ def end_spare() -> None:
 
 
 def _ask_for_spare(connection: socket.socket, request: bytes) -> int:
-    answer, given = _ask(connection, request)
-    if not given:
+    answer, received = _ask(connection, request)
+    if not received:
         raise ForkRefusedError(answer[1:].decode())
-    return given[0]
+    return received[0]
 
 
 def start_program(
     spare: int, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
 ) -> int:
-    """Have a spare become a program; return its pid. The spare's socket is closed.
+    """Run a program in a spare; close the spare's socket and return the pid.
 
-    ``files`` get the program's ``numbers``. ``known`` is called with the pid before the program begins; if it raises, nothing
-    begins.
+    ``files`` are open files; the program sees them as descriptors ``program.numbers``. ``known`` is called with the pid before
+    the program starts; if it raises, the program does not start.
 
     Raises:
         ForkRefusedError: a new process is needed.
@@ -162,20 +162,20 @@ def start_program(
 
 
 def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -> tuple[bytes, list[int]]:
-    """Send a request, unless it is empty, and return the answer."""
+    """Send a request, unless it is empty; return the answer and its open files."""
     try:
         if request:
             socket.send_fds(connection, [request], list(files))
-        answer, given, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        answer, received, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise ForkRefusedError(f"it does not answer ({error})") from None
     if not answer:
         raise ForkRefusedError("it has ended")
-    return answer, given
+    return answer, received
 
 
 class ForkServer:
-    """A fork server, which ends with this process. Thread-safe."""
+    """Handle of a fork server, which ends when this process ends. Thread-safe."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class ForkServer:
         python: str = sys.executable,
         program: Sequence[str] = ("-m", server.__name__),
     ) -> None:
-        """Start a server that imports modules."""
+        """Start the server process, which imports ``modules``; return at once."""
         self.key = key_of(environment)
         self._problem: str | None = None
         self._lock = threading.Lock()
@@ -206,10 +206,10 @@ class ForkServer:
         self.pid = self._process.pid
 
     def is_ready(self, timeout_s: float = 0.0) -> bool:
-        """Return whether it has imported everything, within a time.
+        """Wait for the server's imports; return whether they ended within the timeout.
 
         Raises:
-            ForkRefusedError: it has failed; the message says why.
+            ForkRefusedError: the server failed to import; the message says why.
         """
         with self._lock:
             if self._problem is None:
@@ -224,19 +224,19 @@ class ForkServer:
             return True
 
     def mismatch(self, environment: Mapping[str, str]) -> str:
-        """Return why a program with this environment cannot be a fork; empty if it can."""
+        """Return why the server cannot fork programs with this environment; "" if it can."""
         names = differing(self.key, environment)
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
 
     def spare(self, request: bytes) -> int:
-        """Fork a spare; return its socket.
+        """Request a spare, ``fork.CHILD`` or ``fork.ORPHAN``; return the spare's socket.
 
         Raises:
             ForkRefusedError: the server has ended, is stopped or does not answer.
         """
         with self._lock:
             if is_stopped(self.pid):
-                self._process.kill()  # a stopped process keeps files open of which others await the end
+                self._process.kill()  # other processes wait for the end of files that it holds open
                 raise ForkRefusedError("it is stopped (SIGSTOP)")
             try:
                 return _ask_for_spare(self._connection, request)
@@ -267,7 +267,7 @@ class ForkServer:
 
 
 class OwnForkServer:
-    """A fork server that a process starts when it first needs one. Thread-safe."""
+    """This process's fork server, started at its first use. Thread-safe."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
@@ -275,9 +275,9 @@ class OwnForkServer:
         self._server: ForkServer | None = None
 
     def get(self, environment: Mapping[str, str], timeout_s: float) -> ForkServer | None:
-        """Return the server once it has imported everything; None if it cannot.
+        """Return the server when its imports have ended; None if they fail or time out.
 
-        Importing takes as long in it as it would in the first program.
+        A server with another environment is replaced.
         """
         with self._lock:
             try:
@@ -299,7 +299,7 @@ class OwnForkServer:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Adopt orphaned descendants for the block."""
+    """Become the parent of orphaned descendants within the block (child subreaper)."""
     with _adopting:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:

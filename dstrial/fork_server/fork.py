@@ -1,6 +1,6 @@
-"""Spares: idle forks that become what a new Python process would be."""
+"""Spares: idle forks that run a program in the state of a new Python process."""
 
-# Checked before every start over thousands of files, where pathlib would take most of the time.
+# Thousands of files are checked before every start; pathlib would take most of that time.
 # ruff: noqa: PTH116, PTH208
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from typing import Any, NoReturn
 from dstrial.fork_server import differing, import_places
 
 MAX_FILES = 9  # open files that can be sent with a program
-FAILED_TO_BEGIN = 70  # exit code of a spare that could not take on its program (EX_SOFTWARE of sysexits.h)
+FAILED_TO_BEGIN = 70  # exit code of a spare that failed before its program (EX_SOFTWARE of sysexits.h)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _IGNORED_WHILE_IDLE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-# Requests to a server or a spare: a spare that is a child of the asking process, or of the server.
+# Requests to a server or a spare for a new spare, whose parent is the requesting process or the server.
 CHILD, ORPHAN = b"c", b"o"
-PID, PROGRAM = b"i", b"p"  # requests to a spare: its process id; to become a program
+PID, PROGRAM = b"i", b"p"  # requests to a spare: return your process id; run a program
 
 spare: int | None = None
-"""The socket of this process's spare, if it is a fork that starts others."""
+"""Socket of this process's spare; None unless this process is a fork whose program has ``has_spare``."""
 _exit_code = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A command line without the interpreter, and the process state that it starts in."""
+    """A command line without the interpreter, and the process state at its start."""
 
     words: Sequence[str]  # ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``
     environment: Mapping[str, str]
     directory: str
-    numbers: Sequence[int] = (0, 1, 2)  # descriptors of the open files that are sent along
-    leads: str = ""  # ``session`` or ``group`` that the process leads; empty for neither
-    umask: int | None = None  # None for that of its parent
+    numbers: Sequence[int] = (0, 1, 2)  # descriptors that the files sent with the program get
+    leads: str = ""  # ``session`` or ``group``: the process becomes its leader; empty for neither
+    umask: int | None = None  # None to inherit the parent's
     ends_with_parent: bool = False  # whether the kernel kills the process when its parent ends
-    has_spare: bool = False  # whether its own children can be forks
+    has_spare: bool = False  # whether the process gets a spare to fork its own children from
 
     def import_directories(self) -> list[str]:
-        """Return the directories whose modules come before installed ones."""
+        """Return the directories that the program puts before installed modules."""
         found = ["" if self.words[0] == "-m" else os.path.dirname(self.words[0])]  # noqa: PTH120
         for word, following in itertools.pairwise((*self.words, "")):
             if word.startswith("--cont"):  # --context-dir, or short for it
@@ -69,16 +69,16 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The state of the server once it has imported everything."""
+    """The state of a fork server after its imports, which its forks inherit."""
 
-    added: Mapping[str, str]  # environment variables that its imports have set
+    added: Mapping[str, str]  # environment variables that the imports set
     path: Sequence[str]  # ``sys.path`` without the program's directory and PYTHONPATH
-    descriptors: frozenset[int]  # open files that its imports keep
+    descriptors: frozenset[int]  # files that the imports opened
     versions: Mapping[str, int]  # modification time (ns) of each imported file
-    absent: frozenset[str]  # modules that its imports asked for and did not find
+    absent: frozenset[str]  # modules that the imports tried and did not find
 
     def refusal(self, program: Program) -> str:
-        """Return why a fork would differ from a new process; empty if it would not."""
+        """Return why a fork would differ from a new process; "" if it would not."""
         names = differing(os.environ, {**self.added, **program.environment})
         if names:
             return f"{', '.join(names)}: not as where it was imported ahead"
@@ -114,7 +114,7 @@ def imported_versions() -> dict[str, int]:
 
 
 def _version(file: str) -> int:
-    """Return a file's modification time; 0 without one (torch's temporary file)."""
+    """Return a file's modification time in ns; 0 for a deleted one (torch has some)."""
     try:
         return os.stat(file).st_mtime_ns
     except OSError:
@@ -126,9 +126,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
-    """Fork a spare; return the socket by which it is sent its program.
+    """Fork a spare of this process; return the socket that takes its program.
 
-    ``is_adopted`` makes the spare a child of the nearest process above that adopts orphans.
+    With ``is_adopted`` the spare is orphaned, so that the nearest child subreaper above becomes its parent.
     """
     ours, theirs = (one.detach() for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
@@ -138,7 +138,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
         os.close(theirs)
         raise
     if child == 0:
-        _be_spare(theirs, origin, is_adopted=is_adopted)
+        _run_spare(theirs, origin, is_adopted=is_adopted)
     os.close(theirs)
     if is_adopted:
         with contextlib.suppress(ChildProcessError):  # the server ignores SIGCHLD
@@ -146,10 +146,10 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
     return ours
 
 
-def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
-    """Wait for a program, become it and end this process.
+def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
+    """Wait for a program, run it and exit.
 
-    The end unwinds the frames of the parent, too: none of them may hold an open file by more than its number.
+    The exit also unwinds the frames inherited from the parent, which must hold open files by descriptor only.
     """
     global spare
     with _ending_on_error():
@@ -161,20 +161,20 @@ def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
         for standard in range(3):
             os.dup2(null, standard)
         _close_all_but(origin.descriptors | {descriptor})
-    # Forks are made outside of these blocks: they end by unwinding, too.
+    # Fork outside of `_ending_on_error`: a fork unwinds the frames that it inherits.
     while (request := _receive(descriptor))[0] != PROGRAM:
         if request[0] == PID:
             os.write(descriptor, b"%d" % os.getpid())
         else:
-            give_spare(descriptor, origin, is_adopted=True)
+            send_spare(descriptor, origin, is_adopted=True)
     with _ending_on_error():
         program, files = _read_program(request[1])
         refusal = origin.refusal(program)
         if refusal:
             reply(descriptor, refusal)
             os._exit(0)
-        descriptor = _above(descriptor, program.numbers)
-        _take_on(program, files, origin, descriptor)
+        descriptor = _move_above(descriptor, program.numbers)
+        _adopt_state(program, files, origin, descriptor)
     spare = fork_spare(origin) if program.has_spare else None
     with _ending_on_error():
         _reset_modules(program, origin)
@@ -183,8 +183,8 @@ def _be_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
     _run(program.words)
 
 
-def give_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
-    """Fork a spare and send its socket to the process that has asked for it."""
+def send_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
+    """Fork a spare and send its socket, or an error, to the requesting process."""
     try:
         given = fork_spare(origin, is_adopted=is_adopted)
     except OSError as error:
@@ -198,7 +198,7 @@ def give_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
 
 @contextlib.contextmanager
 def _ending_on_error() -> Iterator[None]:
-    """End this process on any error: a fork must not continue as its parent."""
+    """Exit on any error in the block: a fork must not go on running its parent's code."""
     try:
         yield
     except BaseException:  # noqa: BLE001
@@ -206,18 +206,18 @@ def _ending_on_error() -> Iterator[None]:
 
 
 def reply(descriptor: int, problem: str) -> None:
-    """Send the answer to a request, with the problem or an empty text."""
+    """Answer a request with a problem; an empty text means success."""
     os.write(descriptor, b"=" + problem.encode()[:4000])
 
 
 def _receive(descriptor: int) -> tuple[bytes, list[int]]:
-    """Return the next request and its open files."""
+    """Wait for the next request; return it and its open files."""
     with _ending_on_error():
         connection = socket.socket(fileno=descriptor)
         request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC)
         connection.detach()
         if not request:
-            os._exit(0)  # the parent has ended, or does not need this spare
+            os._exit(0)  # the parent has ended, or has closed the socket
         return request, files
 
 
@@ -227,13 +227,13 @@ def _read_program(files: list[int]) -> tuple[Program, list[int]]:
         return Program(**json.load(text)), files[1:]
 
 
-def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor: int) -> None:
-    """Give this process the state in which a new process would start the program."""
+def _adopt_state(program: Program, files: Sequence[int], origin: Origin, descriptor: int) -> None:
+    """Set signals, files, environment, name and directory as a new process has them."""
     for number in _IGNORED_WHILE_IDLE:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _place(files, program.numbers)
+    _install_files(files, program.numbers)
     _close_all_but(origin.descriptors | {*program.numbers, descriptor})
     if program.leads == "session":
         os.setsid()
@@ -246,7 +246,7 @@ def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor:
     environment = {**origin.added, **program.environment}
     os.environ.clear()
     os.environ.update(environment)
-    own_name = Path("/proc/self/comm")  # in ps and top; the command line stays the server's
+    own_name = Path("/proc/self/comm")  # shown by ps and top; the command line remains the server's
     own_name.write_text(
         program.words[1].rpartition(".")[2] if program.words[0] == "-m" else Path(program.words[0]).name
     )
@@ -257,10 +257,10 @@ def _take_on(program: Program, files: Sequence[int], origin: Origin, descriptor:
 
 
 def _reset_stream(number: int, stream: io.TextIOWrapper) -> None:
-    """Open a standard stream anew as the same object, which log handlers keep.
+    """Reinitialise a standard stream in place, because log handlers refer to it.
 
-    A stream asks its file once whether it is a terminal and can be sought in. Source: CPython 3.11 ``Python/pylifecycle.c``,
-    ``create_stdio``.
+    A stream checks only at its creation whether its file is a terminal and seekable. Source: CPython 3.11
+    ``Python/pylifecycle.c``, ``create_stdio``.
     """
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     mode = "r" if number == 0 else "w"
@@ -279,16 +279,16 @@ def _reset_modules(program: Program, origin: Origin) -> None:
     sys.orig_argv[:] = [sys.executable, *program.words]
     if program.words[0] == "-m":
         name = program.words[1]
-        # Of a package ``__main__`` is run; the package itself stays, with its modules as its attributes.
+        # A package is run by its ``__main__``; the package stays imported, with its modules as attributes.
         is_package = hasattr(sys.modules.get(name), "__path__")
         sys.modules.pop(f"{name}.__main__" if is_package else name, None)
-    tempfile.tempdir = None  # found anew, by TMPDIR
-    # Random numbers differ between processes until a program sets a seed; ``random`` itself sees to it.
+    tempfile.tempdir = None  # computed again, from TMPDIR
+    # Random numbers differ between processes until the program sets a seed. ``random`` reseeds itself after a fork.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
-    multiprocessing.process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]  # where spawned processes begin
+    multiprocessing.process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]  # directory of spawned processes
     multiprocessing.process.current_process().authkey = os.urandom(32)
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ImportError):
@@ -298,13 +298,12 @@ def _reset_modules(program: Program, origin: Origin) -> None:
 
 
 def _run(words: Sequence[str]) -> NoReturn:
-    """Run a program and end with its exit code."""
     global _exit_code
     try:
-        exec(_load_main(words), vars(sys.modules["__main__"]))  # noqa: S102  # the program that was asked for
+        exec(_load_main(words), vars(sys.modules["__main__"]))  # noqa: S102  # the requested program
     except SystemExit as ended:
         if isinstance(ended.code, int):
-            _exit_code = ended.code & 0xFF  # negative codes mean signals here
+            _exit_code = ended.code & 0xFF  # in `_exit_code` a negative number is a signal
         elif ended.code is not None:
             print(ended.code, file=sys.stderr)  # noqa: T201  # as Python does
             _exit_code = 1
@@ -319,10 +318,10 @@ def _run(words: Sequence[str]) -> NoReturn:
 
 
 def _load_main(words: Sequence[str]) -> types.CodeType:
-    """Make the module ``__main__`` and return its code."""
+    """Create the module ``__main__`` and return its code."""
     main = types.ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # by both names, as multiprocessing has it
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # both names, as multiprocessing sets them
     if words[0] != "-m":
         vars(main)["__file__"] = str(Path.cwd() / words[0])
         return compile(Path(words[0]).read_bytes(), vars(main)["__file__"], "exec", dont_inherit=True)
@@ -339,9 +338,9 @@ def _load_main(words: Sequence[str]) -> types.CodeType:
 
 
 def end_without_teardown() -> None:
-    """End this process at once; the last exit handler.
+    """Flush all files and exit at once, as the last exit handler.
 
-    Taking apart a million objects that the process shares with others would copy them all, in 0.4 s.
+    Deallocating a million objects in memory shared with the server would copy the pages, which takes 0.4 s.
     """
     # Text layers first: they flush into binary layers.
     for layer in (io.TextIOWrapper, (io.BufferedWriter, io.BufferedRandom)):
@@ -355,15 +354,15 @@ def end_without_teardown() -> None:
     os._exit(_exit_code & 0xFF)
 
 
-def _above(descriptor: int, numbers: Iterable[int]) -> int:
-    """Move an open file out of the way of these numbers."""
+def _move_above(descriptor: int, numbers: Iterable[int]) -> int:
+    """Duplicate an open file to a descriptor above ``numbers``; close the old one."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
     os.close(descriptor)
     return moved
 
 
-def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    moved = [_above(file, numbers) for file in files]
+def _install_files(files: Sequence[int], numbers: Sequence[int]) -> None:
+    moved = [_move_above(file, numbers) for file in files]
     for file, number in zip(moved, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
@@ -376,6 +375,6 @@ def _close_all_but(kept: Iterable[int]) -> None:
 
 
 def open_descriptors() -> set[int]:
-    """Return the open files but for the three standard ones."""
+    """Return this process's open descriptors, without the three standard ones."""
     names = os.listdir("/proc/self/fd")  # includes the descriptor of the listing itself, which is closed now
     return {int(name) for name in names if os.path.exists(f"/proc/self/fd/{name}")} - {0, 1, 2}  # noqa: PTH110

@@ -1,8 +1,8 @@
-"""The process that is forked: imports, then does nothing but fork.
+"""The fork server's process: import modules, then fork a spare for each request.
 
 ``python -m dstrial.fork_server.server SOCKET MODULES...``
 
-It has one thread, runs no tensor operation, and ends when the process that has started it closes the socket or ends.
+The server has one thread, runs no tensor operation, and ends when its parent closes the socket or ends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dstrial.fork_server import NVML_CHECK_VARIABLE, fork, import_places
 
 
 def main(words: Sequence[str]) -> None:
-    """Import modules and serve."""
+    """Import modules and answer requests for spares; ``words`` are SOCKET and MODULES."""
     descriptor = int(words[0])
     os.set_inheritable(descriptor, False)
     atexit.register(fork.end_without_teardown)  # registered first, so that it runs last
     before = dict(os.environ)
-    # DeepSpeed sets it when it is imported. Asking NVML for devices leaves no state that a fork would not survive.
+    # DeepSpeed's import sets it, too. Querying devices through NVML leaves the process safe to fork.
     os.environ[NVML_CHECK_VARIABLE] = "1"
     # site.py leaves duplicates out of sys.path.
     places = set(map(os.path.abspath, import_places(os.environ)))
@@ -48,18 +48,18 @@ def main(words: Sequence[str]) -> None:
         absent=frozenset(absent.names),
     )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the server ends with the process that has started it
+        signal.signal(number, signal.SIG_IGN)  # the server ends when its parent closes the socket
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     fork.reply(descriptor, problem or _unforkable())
     while request := os.read(descriptor, 1):
-        fork.give_spare(descriptor, origin, is_adopted=request == fork.CHILD)
+        fork.send_spare(descriptor, origin, is_adopted=request == fork.CHILD)
     os._exit(0)
 
 
 def _unforkable() -> str:
-    """Return why this process cannot be forked; empty if it can.
+    """Return why this process cannot be forked safely; "" if it can.
 
-    A thread holds locks that nobody releases in a fork; the CUDA driver does not survive one.
+    Locks that other threads hold stay locked in a fork; the CUDA driver does not work in a fork.
     """
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads != 1:
@@ -73,7 +73,7 @@ def _unforkable() -> str:
 
 
 class _AbsentModules:
-    """The last finder: records modules that no other finder has found."""
+    """Last entry of ``sys.meta_path``: record top-level modules that no finder found."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

@@ -1,1 +1,1 @@
-"""Hosts: hostfiles, connections by ssh and srun, and checks before a start."""
+"""Hostfiles, connections to hosts by ssh and srun, and checks before a start."""

@@ -1,4 +1,4 @@
-"""One connection to a host, on which lines of JSON go both ways."""
+"""A connection to a program on a host, which exchanges lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Refusal, SshTransp
 
 _CLOSE_S = 2.0
 _STDERR_BYTES = 4096
-_PIECE_BYTES = 256 * 1024  # of a payload, between which heartbeats are answered
+_PIECE_BYTES = 256 * 1024  # size of a payload's pieces; heartbeats are answered between pieces
 
 
 class HostConnection:
-    """A program on a host, with JSON lines on its input and output.
+    """Handle of a program on a host, with JSON lines on its input and output.
 
-    Begins with ``remote.main``, which may become another program. Any thread may call ``send``, which never waits; one thread
-    calls ``next``. A heartbeat of the program's is answered with each line that is sent, at least each ``BEAT_S``.
+    The program is ``remote.main``, which can replace itself by another one. Any thread may call ``send``, which never blocks;
+    one thread calls ``next``. Each sent line, at least one per ``BEAT_S``, acknowledges the program's last heartbeat.
 
     Attributes:
-        heard_s: when the last line came, monotonic seconds.
-        lease_ends_s: when what runs there ends at the latest unless a later heartbeat is answered; None before the first.
+        heard_s: time of the last received line, monotonic seconds.
+        lease_ends_s: end of the program's lease, at which its allocations are killed unless another heartbeat is acknowledged;
+            monotonic seconds, None before the first heartbeat.
     """
 
     def __init__(self, host: Host, python: str, transport: Transport | None = None) -> None:
@@ -43,8 +44,8 @@ class HostConnection:
         self._sent: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
         self._beat: float | None = None
         self._stderr = b""
-        # It outlives a killed master, and `scancel`, which sends SIGTERM to every process of a job.
-        # The end of a connection alone may be that of a cut cable.
+        # Writes the goodbye when this process closes its input or is killed; without a goodbye the network was lost.
+        # Ignores SIGTERM, which `scancel` sends to every process of a job.
         self._input = subprocess.Popen(
             ["sh", "-c", f"trap '' HUP INT TERM; cat; printf '\\n%s\\n' {shlex.quote(GOODBYE)}"],
             bufsize=0,
@@ -72,14 +73,14 @@ class HostConnection:
             thread.start()
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Write a line soon; before it a payload, as lines with a ``piece`` of it each."""
+        """Queue a payload, as lines with one ``piece`` each, and then a line."""
         self._sent.put((message, payload))
 
     def next(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Return the next answer; None once the connection has ended.
+        """Return the program's next answer; None once the connection has ended.
 
         Raises:
-            TimeoutError: none came in time.
+            TimeoutError: no answer within the timeout.
         """
         try:
             return self._frames.get(timeout=timeout_s)
@@ -87,29 +88,29 @@ class HostConnection:
             raise TimeoutError(self.host.name) from None
 
     def ask(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Return the answer to a request; None if none came in time."""
+        """Send a request and return the answer; None after a timeout or a lost connection."""
         self.send(message)
         with contextlib.suppress(TimeoutError):
             return self.next(timeout_s)
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the program's end."""
+        """Wait until the connection's local process ends, or for the timeout."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._program.wait(timeout_s)
 
     def errors(self) -> str:
-        """Return the end of stderr; complete once the program has ended."""
+        """Return the last part of stderr; complete once the program has ended."""
         if self._program.poll() is not None:
-            self._threads[0].join(_CLOSE_S)  # not for ever: a process of ProxyCommand may hold the pipe
+            self._threads[0].join(_CLOSE_S)  # a process of ProxyCommand may keep the pipe open for ever
         return self._stderr.decode(errors="replace").strip()
 
     def refusal(self) -> Refusal:
-        """Explain why the host has not answered before its connection ended."""
+        """Return why the host has not answered, and a fix, from the exit code and stderr."""
         return self.transport.refusal(self.host.name, self._python, self._program.poll(), self.errors())
 
     def close(self) -> None:
-        """End the connection with a goodbye, and with it the program. Idempotent."""
+        """Send a goodbye and end the connection and its threads. Idempotent."""
         assert self._input.stdin is not None
         self._sent.put(None)
         self._input.stdin.close()
@@ -119,18 +120,18 @@ class HostConnection:
         for thread in self._threads:
             thread.join(_CLOSE_S)
         for thread, end in zip(self._threads, (self._program.stderr, self._program.stdout), strict=False):
-            # Closing would wait for a thread that reads: a process of ProxyCommand may hold the pipe.
+            # Closing blocks while a thread reads: a process of ProxyCommand may keep the pipe open.
             if end is not None and not thread.is_alive():
                 end.close()
 
     def abandon(self) -> None:
-        """Kill the connection without a goodbye."""
+        """Kill the connection's local process without a goodbye."""
         self._program.kill()
         self._program.wait()
 
     def _write(self) -> None:
         item: tuple[Mapping[str, Any], bytes] | None
-        with contextlib.suppress(OSError, ValueError):  # it has ended
+        with contextlib.suppress(OSError, ValueError):  # the connection has ended
             while True:
                 item = ({}, b"")
                 with contextlib.suppress(queue.Empty):

@@ -1,8 +1,8 @@
-"""Hostfiles and their filters in DeepSpeed's format, and the flags that name them.
+"""Parse hostfiles and host filters in DeepSpeed's format; define their flags.
 
 A line is ``NAME slots=N``; ``#`` begins a comment. A filter is ``NAME[:SLOT,SLOT...]``, several joined by ``@``. Source:
-DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and ``parse_resource_filter``. Unlike there, a path that is
-no file is an error, never one machine.
+DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and ``parse_resource_filter``. A missing file is an error;
+DeepSpeed trains on one machine instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dstrial.hosts.preflight import Preflight
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*")
-# What ssh takes for a host, and never for an option of its own.
+# Names that ssh accepts as a host and cannot mistake for an option.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:%-]*[A-Za-z0-9_])?")
 _MAX_SLOTS = 65_536
 _SLOTS_KEY = "resources.slots_per_trial"
@@ -33,11 +33,11 @@ _FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A machine and those of its slots that may be used."""
+    """A machine and its usable slots."""
 
-    name: str  # as ssh takes it: a name, an address, or an alias of ``~/.ssh/config``
+    name: str  # ssh's destination: a name, an address, or an alias of ``~/.ssh/config``
     slots: tuple[int, ...]  # indices of devices, ascending, from 0, in rank order
-    is_filtered: bool = False  # whether a filter chose them among more
+    is_filtered: bool = False  # whether a filter excludes some slots of the hostfile
 
 
 def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
@@ -46,7 +46,7 @@ def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Hos
     Filters look like ``host1@host2:0,2``.
 
     Raises:
-        ConfigError: with everything that is wrong with the file and the filters.
+        ConfigError: all problems of the file and the filters.
     """
     hosts = _read(path)
     problems: list[ConfigProblem] = []
@@ -99,8 +99,8 @@ def _read(path: Path) -> tuple[Host, ...]:
         elif not _NAME.fullmatch(name):
             wrong = (repr(name), "a host's name or address", "Correct the name.")
         elif name in lines:
-            told = f"{name!r} once more, as in line {lines[name]}"
-            wrong = (told, "each host once", "Give its slots in one line.")
+            got = f"{name!r} once more, as in line {lines[name]}"
+            wrong = (got, "each host once", "Give its slots in one line.")
         elif not 1 <= slots <= _MAX_SLOTS:
             wrong = (f"slots={slots}", f"1 to {_MAX_SLOTS} slots", "Leave the host out, or give it slots.")
         if wrong is not None:
@@ -172,7 +172,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
 
 
 def require_hostfile(args: argparse.Namespace) -> None:
-    """Refuse flags of hosts without a hostfile."""
+    """Raise ConfigError if a flag that needs ``--hostfile`` is given without it."""
     given = {"--include": args.include, "--exclude": args.exclude, "--python": args.python}
     problems = [
         ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
@@ -188,9 +188,9 @@ def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
-    """Return ``resources.slots_per_trial`` of a config or override, None by default.
+    """Return ``resources.slots_per_trial`` as the user set it; None if not set.
 
-    Its default, one slot, is for one machine: without it all slots of a hostfile are used.
+    If it is not set, a hostfile's slots are all used; the default of 1 applies to one machine only.
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")
@@ -206,7 +206,7 @@ def python_of(args: argparse.Namespace) -> str:
 
 
 def placement_lines(preflight: Preflight) -> list[str]:
-    """Return a line for each host: its slots and address."""
+    """Return a line for each checked host, with its slots and address."""
     lines = []
     for ready in preflight.hosts:
         count = len(ready.host.slots)

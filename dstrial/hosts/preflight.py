@@ -1,4 +1,4 @@
-"""Checks that hosts can train together, before anything starts."""
+"""Check before a start that hosts can train together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dstrial.hosts.transport import SshTransport, Transport
 from dstrial.ranks.devices import SHARE_VARIABLE, may_share
 from dstrial.visible_text import visible_line
 
-_MORE_S = 1.0
-_STEP_S = 5.0
+_CONNECT_MARGIN_S = 1.0
+_ANSWER_S = 5.0
 _CONNECT_S = 2.0
 _MAX_SKEW_S = 30.0
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -32,31 +32,31 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """What a host reports."""
+    """A host's own report: versions, devices, addresses and clock."""
 
     python: str
     versions: Mapping[str, str | None]  # of torch, deepspeed and dstrial; None if not installed
-    num_accelerators: int  # by its drivers
-    addresses: tuple[tuple[str, str], ...]  # interfaces and IPv4 addresses, the one that ssh reached first
+    num_accelerators: int  # as its drivers count them
+    addresses: tuple[tuple[str, str], ...]  # interfaces and IPv4 addresses; first the one that ssh used
     skew_s: float  # its clock minus this machine's, seconds
-    environment: Mapping[str, str]  # of a program that ssh starts
-    machine: str  # equal for two names of one machine
-    greeting: str
+    environment: Mapping[str, str]  # variables of programs that ssh starts there
+    machine: str  # id of the machine, equal if two host names mean the same one
+    greeting: str  # random text that the host sends on each test connection
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyHost:
-    """A host that passed."""
+    """A host that passed the checks."""
 
     host: Host
     facts: Facts
-    address: str  # at which the other hosts reach it, on ``interface``
+    address: str  # its address for the other hosts, on ``interface``
     interface: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preflight:
-    """Hosts that can train together."""
+    """Result of a successful check: hosts that can train together."""
 
     hosts: tuple[ReadyHost, ...]  # in the order of the hostfile
     seconds: float  # duration of the check
@@ -70,25 +70,25 @@ def check_hosts(
     environ: Mapping[str, str] = os.environ,
     transport: Transport | None = None,
 ) -> Preflight:
-    """Connect to all hosts and find all that keeps them from training together.
+    """Check versions, devices, network and storage of all hosts.
 
     Args:
         hosts: at least one.
         python: path of the interpreter on each host.
-        shared_directory: of checkpoints; made on the first host, and all have to see it.
-        environ: of what is to train; ``GLOO_SOCKET_IFNAME`` names the interface to use on each host.
+        shared_directory: directory of checkpoints, which all hosts must mount; created by the first host.
+        environ: environment of the training; ``GLOO_SOCKET_IFNAME`` names the interface to use on each host.
         transport: None for ssh.
 
     Raises:
-        HostError: with every problem of every host.
+        HostError: all problems of all hosts.
     """
     began_s = time.monotonic()
     transport = transport or SshTransport()
-    give_up_at_s = began_s + transport.connect_s + _MORE_S
+    give_up_at_s = began_s + transport.connect_s + _CONNECT_MARGIN_S
     connections: list[HostConnection] = []
     try:
-        connections += _on_all(hosts, lambda host: HostConnection(host, python, transport))
-        answers = _on_all(connections, lambda one: _facts(one, give_up_at_s))
+        connections += _map_concurrently(hosts, lambda host: HostConnection(host, python, transport))
+        answers = _map_concurrently(connections, lambda one: _facts(one, give_up_at_s))
         problems = [answer for answer in answers if isinstance(answer, HostProblem)]
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
@@ -100,7 +100,7 @@ def check_hosts(
         problems += _connectivity(known, places, [fact.greeting for fact in facts])
         problems += _shared_problems(known, shared_directory)
     finally:
-        _on_all(connections, HostConnection.close)
+        _map_concurrently(connections, HostConnection.close)
     if problems:
         order = [host.name for host in hosts]
         raise HostError(sorted(problems, key=lambda problem: order.index(problem.host)), len(hosts))
@@ -119,7 +119,7 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
 
 
 def facts_of(answer: Mapping[str, Any]) -> Facts:
-    """Return a host's first answer, which has just come."""
+    """Parse a host's first answer; call it at once, for the clock skew."""
     first = [address for address in answer["reached_at"] if not address.startswith("127.")]
     pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
     return Facts(
@@ -135,9 +135,10 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
 
 
 def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str | None:
-    """Return the interface that the environment names; None for any.
+    """Return the network interface that gloo's or NCCL's variable names; None for any.
 
-    gloo takes names, separated by commas. NCCL takes prefixes, with ``^`` or ``=``: one counts if a host has that interface.
+    gloo's variable may list several interfaces, which means any. NCCL's may be a prefix or a negation (``^``); it is used only
+    if a host has an interface of exactly that name.
     """
     gloo, nccl = (environ.get(name, "") for name in _INTERFACE_VARIABLES)
     if gloo and "," not in gloo:
@@ -147,9 +148,9 @@ def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str |
 
 
 def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
-    """Return a host's address and interface for the other hosts; empty if none.
+    """Return a host's address for other hosts and its interface; "" if it has none.
 
-    Without the named interface they are the first ones.
+    If the host lacks ``interface``, its first address is used.
     """
     pairs = [pair for pair in facts.addresses if pair[0] == interface] or facts.addresses
     name, address = next(iter(pairs), ("", ""))
@@ -168,9 +169,9 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return the problems of hosts by their facts. Pure.
+    """Return the problems that follow from the hosts' facts. Pure.
 
-    ``here`` are versions on this machine, which all have to have; ``interface`` is required, None for any.
+    ``here`` are this machine's package versions, required on all hosts; ``interface`` is the required one, None for any.
     """
     problems = []
     machines: dict[str, str] = {}
@@ -181,12 +182,12 @@ def fact_problems(
             found += _device_problems(host, fact, environ)
         if abs(fact.skew_s) > _MAX_SKEW_S:
             ahead = "ahead of" if fact.skew_s > 0 else "behind"
-            told = f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock"
-            found.append((told, "Set the clocks, by chrony or another NTP client."))
+            got = f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock"
+            found.append((got, "Set the clocks, by chrony or another NTP client."))
         found += _network_problems(fact, interface, is_alone=len(hosts) == 1)
         if fact.machine and fact.machine in machines:
-            told = f"the same machine as {machines[fact.machine]}"
-            found.append((told, "Write one line for it, with all its slots."))
+            got = f"the same machine as {machines[fact.machine]}"
+            found.append((got, "Write one line for it, with all its slots."))
         machines.setdefault(fact.machine, host.name)
         problems += [HostProblem(host.name, got, fix) for got, fix in found]
     return problems
@@ -234,23 +235,23 @@ def _connectivity(
     places: Sequence[tuple[str, str]],
     greetings: Sequence[str],
 ) -> list[HostProblem]:
-    """Have every host connect to every other one, at its address; return the problems."""
+    """Make every host connect to every other one; return the failed connections."""
 
     def listen(number: int) -> int | None:
-        answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _STEP_S)
+        answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _ANSWER_S)
         return None if answer is None else answer["port"]
 
     numbers = range(len(connections))
-    ports = _on_all(numbers, listen)
+    ports = _map_concurrently(numbers, listen)
 
     def connect(number: int) -> list[str | None]:
         targets = [[*one] for one in zip((address for address, _ in places), ports, greetings, strict=True)]
         message = {"do": "connect", "targets": targets, "timeout_s": _CONNECT_S}
-        answer = connections[number].ask(message, _STEP_S)
+        answer = connections[number].ask(message, _ANSWER_S)
         silent = f"no answer from {connections[number].host.name}"
         return [silent] * len(targets) if answer is None else answer["verdicts"]
 
-    verdicts = _on_all(numbers, connect)
+    verdicts = _map_concurrently(numbers, connect)
     return [
         HostProblem(
             connections[number].host.name,
@@ -264,24 +265,26 @@ def _connectivity(
 
 
 def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:
-    """Have the first host leave a file where checkpoints go, and the others read it."""
+    """Write a file on the first host, read it on the others; return the problems."""
     if not connections:
         return []
     first, *others = connections
-    left = first.ask({"do": "write_probe", "directory": str(directory)}, _STEP_S) or {"error": "no answer"}
-    if "error" in left:
+    probe = {"do": "write_probe", "directory": str(directory)}
+    written = first.ask(probe, _ANSWER_S) or {"error": "no answer"}
+    if "error" in written:
         problem = HostProblem(
             first.host.name,
-            f"unable to write into {directory} ({left['error']})",
+            f"unable to write into {directory} ({written['error']})",
             "Name a directory that all hosts can write into by DSTRIAL_RUNS_DIR or --runs-dir.",
         )
         return [problem]
     try:
-        answers = _on_all(
-            others, lambda one: one.ask({"do": "read_probe", "path": left["path"]}, _STEP_S) or {}
+        answers = _map_concurrently(
+            others,
+            lambda one: one.ask({"do": "read_probe", "path": written["path"]}, _ANSWER_S) or {},
         )
     finally:
-        first.ask({"do": "remove_probe", "path": left["path"], "made": left["made"]}, _STEP_S)
+        first.ask({"do": "remove_probe", "path": written["path"], "made": written["made"]}, _ANSWER_S)
     return [
         HostProblem(
             one.host.name,
@@ -290,12 +293,12 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
             "DSTRIAL_RUNS_DIR or --runs-dir.",
         )
         for one, answer in zip(others, answers, strict=True)
-        if answer.get("word") != left["word"]
+        if answer.get("word") != written["word"]
     ]
 
 
-def _on_all(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
-    """Do something for all items concurrently; return the results in their order."""
+def _map_concurrently(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
+    """Call ``do`` for all items concurrently; return the results in the items' order."""
     if not items:
         return []
     with ThreadPoolExecutor(max_workers=len(items)) as threads:

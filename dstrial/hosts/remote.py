@@ -1,11 +1,11 @@
-"""The first program on a host: reports facts, tries connections, is replaced.
+"""The first program on a host: report facts, test connections, start the next.
 
-Sent as text to ``python -I -c``, so that a host without dstrial can say so: standard library only, and no module of ours. Each
-request and each answer is a line of JSON; answers begin with ``PREFIX``, because a login shell may print as well. It ends when
-its input does.
+The source is passed to ``python -I -c``, so that a host without dstrial can report this: standard library only, and no other
+module of dstrial. Each request and each answer is a line of JSON; answers begin with ``PREFIX``, because a login shell may
+print lines, too. The program ends at the end of its input.
 """
 
-# pathlib would take 5 ms of each start, and a host may have any Python.
+# Importing pathlib takes 5 ms of each start; the host may have any Python version.
 # ruff: noqa: PTH103, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import threading
 import time
 
 PREFIX = "dstrial-host "
-"""Begins each answer."""
+"""First characters of each answer line."""
 PACKAGES = ("torch", "deepspeed", "dstrial")
-"""What has to be of the same version on all hosts."""
+"""Packages that must have the same version on all hosts."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _GREETING_BYTES = 16
 _KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
@@ -48,7 +48,7 @@ def facts() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Return an installed package's version, None without it."""
+    """Return an installed package's version; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -58,7 +58,7 @@ def version_of(package: str) -> str | None:
 
 
 def num_accelerators() -> int:
-    """Return how many devices NVIDIA's or AMD's driver shows here."""
+    """Return how many devices NVIDIA's or AMD's driver lists on this host."""
     with contextlib.suppress(OSError):
         cards = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
         if cards:
@@ -72,7 +72,7 @@ def num_accelerators() -> int:
 
 
 def addresses() -> list[list[str]]:
-    """Return ``[interface, IPv4 address]`` but loopback, link-local ones last."""
+    """Return ``[interface, IPv4 address]`` pairs, no loopback, link-local last."""
     import fcntl
 
     found = []
@@ -88,7 +88,7 @@ def addresses() -> list[list[str]]:
 
 
 def _boot_and_namespace() -> str:
-    """Return a text that is equal for all names of one machine."""
+    """Return an id that is equal for all host names of one machine; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -97,7 +97,7 @@ def _boot_and_namespace() -> str:
 
 
 def listen(address: str, greeting: str) -> int | None:
-    """Greet every connection to an address; return the port, None without one."""
+    """Send ``greeting`` to all clients of a new port; return it, None on an error."""
     with contextlib.suppress(OSError):
         listener = socket.create_server((address, 0))
         threading.Thread(target=_greet, args=(listener, greeting), daemon=True).start()
@@ -114,7 +114,7 @@ def _greet(listener: socket.socket, greeting: str) -> None:
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
-    """Connect to ``[address, port, greeting]`` of each target; return what failed."""
+    """Connect to ``[address, port, greeting]`` targets; return an error or None each."""
     from concurrent.futures import ThreadPoolExecutor
 
     def attempt(target: list[Any]) -> str | None:
@@ -126,14 +126,14 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
                 word = one.recv(_GREETING_BYTES).decode(errors="replace")
         except OSError as error:
             return (error.strerror or str(error)).lower()
-        return None if word == greeting else "somebody else answers there"
+        return None if word == greeting else "another program answers there"
 
     with ThreadPoolExecutor(len(targets)) as threads:
         return list(threads.map(attempt, targets))
 
 
 def write_probe(directory: str) -> dict[str, Any]:
-    """Write a random word into a new file of a directory, which is made if needed."""
+    """Create a file with a random word in a directory, which is created if needed."""
     word = secrets.token_hex(16)
     path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
     made: list[str] = []
@@ -160,7 +160,7 @@ def remove_probe(path: str, made: list[str]) -> None:
 
 
 def read_probe(path: str) -> dict[str, Any]:
-    """Return a file's word, or an error; network file systems may take a moment."""
+    """Return the word in a probe file, or an error after retries."""
     for _ in range(10):
         try:
             with open(path, encoding="ascii") as file:
@@ -174,7 +174,7 @@ def read_probe(path: str) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> dict[str, Any]:
-    """Replace this process by another program, with its input and output."""
+    """Replace this process by another program (execve); return only an error."""
     try:
         os.chdir(request["directory"])
         os.execve(request["command"][0], request["command"], request["environment"])  # noqa: S606  # no shell is meant
@@ -188,9 +188,9 @@ def main() -> None:
 
     with contextlib.suppress(Exception):
         user_site = site.getusersitepackages()
-        if os.path.isdir(user_site):  # excluded by -I, and visible to the trial
+        if os.path.isdir(user_site):  # -I excludes it; the trial's own Python does not
             sys.path.append(user_site)
-    greeting = secrets.token_hex(_GREETING_BYTES // 2)  # identifies this host
+    greeting = secrets.token_hex(_GREETING_BYTES // 2)  # identifies this host to those that connect
     _answer({**facts(), "greeting": greeting})
     while True:
         line = _read_line()
@@ -220,7 +220,7 @@ def _answer(answer: dict[str, Any]) -> None:
 
 
 def _read_line() -> bytes:
-    """Read no byte beyond the line: later bytes are for the program that follows."""
+    """Read a line and no byte more: later bytes are input of the next program."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -1,4 +1,4 @@
-"""Programs on the nodes of an allocation, each a step of Slurm."""
+"""Start programs on the nodes of a Slurm allocation by ``srun``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dstrial.hosts.transport import Transport, remote_words
 from dstrial.slurm.allocation import Allocation, allocation_of, slots_of_nodes
 
 _CONNECT_S = 20.0
-# Variables by which `sbatch` and `salloc` would give srun options of the whole job: those of a step are other ones.
+# Slurm's variables that srun keeps. The others, set by sbatch and salloc, would be options of srun that describe the whole job.
 _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_DEBUG")
 
 _BY_HAND = "`srun --jobid={job} --overlap -N1 -n1 -w {host} true`"
-_SRUN_SAYS = (
+_SRUN_ERRORS = (
     (("no such file or directory", 127), "without Python at {python}",
      "Put the environment on a file system that all nodes mount, or name another interpreter by --python."),
     (("exec format error",), "another kind of machine than {python} is for", "Ask for nodes of one kind by --constraint."),
@@ -26,20 +26,20 @@ _SRUN_SAYS = (
 
 
 class SrunTransport(Transport):
-    """Starts programs by ``srun`` in an allocation, each one task on one node.
+    """Start programs by ``srun`` in an allocation, each as a step of one task.
 
-    A step beside others (``--overlap``) has memory, cores and devices of the job there. In a job with devices by task
-    (``--gpus-per-task``) a step would have those of one task, and in one with devices as a whole (``--gpus``) Slurm refuses it:
-    so ``devices`` names how many a step requests on each node; empty where it has the job's.
+    A step with ``--overlap`` may use all memory, cores and devices that its job has on the node. Exceptions: in a job with
+    ``--gpus-per-task`` a step gets the devices of one task, and in a job with ``--gpus`` Slurm rejects the step. For such jobs
+    ``devices`` says how many devices a step requests, by node; else it is empty.
     """
 
     connect_s = _CONNECT_S
-    says = _SRUN_SAYS
-    silent = (
+    known_errors = _SRUN_ERRORS
+    timeout_error = (
         f"silent (no step began within {_CONNECT_S:g} s)",
         f"Look whether {_BY_HAND} works, and at `scontrol show node {{host}}`.",
     )
-    fallback = ("not starting a step", f"Look at what {_BY_HAND} prints.")
+    other_error = ("not starting a step", f"Look at what {_BY_HAND} prints.")
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class SrunTransport(Transport):
         return ["srun", *options, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """Slurm's variables would be options of srun."""
+        """Return this process's variables without those that are options of srun."""
         return self._environ
 
 
 def own_allocation() -> Allocation:
-    """Return the allocation that this process is in.
+    """Return the Slurm allocation in which this process runs.
 
     Raises:
-        LaunchError: it is in none, or one of several tasks.
+        LaunchError: this process is outside of an allocation, or one of several tasks.
     """
     found = allocation_of(os.environ)
     if found is None:
@@ -87,19 +87,19 @@ def own_allocation() -> Allocation:
 
 
 def transport_of(allocation: Allocation) -> SrunTransport:
-    """Return a transport whose programs have all devices of the allocation's node."""
+    """Return a transport whose programs can use all allocated devices of a node."""
     counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
     devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
     return SrunTransport(allocation.job_id, devices=devices)
 
 
 def hosts_of_allocation(allocation: Allocation, wanted: int | None = None) -> tuple[Host, ...]:
-    """Return the nodes of an allocation that have slots.
+    """Return the nodes of an allocation that have slots, as hosts.
 
-    ``wanted`` are slots on all of them; None for all.
+    ``wanted`` is the number of slots on all nodes together; None for all.
 
     Raises:
-        LaunchError: it has fewer.
+        LaunchError: the allocation has fewer slots.
     """
     pairs = zip(allocation.nodes, slots_of_nodes(allocation, wanted), strict=True)
     return tuple(Host(name, tuple(range(count))) for name, count in pairs if count)

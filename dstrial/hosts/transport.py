@@ -1,4 +1,4 @@
-"""Starts programs on hosts: the base of ssh, Slurm and Ray, and ssh."""
+"""Start programs on hosts: the base class for ssh, Slurm and Ray, and ssh."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from dstrial.hosts import remote
 
-BEAT_S = 1.0  # between heartbeats of either side
-SILENT_S = 5.0  # without a heartbeat: the host is reported
-LOST_S = 10.0  # without a heartbeat: the host is lost
-LEASE_S = 20.0  # after the last answered heartbeat a host kills its allocations
-ORPHAN_S = 24 * 3600.0  # after the master's goodbye a host kills its allocations
-GOODBYE = '{"do": "outlive"}'  # last line to an agent when the master ends; absent if the connection is lost
+BEAT_S = 1.0  # interval of heartbeats, in both directions
+SILENT_S = 5.0  # time without a heartbeat after which the master reports a host as silent
+LOST_S = 10.0  # time without a heartbeat after which the master treats a host as lost
+LEASE_S = 20.0  # time after its last acknowledged heartbeat at which an agent kills its allocations
+ORPHAN_S = 24 * 3600.0  # time after a master's goodbye at which an agent kills its allocations
+GOODBYE = '{"do": "outlive"}'  # last line to an agent when its master ends, not when the network fails
 CONNECT_S = 5
-"""How long a host may take to answer ssh, seconds."""
-# OpenSSH's client, ssh_config(5): it never asks, shares no connection of the user's own, and forwards nothing.
+"""Timeout of a host's answer to ssh, seconds."""
+# Options of OpenSSH's client, ssh_config(5): no prompts, no shared connection, no forwarding.
 _OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": str(CONNECT_S),
@@ -37,11 +37,11 @@ _OPTIONS = {
     "RequestTTY": "no",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "4",
-    # A thousand lines of a log wait for no acknowledgement; interactive sessions do.
+    # Interactive sessions wait for acknowledgements, which delays logs of many lines.
     "IPQoS": "throughput",
 }
 # Messages of OpenSSH's client (8 to 10).
-_SSH_SAYS = (
+_SSH_ERRORS = (
     (("could not resolve hostname",), "unknown: no such name", "Correct the name, or give {host} an entry in ~/.ssh/config."),
     (("remote host identification has changed",), "not the machine that ~/.ssh/known_hosts knows (its host key has changed)",
      "If that is right, remove the old key by `ssh-keygen -R {host}`."),
@@ -55,7 +55,7 @@ _SSH_SAYS = (
      "Install the same environment at the same path on each host, or name another interpreter by --python."),
 )  # fmt: skip
 # Variables of a machine, a login or a terminal, and those that identify processes of another job.
-STAYING_NAMES = frozenset(
+LOCAL_NAMES = frozenset(
     {
         "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "HOSTNAME", "HOST", "TMPDIR", "TMP", "TEMP",
         "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "WINDOWID", "STY", "TMUX", "TMUX_PANE", "TERM_SESSION_ID",
@@ -63,13 +63,13 @@ STAYING_NAMES = frozenset(
         "RANK", "WORLD_SIZE", "NODE_RANK", "DSTRIAL_SECRET", "DSTRIAL_STORE", "DSTRIAL_HEARTBEAT", "DSTRIAL_LAUNCHED",
     }
 )  # fmt: skip
-"""Variables that stay, by name."""
-STAYING_PREFIXES = (
+"""Variables that are not sent to other hosts, by name."""
+LOCAL_PREFIXES = (
     "SSH_", "XDG_", "DBUS_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_",
     "OMPI_", "PALS_",
 )  # fmt: skip
-"""Prefixes of variables that stay."""
-# Slurm's variables of the step that starts the program: libraries would take its one task for the only rank.
+"""Prefixes of variables that are not sent to other hosts."""
+# Slurm's variables of the step that starts a program. The step has one task; libraries would take it for a job of one rank.
 _OF_A_STEP = (
     "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS", "SLURM_NNODES", "SLURM_STEPMGR", "PMI_", "PMIX_",
@@ -85,50 +85,52 @@ class Refusal:
 
 
 class Transport(abc.ABC):
-    """Starts a program on a host, with the input and output of a local command.
+    """A way to start a program on a host through a local command.
 
-    Texts have the fields ``{host}``, ``{python}`` (the path of the interpreter there), ``{line}`` (the last printed line) and
+    Messages may contain ``{host}``, ``{python}`` (the interpreter's path there), ``{line}`` (the last printed line) and
     ``{job}``.
 
     Attributes:
         connect_s: timeout of the start, seconds.
-        ends_with_parent: whether the end of the program's parent process means that the host was taken away.
+        ends_with_parent: whether the end of the program's parent process means that the job has lost the host.
         job: the engine's name of the job, for messages.
-        says: phrases in lower case or exit codes, what is wrong, what to do; the first match counts.
-        silent: what is wrong and what to do if the command still runs.
-        fallback: the same for all other ends.
+        known_errors: rows of causes (exit codes, or phrases in lower case), what is wrong, what to do; the first match is used.
+        timeout_error: what is wrong and what to do if the command is still running.
+        other_error: what is wrong and what to do if no row of ``known_errors`` matches.
     """
 
     connect_s: float
     ends_with_parent = False
     job = ""
-    says: Sequence[tuple[Sequence[str | int], str, str]] = ()
-    silent: tuple[str, str]
-    fallback: tuple[str, str]
+    known_errors: Sequence[tuple[Sequence[str | int], str, str]] = ()
+    timeout_error: tuple[str, str]
+    other_error: tuple[str, str]
 
     @abc.abstractmethod
     def words(self, host: str, python: str) -> list[str]:
-        """Return the command that runs ``remote.main`` by an interpreter there."""
+        """Return the local command that runs ``remote.main`` on ``host``."""
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return the command's variables; None for those of this process."""
+        """Return the local command's environment; None to inherit this process's."""
         return None
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        """Explain why the program has not answered.
+        """Return why a program has not answered, and a fix.
 
-        ``exit_code`` and ``errors`` are of the command; the code is None while it runs.
+        ``exit_code`` (None while it runs) and ``errors`` (its stderr) are those of the local command.
         """
         text, line = errors.lower(), last_line(errors)
         if exit_code is None:
-            got, fix = self.silent
+            got, fix = self.timeout_error
         else:
             rows = (
                 (got, fix)
-                for causes, got, fix in self.says
+                for causes, got, fix in self.known_errors
                 if any(one == exit_code if isinstance(one, int) else one in text for one in causes)
             )
-            got, fix = next(rows, (f"{self.fallback[0]} (exit code {exit_code}): {{line}}", self.fallback[1]))
+            got, fix = next(
+                rows, (f"{self.other_error[0]} (exit code {exit_code}): {{line}}", self.other_error[1])
+            )
         fields = {"host": host, "python": python, "job": self.job, "line": line or "nothing was printed"}
         return Refusal(got.format(**fields), fix.format(**fields))
 
@@ -146,21 +148,21 @@ def remote_words(python: str) -> list[str]:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not blank."""
+    """Return the last line that is not blank; "" if there is none."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
 
 
 class SshTransport(Transport):
-    """Starts programs by ``ssh HOST``, with the user's own configuration."""
+    """Start programs by ``ssh HOST``, with the user's own configuration of ssh."""
 
     connect_s = float(CONNECT_S)
-    says = _SSH_SAYS
-    silent = (
+    known_errors = _SSH_ERRORS
+    timeout_error = (
         f"silent (no answer within {CONNECT_S} s)",
         "Look whether `ssh {host} true` works, and how long the login takes.",
     )
-    fallback = ("not answering as expected", "Look at what `ssh {host} true` prints.")
+    other_error = ("not answering as expected", "Look at what `ssh {host} true` prints.")
 
     def words(self, host: str, python: str) -> list[str]:
         options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
@@ -168,23 +170,23 @@ class SshTransport(Transport):
 
 
 def remote_command(python: str) -> str:
-    """Return the command line for a host's login shell."""
+    """Return the command line that runs ``remote.main`` from a host's login shell."""
     words = " ".join(map(shlex.quote, remote_words(python)))
-    # With a shell that outlives the program, a signal becomes an exit code; sshd would only close the connection.
+    # The outer shell turns a signal that ends the program into an exit code; sshd would only close the connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
 
 
-def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
+def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program on another host.
 
-    All of ``environ`` travels but what is listed above, values with line ends included; ``there``, a login's environment, has
-    the rest.
+    It has the variables of ``environ`` that are not local (``is_local_variable``), and the others of ``there``, a login's
+    environment.
     """
-    ours = {name: value for name, value in environ.items() if not stays(name)}
+    ours = {name: value for name, value in environ.items() if not is_local_variable(name)}
     theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}
     return {**theirs, **ours}
 
 
-def stays(name: str) -> bool:
-    """Return whether a variable belongs to this machine."""
-    return name in STAYING_NAMES or name.startswith(STAYING_PREFIXES)
+def is_local_variable(name: str) -> bool:
+    """Return whether a variable describes this machine and is not sent to other hosts."""
+    return name in LOCAL_NAMES or name.startswith(LOCAL_PREFIXES)

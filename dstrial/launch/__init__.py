@@ -1,4 +1,4 @@
 """Start ranks on this machine or a Determined cluster; report the first failure.
 
-Nothing is imported here, so that a rank does not import the launcher: ``local_ranks.run_ranks`` starts ranks.
+``local_ranks.run_ranks`` starts ranks. This file imports nothing, so that ranks do not import the launcher.
 """

@@ -1,4 +1,4 @@
-"""The command ``python -m dstrial.launch``."""
+"""``python -m dstrial.launch``: start one rank per slot, here or on a cluster."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from dstrial.scratch import scratch_directory
 if TYPE_CHECKING:
     from determined import ClusterInfo
 
-    from dstrial.config import ExperimentConfig
+    from dstrial.config.experiment_config.config import ExperimentConfig
     from dstrial.launch.failures import LaunchOutcome
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 only if every rank exited 0; the first failing rank's exit code otherwise (128 + n for signal n);
-        130 after a second Ctrl-C; 2 for a wrong command line or configuration.
+        130 after a second Ctrl-C; 2 for a wrong command line or config.
     """
     open_closed_streams()
     options = _parse(arguments)
@@ -134,7 +134,7 @@ def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
     env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
     if experiment is not None:
         env |= experiment.environment_variables
-    # Not on a cluster: Determined has its own, and dstrial's allocations already have it.
+    # Not on a cluster: Determined's processes keep Determined's modules, and dstrial's allocations have the variables.
     return env | determined_imports.variables(
         {**os.environ, **env}, None if experiment is None else experiment.raw
     )
@@ -173,7 +173,7 @@ def _launch_off_cluster(
 def _run_ranks(
     options: argparse.Namespace, config: Mapping[str, Any] | None, timeout_s: float, **arguments: Any
 ) -> LaunchOutcome:
-    """Run the ranks of the command line; ``arguments`` are those of ``run_ranks``."""
+    """Run the trial or script of the command line; ``arguments`` go to ``run_ranks``."""
     from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.stalls.diagnosis import StallSettings
 
@@ -209,7 +209,7 @@ def _script_variables(
 
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
-    """Launch ranks with the cluster's placement; log lines get Determined's prefix."""
+    """Start this container's ranks of a trial; log lines get Determined's prefix."""
     directory_of_run = os.environ.get(RUN_DIR_VARIABLE)
     run = RunDirectory.open(directory_of_run) if directory_of_run else None
     kept_tracebacks = os.environ.get(TRACEBACKS_DIR_VARIABLE)
@@ -261,7 +261,7 @@ def _require_resumable(info: ClusterInfo) -> None:
 def _load(options: argparse.Namespace, num_slots: int | None = None) -> ExperimentConfig | None:
     if options.config is None:
         return None
-    from dstrial.config import load_experiment
+    from dstrial.config.experiment_config.config import load_experiment
 
     return load_experiment(
         options.config,

@@ -1,7 +1,7 @@
 """Error records of failed ranks, the root cause among them, and launch outcomes.
 
-A rank writes an error record in the format of torchrun's error files. So torchrun can read dstrial's records, and
-dstrial can read those of ``torch.distributed.elastic...record``.
+A rank writes its error record in the format of torchrun's error files, so that torchrun can read dstrial's records, and
+dstrial can read records of ``torch.distributed.elastic``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RankFailure:
 
     @property
     def headline(self) -> str:
-        """One line: the rank and its exit code or signal."""
+        """One line: rank, exit code or signal, and host."""
         how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
         return f"rank {self.rank} failed first ({how}, host {self.host}):"
 
@@ -97,9 +97,9 @@ class RankFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """A rank's record of the exception that ended it.
+    """The record that a rank wrote of the exception that ended the rank.
 
-    ``line`` is empty in records of other programs. ``whole`` is the path of the full traceback.
+    ``line`` is one line of type and message, empty in records of other programs. ``whole`` is the path of the full traceback.
     """
 
     summary: str
@@ -136,7 +136,7 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 
 
 def record_exception(error: BaseException, text: str | None = None, **fields: str) -> bool:
-    """Write this rank's error record unless it exists; return whether one is wanted.
+    """Write this rank's error record unless it exists; False without a launcher.
 
     ``text`` defaults to the full traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
     """
@@ -170,10 +170,10 @@ def write_record(path: Path, error: BaseException, text: str, **fields: str) -> 
         partial.unlink()
 
 
-def keep_whole(text: str) -> str:
-    """Write a full traceback to the launcher's private file; return the path.
+def keep_whole_traceback(text: str) -> str:
+    """Write a full traceback to the file that the launcher named; return its path.
 
-    Returns "" if there is no such file or it cannot be written; the caller then prints the full traceback.
+    Return "" if the launcher named no file or the file cannot be written; the caller then prints the full traceback.
     """
     named = os.environ.get(TRACEBACK_FILE_VARIABLE)
     if not named:
@@ -205,7 +205,7 @@ def read_record(path: Path) -> ErrorRecord | None:
 
 
 def is_consequence(record: ErrorRecord | None) -> bool:
-    """Return whether a record reports only the loss of a peer."""
+    """Return whether a rank's record reports only that another rank has exited."""
     return record is not None and is_peer_error(record.summary)
 
 
@@ -266,7 +266,7 @@ class LaunchOutcome:
 
     @property
     def killed_text(self) -> str:
-        """Which ranks were killed; empty for none, and after a second Ctrl-C."""
+        """A sentence on the ranks that were killed; empty if none, or by a second Ctrl-C."""
         if not self.killed_ranks or self.ended_at_once:
             return ""
         return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"
@@ -279,12 +279,10 @@ class LaunchOutcome:
         return "".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the outcome as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> LaunchOutcome:
-        """Build an outcome from the result of ``to_json``."""
         failure = fields["first_failure"]
         given = {
             "first_failure": None if failure is None else RankFailure(**failure),

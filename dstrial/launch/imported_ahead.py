@@ -1,4 +1,4 @@
-"""Import modules before the trial's own: in each rank, or once in a fork server.
+"""Import the modules that all trials need: in each rank, or once in a fork server.
 
 These imports must not run tensor operations, start threads, query devices or read rank variables, because a fork would then
 differ from a new process.

@@ -97,13 +97,13 @@ def run_ranks(
     on_start: Callable[[str], None] | None = None,
     stalls: StallSettings | None = None,
 ) -> LaunchOutcome:
-    """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
+    """Start a command as ``num_ranks`` ranks on this machine and wait for all of them.
 
     The first SIGINT, SIGTERM or SIGHUP to this process is forwarded to the ranks, but not their children, as SIGTERM; a later
     SIGINT kills the ranks. Signals are handled only in the main thread. Every rank is the leader of its own session, so the
     terminal's Ctrl-C does not reach the rank, and its remaining children are killed when it exits. ``OMP_NUM_THREADS`` is 1 for
-    several ranks unless set. Ranks of one machine use a private rendezvous file, loopback (unless ``GLOO_SOCKET_IFNAME`` and
-    ``NCCL_SOCKET_IFNAME`` are set) and a shared secret (``DSTRIAL_SECRET``).
+    several ranks unless set. Ranks of a job on one machine use a private rendezvous file, loopback (unless ``GLOO_SOCKET_IFNAME``
+    and ``NCCL_SOCKET_IFNAME`` are set) and a shared secret (``DSTRIAL_SECRET``).
 
     Args:
         command: program and arguments, not interpreted by a shell.
@@ -141,7 +141,7 @@ def run_ranks(
             on_stop=on_stop,
         )
         port = where.master_port
-        # The rendezvous of ranks on several machines.
+        # Ranks on several machines also use the store for their rendezvous.
         has_store = serves_store or where.num_nodes > 1
         if has_store and where.node_rank == 0:
             store = stack.enter_context(contextlib.closing(StoreProcess(where.master_addr, port)))
@@ -214,10 +214,10 @@ def _torchrun_variables(placement: Placement, port: int, *, has_store: bool) -> 
 
 
 def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirected: bool) -> dict[str, str]:
-    # Without it, a script that queries devices before it imports DeepSpeed cannot fork workers that use a device.
+    # Without NVML_CHECK_VARIABLE, a script that queries devices before it imports DeepSpeed cannot fork device users.
     defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
-        # Not if ranks share an output: a line and its newline are written separately and would mix with other ranks' lines.
+        # Not if ranks share an output: unbuffered, print() writes a line and its newline separately, and lines would mix.
         defaults["PYTHONUNBUFFERED"] = "1"
     if sum(placement.ranks_by_node) > 1:
         defaults["OMP_NUM_THREADS"] = "1"
@@ -282,7 +282,7 @@ class _Ranks:
             logger.warning("stall detection is disabled: cannot create %s: %s", self._heartbeats, error)
 
     def watched(self, *, has_other_nodes: bool) -> WatchedRanks | None:
-        """Return the ranks for stall detection; None if there are no heartbeats."""
+        """Return heartbeats and stack files for stall detection; None without heartbeats."""
         if self._beats is None:
             return None
         ranks = {one.local_rank: one.rank for one in self.processes}
@@ -313,7 +313,7 @@ class _Ranks:
                         readable[one.rank, stream] = read
                     else:
                         os.close(read)
-                # A step of Slurm with a launcher a rank sets the numbers of its rank in ``variables``.
+                # If each task of a Slurm step starts one rank, ``variables`` has that rank's numbers.
                 numbers = {"LOCAL_RANK": one.local_rank, "RANK": one.rank, "ROLE_RANK": one.rank}
                 environment = {**os.environ, **{name: str(number) for name, number in numbers.items()}}
                 environment |= {**variables, **self._file_variables(one)}
@@ -330,7 +330,7 @@ class _Ranks:
         return readable
 
     def end(self) -> None:
-        """Kill and reap ranks that still run after an error."""
+        """Kill and reap all ranks that still run."""
         for process in self._running:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -341,7 +341,7 @@ class _Ranks:
         return [self._file(one.rank, "phase.json") for one in self.processes]
 
     def end_stalled(self, rank: int | None, text: str) -> None:
-        """Record a stall as the error of one rank, so that all ranks are ended."""
+        """Record a stall as the failure of a rank, so that the supervisor ends all ranks."""
         named = self.processes[0].rank if rank is None else rank
         error = RankStalledError(text)
         write_record(self._file(named, "error.json"), error, text, line=text)
@@ -390,7 +390,7 @@ class _Ranks:
 def _popen(
     command: Sequence[str], *, env: dict[str, str], stdout: int = 1, stderr: int = 2
 ) -> subprocess.Popen[bytes] | client.ForkedProcess:
-    """Start a rank, as a fork if this process has a spare."""
+    """Start a rank, as a fork if the fork server has given this process a spare one."""
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
         # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial.
         program = Program(command[1:], env, str(Path.cwd()), leads="group")

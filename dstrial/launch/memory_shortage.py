@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors: memory by kind, and settings to change."""
+"""Explain out-of-memory errors: memory by role, and settings to change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_memory_shortage(error: BaseException) -> bool:
 def memory_advice(error: BaseException) -> str:
     """Return memory use and hints for an out-of-memory error; empty for other errors.
 
-    A few lines, measured while the exception propagates. Ranks: any; no communication.
+    Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
     """
     if not is_memory_shortage(error):
         return ""
@@ -53,14 +53,14 @@ def memory_advice(error: BaseException) -> str:
         with contextlib.suppress(Exception):
             engine = _engine()
             tensors = _tensors(torch)
-    held = [_on_host(tensors.get("cpu", {}))]
+    texts = [_on_host(tensors.get("cpu", {}))]
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
-            held.append(_on_device(torch, tensors))
-    return "\n".join([*held, _remedy(engine, is_of_device=len(held) > 1)])
+            texts.append(_on_device(torch, tensors))
+    return "\n".join([*texts, _fixes_text(engine, is_of_device=len(texts) > 1)])
 
 
-def _remedy(engine: Any, *, is_of_device: bool) -> str:
+def _fixes_text(engine: Any, *, is_of_device: bool) -> str:
     micro_batch = stage = None
     with contextlib.suppress(Exception):
         micro_batch, stage = engine.train_micro_batch_size_per_gpu(), engine.zero_optimization_stage()
@@ -79,12 +79,12 @@ def _remedy(engine: Any, *, is_of_device: bool) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return the kernel's number of OOM kills since boot; None if unknown."""
+    """Return the number of processes that the OOM killer ended since boot, or None."""
     return _number(_VMSTAT, "oom_kill")
 
 
 def killed_text(oom_kills_before: int | None) -> str:
-    """Return the probable cause of a SIGKILL, from OOM kills since the rank's start."""
+    """Return the probable cause of a rank's SIGKILL; compare OOM kills with its start."""
     now = oom_kills()
     largest = size_text(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     total = _number(_MEMINFO, "MemTotal:")
@@ -92,10 +92,10 @@ def killed_text(oom_kills_before: int | None) -> str:
     if now is not None and oom_kills_before is not None and now > oom_kills_before:
         return (
             "It left no traceback: memory ran out, and the kernel killed it (see dmesg). "
-            f"The largest rank held {largest}{capacity}.\n{_remedy(None, is_of_device=False)}"
+            f"The largest rank held {largest}{capacity}.\n{_fixes_text(None, is_of_device=False)}"
         )
     return (
-        "It left no traceback. Somebody killed it, or memory ran out in a control group: then the kernel does so, see dmesg. "
+        "It left no traceback. Another process killed it, or the kernel did as memory ran out in a control group: see dmesg. "
         f"The largest rank held {largest}{capacity}."
     )
 
@@ -107,7 +107,7 @@ def _on_host(parts: Mapping[str, int]) -> str:
         resident = pages * resource.getpagesize()
     total = _number(_MEMINFO, "MemTotal:")
     capacity = None if total is None else total * 1024
-    return _held("host memory", resident, parts, resident, capacity, available_bytes())
+    return _memory_text("host memory", resident, parts, resident, capacity, available_bytes())
 
 
 def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
@@ -115,13 +115,13 @@ def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
     free, capacity = torch.cuda.mem_get_info(device)
     name = f"cuda:{device}"
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return _held(f"memory of {name}", reserved, tensors.get(name, {}), allocated, capacity, free)
+    return _memory_text(f"memory of {name}", reserved, tensors.get(name, {}), allocated, capacity, free)
 
 
-def _held(
+def _memory_text(
     name: str, held: int, parts: Mapping[str, int], used: int, capacity: int | None, free: int | None
 ) -> str:
-    """Describe memory that this process holds, all sizes in bytes.
+    """Return a sentence on the memory that this process holds; all sizes are in bytes.
 
     ``parts`` are the tensors by role; the rest of ``used`` is everything else.
     """

@@ -1,7 +1,7 @@
-"""The main module of every rank of ``dstrial.launch``; records its failure.
+"""The main module of every rank of ``dstrial.launch``; records the rank's failure.
 
-``python -m dstrial.launch.rank_main --trial model_def:MyTrial [options]`` or ``--script FILE ARGS…`` or
-``--module NAME ARGS…``. Internal command line.
+The launcher runs ``python -m dstrial.launch.rank_main --trial model_def:MyTrial [options]``, ``--script FILE ARGS…`` or
+``--module NAME ARGS…``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from dstrial import collector
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
-from dstrial.launch.failures import keep_whole, record_exception
+from dstrial.launch.failures import keep_whole_traceback, record_exception
 from dstrial.launch.memory_shortage import memory_advice
 from dstrial.launch.tracebacks import MAX_SHOWN_CHARS, short_traceback, whole_traceback
 from dstrial.launch.trial_import import find_modules_first, import_trial, is_determined_trial
@@ -51,7 +51,7 @@ def trial_command(
     test_mode: bool = False,
     python: str = sys.executable,
 ) -> list[str]:
-    """Return the command of one rank of a trial; on a cluster ``config`` is None."""
+    """Return the command for one rank of a trial; on a cluster, ``config`` is None."""
     command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
         command += ["--config", str(config.resolve())]
@@ -65,10 +65,13 @@ def trial_command(
 
 
 def script_command(words: Sequence[str], *, directory: Path | None = None) -> list[str]:
-    """Return the command for a user's SCRIPT ARGS.
+    """Return the command that starts one rank of a user's SCRIPT ARGS.
 
-    A Python file or ``-m MODULE``, with or without ``python`` before it, runs in this module, which records its traceback. Any
-    other command runs unchanged. If a Python file is missing in ``directory``, where the ranks start, LaunchError is raised.
+    A Python file or ``-m MODULE``, with or without ``python`` before it, is run by this module, which records the traceback. Any
+    other command is returned unchanged.
+
+    Raises:
+        LaunchError: the Python file is missing in ``directory``, in which the ranks start.
     """
     rest = list(words)
     if (
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     except (TrialImportError, ConfigError) as error:
         text = cut_text(f"{type(error).__name__}: {error}", MAX_SHOWN_CHARS)
-        whole = keep_whole(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
+        whole = keep_whole_traceback(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
         # The error is the same on every rank; the launcher shows it once.
         sys.exit(1 if record_exception(error, text, whole=whole) else text)
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
@@ -125,21 +128,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _record_end() -> None:
-    """Record the end of the program; the launcher kills a process that then hangs."""
+    """Record that this rank's program has ended; if the process hangs, it is killed."""
     name_threads()
     leave()
 
 
 def _record_failure(error: BaseException) -> None:
-    """Record this rank's exception for dstrial's launcher; without one, print it."""
+    """Record this rank's exception for dstrial's launcher; else print the exception."""
     advice = memory_advice(error)
     short = short_traceback(error)
-    whole = "" if short.is_whole else keep_whole(whole_traceback(error))
+    whole = "" if short.is_whole else keep_whole_traceback(whole_traceback(error))
     text = short.text if short.is_whole or whole else whole_traceback(error).rstrip("\n")
     is_recorded = record_exception(error, text, line=short.summary, advice=advice, whole=whole)
     if not (is_recorded and os.environ.get(LAUNCHED_VARIABLE)):
-        told = [text, *([advice] if advice else [])]
-        print("\n".join(told), file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
+        texts = [text, *([advice] if advice else [])]
+        print("\n".join(texts), file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
 
 
 def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
@@ -156,11 +159,11 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 def _run_trial(options: argparse.Namespace) -> None:
     begin_phase("importing torch and DeepSpeed")
-    # As for a script beside them. There is no fork with these modules imported if a module of the directory has such a name.
+    # As Python does for scripts. If a user's module has the name of one imported below, the rank is not a fork.
     find_modules_first(options.context_dir)
     with collector.paused_for_good():
         import dstrial.launch.imported_ahead  # noqa: F401
-        from dstrial.config import load_experiment
+        from dstrial.config.experiment_config.config import load_experiment
         from dstrial.ranks.rendezvous_store import meet_privately
         from dstrial.resume.locate import saved_run_to_resume
         from dstrial.trainer import run_trial

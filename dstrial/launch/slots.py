@@ -1,6 +1,6 @@
-"""Choose the number of ranks to start here, and this machine's place in the job.
+"""Find out how many ranks a launcher starts, and its place among other launchers.
 
-All commands import this module for ``--slots``, so heavy imports are inside functions.
+All commands import this module for ``--slots``, so slow imports are inside functions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def slots_argument(text: str) -> int:
 
 
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
-    """Return whether this may be a process of a cluster or an embedded master."""
+    """Return whether a Determined cluster or dstrial's master may run this process."""
     return any(name in environ for name in _CLUSTER_VARIABLES)
 
 
@@ -60,10 +60,10 @@ def num_accelerators() -> int:
 
 
 def num_slots(asked: int | None, configured: int | None) -> int:
-    """Return the number of ranks to start off a cluster.
+    """Return the number of ranks that a launcher off a cluster starts.
 
-    ``asked``, else ``configured`` (0 means one rank on CPU), else one per accelerator, else 1. Each rank checks by itself that
-    there are enough accelerators (``ranks.devices.device_index``).
+    This is ``asked``, else ``configured`` (0: one rank on CPU), else one per accelerator, else 1. Each rank checks whether there
+    are enough accelerators (``ranks.devices.device_index``).
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
@@ -95,7 +95,7 @@ def cluster_placement(info: ClusterInfo) -> Placement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlurmStep:
-    """The part of a Slurm step that one launcher starts.
+    """The ranks of a Slurm step (one ``srun``) that one launcher starts.
 
     With one task per node (``srun python -m dstrial.launch``), each launcher starts the ranks of its node. With several tasks
     per node, Slurm determines the number and placement of ranks, and each launcher starts one rank in place of its ``task``.
@@ -106,15 +106,14 @@ class SlurmStep:
     num_ranks_of_all: int
 
     @property
-    def has_a_rank_a_task(self) -> bool:
-        """Whether each Slurm task is one rank."""
+    def has_rank_per_task(self) -> bool:
         return self.task.world_size > self.task.num_nodes
 
     @property
     def variables(self) -> dict[str, str]:
         """Return rank variables of the whole step, in place of those of a single launcher."""
         task = self.task
-        if not self.has_a_rank_a_task:
+        if not self.has_rank_per_task:
             return {}
         return {
             "LOCAL_RANK": str(task.local_rank),
@@ -127,7 +126,7 @@ class SlurmStep:
         }
 
     def placement(self, timeout_s: float) -> Placement:
-        """Return this launcher's placement, after the first launcher is found."""
+        """Find the step's first launcher; return this launcher's placement."""
         from dstrial.launch.local_ranks import Placement
         from dstrial.ranks.rendezvous_store import located
 

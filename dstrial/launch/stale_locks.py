@@ -48,7 +48,7 @@ def find_stale_locks(root: Path | None = None) -> list[Path]:
 
 
 def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return locks that no process has open, with inode and times to recognise them."""
+    """Return lock -> (device, inode, mtime) for old locks that no process has open."""
     try:
         locks = _locks(folder)
     except OSError:
@@ -69,27 +69,27 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Build:
-    """An extension that is being compiled or loaded.
+    """An extension (compiled operator) that a process compiles or loads now.
 
-    ``is_kept``: whether a compiled result exists; the lock is then mostly held for loading.
+    ``is_compiled``: whether a compiled file exists; then the process probably only loads it.
     """
 
     operator: str
     folder: Path
     since_s: float
     holder: str
-    is_kept: bool
+    is_compiled: bool
 
 
-def builds_under_way(root: Path | None = None) -> list[Build]:
-    """Return the builds that are running in ``root``, the oldest first."""
+def running_builds(root: Path | None = None) -> list[Build]:
+    """Return the builds of extensions that run now, by their locks, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):
             with contextlib.suppress(OSError):
                 status = lock.stat()
-                folder, is_kept = lock.parent, any(lock.parent.glob("*.so"))
-                found.append(Build(folder.name, folder, status.st_mtime, _holder(status), is_kept))
+                folder, is_compiled = lock.parent, any(lock.parent.glob("*.so"))
+                found.append(Build(folder.name, folder, status.st_mtime, _holder(status), is_compiled))
     return sorted(found, key=lambda build: build.since_s)
 
 
@@ -99,7 +99,7 @@ def _locks(folder: Path) -> list[Path]:
 
 
 def _holder(status: os.stat_result) -> str:
-    """Return a clause with the process that has a file open; empty if unknown."""
+    """Return the clause `` by process PID`` on who has a file open; empty if unknown."""
     wanted = status.st_dev, status.st_ino
     return next((f" by process {pid}" for pid, opened in _open_files() if opened == wanted), "")
 

@@ -1,7 +1,7 @@
-"""Report the startup phases of ranks; no phase is silent for over five seconds.
+"""Report the startup phases of ranks that take more than some seconds.
 
-Each longer phase is logged, repeatedly if it lasts long. The current phase is in ``starting.json`` of the allocation's
-directory, which ``dstrial run`` and ``dstrial status`` read.
+Such a phase is logged, and again each time its duration has doubled. The current phase is in ``starting.json`` of the
+allocation's directory, which ``dstrial run`` and ``dstrial status`` read.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_stale_locks
-from dstrial.launch.watches import ShownFile, polling
+from dstrial.launch.stale_locks import Build, extensions_root, remove_stale_locks, running_builds
+from dstrial.launch.watches import StatusFile, polling
 from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"
 _START_POLL_S = 0.5
-# A new phase is logged after this time without a log line, because several short phases make a long silence too.
+# A new phase is logged after this time without a log line: several short phases must not make a long silence.
 _SILENCE_S = 4.0
-_LOADING_S = 30.0
+_LOADING_S = 30.0  # age at which a lock on a compiled extension is reported
 _REPEAT_AFTER_S = 30.0  # age at which a phase is logged again; later each time its age has doubled
 _INITIAL_PHASE = "creating the processes"
 
@@ -40,7 +40,7 @@ WITHOUT_OPERATOR = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """The current startup phase or build; ``detail`` may have further sentences."""
+    """The current startup phase, or build of an operator; ``detail`` is for the log."""
 
     text: str
     since_s: float
@@ -48,9 +48,9 @@ class Activity:
 
 
 def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
-    """Return whether to log an activity now (again).
+    """Return whether to log an activity now.
 
-    ``silence_s`` is the time since the last log line.
+    ``logged_age_s`` is the activity's age at its last log line, or None. ``silence_s`` is the time since any log line.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S
@@ -58,12 +58,12 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
 
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
-    """Return the oldest current phase of all ranks; None if all have started."""
-    under_way = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
-    under_way = [phase for phase in under_way if phase[0] not in ("", TRAINING)]
-    if not under_way:
+    """Return the longest current startup phase of all ranks; None if all ranks train."""
+    current = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
+    current = [phase for phase in current if phase[0] not in ("", TRAINING)]
+    if not current:
         return None
-    text, since_s = min(under_way, key=lambda phase: phase[1])
+    text, since_s = min(current, key=lambda phase: phase[1])
     return Activity(text, since_s)
 
 
@@ -106,7 +106,7 @@ class _Watch:
         self._began_s = time.time()
         self._last_logged_s = self._began_s
         self._logged_age_s: dict[tuple[str, float], float] = {}
-        self._shown = ShownFile(STARTING_NAME)
+        self._status_file = StatusFile(STARTING_NAME)
         self._next_cleaning_s = 0.0
 
     def poll(self) -> None:
@@ -123,11 +123,11 @@ class _Watch:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)
         if found is None:
-            self._shown.show(None)
+            self._status_file.write(None)
             return
         # Not for a script, which may train while an operator is compiled.
         untrained = {"untrained": found.text} if is_untrained else {}
-        self._shown.show({"phase": found.text, "since_s": found.since_s, **untrained})
+        self._status_file.write({"phase": found.text, "since_s": found.since_s, **untrained})
         key = (found.text, found.since_s)
         age_s = time.time() - found.since_s
         if is_due(age_s, self._logged_age_s.get(key), time.time() - self._last_logged_s):
@@ -141,16 +141,16 @@ class _Watch:
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
-        """Return builds that have held their lock for long.
+        """Return builds that have held their lock for some time, as loading also takes it.
 
-        An operator that is only loaded takes the lock briefly too. Builds are found by their locks instead of a wrapped
-        ``jit_load``, because locks also cover waiting ranks, other trials, and the user's own extensions.
+        Builds are found by their locks, not by a wrapped ``jit_load``, because ranks also wait for builds of other trials and of
+        the user's own extensions.
         """
         return [
             build
-            for build in builds_under_way(self._root)
-            if time.time() - build.since_s >= (_LOADING_S if build.is_kept else _SILENCE_S)
+            for build in running_builds(self._root)
+            if time.time() - build.since_s >= (_LOADING_S if build.is_compiled else _SILENCE_S)
         ]
 
     def close(self) -> None:
-        self._shown.show(None)
+        self._status_file.write(None)

@@ -1,9 +1,9 @@
 """Serve the rendezvous store at ``MASTER_ADDR`` from a separate process.
 
-For ranks that create their process group without dstrial. The command is ``python -m dstrial.launch.store_process DESCRIPTOR
-ADDRESS``, so that the launcher does not import torch. The ``TCPStore`` contains plain bytes and listens on loopback if the job
-is on one machine. torchrun's rendezvous stores a pickle on all interfaces (torch 2.13
-``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``), so that any client could run code.
+Ranks that create their process group without dstrial need this store. The process runs ``python -m
+dstrial.launch.store_process DESCRIPTOR ADDRESS``, so that the launcher does not import torch. The ``TCPStore`` contains plain
+bytes and listens on loopback if the job is on one machine. torchrun's rendezvous instead stores a pickle on all interfaces
+(torch 2.13 ``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``), so that any client could run code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIMEOUT = datetime.timedelta(seconds=900)
 
 
 class StoreProcess:
-    """A store served by a child process until ``close`` or the end of this process.
+    """A rendezvous store in a child process, until ``close`` or the parent's exit.
 
     Ranks that connect before torch is imported wait in the socket's backlog.
 

@@ -1,6 +1,6 @@
 """Supervise the ranks of a launch: reap, find the first failure, send signals.
 
-A stop request is sent to the ranks only, not to their process groups: a graceful stop still needs data loader workers.
+A stop request goes to the ranks only, not to their process groups: a graceful stop still needs data loader workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from dstrial.launch.output import tail
 DEFAULT_FAILURE_GRACE_S = 10.0
 """Grace period from the first failure until the other ranks are killed, seconds."""
 
-_PEER_EXIT_GRACE_S = 2.0  # ranks that lost a peer mostly exit by then; the others are asked to stop
+_PEER_EXIT_GRACE_S = (
+    2.0  # after a failure, ranks have this time to notice the lost peer and exit, before SIGTERM
+)
 
 _TRACKER = b"from multiprocessing.resource_tracker import main;main("
 # A resource tracker may still be starting when its process is killed.
@@ -42,9 +44,9 @@ _TRACKER_TIMEOUT_S = 5.0
 
 @dataclasses.dataclass(slots=True)
 class RankProcess:
-    """A rank of this launch: its files, its process, and how it ended.
+    """A rank of a launch: its files, its process, and how the process ended.
 
-    ``exit_problem`` returns why exit code 0 counts as a failure; empty if it does not.
+    ``exit_problem()`` returns why exit code 0 of this rank counts as a failure; empty if it does not.
     """
 
     rank: int
@@ -58,7 +60,7 @@ class RankProcess:
     problem: str = ""  # what ``exit_problem`` returned
     was_asked_to_stop: bool = False
     was_killed: bool = False
-    is_finished: bool = False  # its program has ended, and the process was killed
+    is_finished: bool = False  # the rank's program had ended, but its process did not exit and was killed
 
 
 class Supervisor:
@@ -87,13 +89,13 @@ class Supervisor:
         self._oom_kills_before = oom_kills()
 
     def watch(self) -> None:
-        """Wait for the ranks: children of this process, each leader of its own session."""
+        """Start one thread per rank that waits for the exit of the rank, a child process."""
         for rank in self._ranks:
             name = f"dstrial-rank-{rank.rank}-waiter"
             threading.Thread(target=self._await_end, args=(rank,), name=name, daemon=True).start()
 
     def end_finished(self, local_rank: int) -> None:
-        """Kill a rank whose program has finished but does not exit; its exit code stays 0."""
+        """Kill a rank whose program has ended but whose process hangs; its exit code is 0."""
         rank = self._ranks[local_rank]
         if rank.ended_s is None:
             rank.is_finished = True
@@ -107,7 +109,7 @@ class Supervisor:
             self._was_killed_by_user = True
 
     def tick(self) -> bool:
-        """Signal ranks as needed; return whether all ranks have ended."""
+        """Send signals that are due (stop, kill); return whether all ranks have ended."""
         alive = [rank for rank in self._ranks if rank.ended_s is None]
         if not alive:
             return True
@@ -137,7 +139,7 @@ class Supervisor:
         return False
 
     def outcome(self) -> LaunchOutcome:
-        """Return the outcome, once all ranks have ended."""
+        """Return the launch's outcome; call it when all ranks have ended."""
         ending = self._first_ending()
         failure = None if ending is None else ending.failure
         exit_codes = tuple(shell_exit_code(rank.status) for rank in self._ranks)
@@ -162,7 +164,7 @@ class Supervisor:
         )
 
     def _first_ending(self) -> RankEnding | None:
-        """Return the failure that caused the others; None if only our signals ended ranks."""
+        """Return the first failure; None if ranks ended only by the launcher's signals."""
         endings = [ending for rank in self._ranks if (ending := self._ending(rank)) is not None]
         first = first_ending(endings)
         if first is None or not first.is_consequence:
@@ -179,7 +181,7 @@ class Supervisor:
 
     def _ending(self, rank: RankProcess) -> RankEnding | None:
         status, ended_s, record = rank.status, rank.ended_s or 0.0, read_record(rank.error_file)
-        # The sender may signal the ranks too: systemd and Slurm signal all processes of a job.
+        # systemd and Slurm signal all processes of a job: a rank may get SIGTERM from them, too.
         is_stopped = self._requested is not None or rank.was_asked_to_stop
         ours = (status == -signal.SIGTERM and is_stopped) or (status == -signal.SIGKILL and rank.was_killed)
         if record is not None:
@@ -250,9 +252,9 @@ def _terminate(ranks: Sequence[RankProcess]) -> None:
 
 
 def _kill_group(group: int) -> bool:
-    """Kill a process group except resource trackers; return whether one still runs.
+    """Kill a process group except resource trackers; return whether a tracker runs.
 
-    Trackers delete the other processes' semaphores and shared memory, then exit.
+    Resource trackers of multiprocessing delete the other processes' semaphores and shared memory, then exit.
     """
     has_tracker = False
     for entry in Path("/proc").iterdir():

@@ -1,6 +1,6 @@
 """Format short tracebacks: frames of user code, with counts of other frames.
 
-Only formats text; ``failures`` stores full tracebacks.
+This module only formats text; ``failures`` stores full tracebacks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INNERMOST = 2
 _BECAUSE = "The above exception was the direct cause of the following exception:"
 _MEANWHILE = "During handling of the above exception, another exception occurred:"
 # torch 2.13 torch/_utils.py, ExceptionWrapper: the form of an exception from a DataLoader's worker or pinning thread.
-_OF_WORKER = re.compile(
+_WORKER_ERROR = re.compile(
     r"\A[\w.]*: ?['\"]?Caught \w+ in (?P<where>[^\n]+)\.\nOriginal (?P<text>Traceback .*)", re.DOTALL
 )
 _LINE = re.compile(r'", line (\d+), in ')
@@ -45,8 +45,8 @@ class ShortTraceback:
     """
 
     text: str
-    summary: str
-    is_whole: bool
+    summary: str  # one line: the exception's type and message
+    is_whole: bool  # whether ``text`` omits nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def short_traceback(error: BaseException, directory: Path | None = None) -> Shor
     base = f"{(directory or Path.cwd()).resolve()}/"
     described = traceback.TracebackException.from_exception(error, compact=True)
     links = list(_chain(error, described))
-    blocks, is_whole = [], len(links) == _length(described)
+    blocks, is_whole = [], len(links) == _chain_length(described)
     for position, (described_one, one, joint) in enumerate(links):
         text, is_all = _block(described_one, one, base)
         is_whole = is_whole and is_all
@@ -72,7 +72,7 @@ def short_traceback(error: BaseException, directory: Path | None = None) -> Shor
         if position < len(links) - 1:
             blocks.append(joint)
     ending = "".join(described.format_exception_only())
-    worker = _OF_WORKER.match(ending)
+    worker = _WORKER_ERROR.match(ending)
     if worker is not None:
         ending = _FRAME.sub("", worker["text"]).partition("\n")[2].lstrip("\n")
     summary = next((line.strip() for line in ending.splitlines() if not line.startswith("  ")), "")
@@ -89,7 +89,7 @@ def whole_traceback(error: BaseException) -> str:
 def _chain(
     error: BaseException, described: traceback.TracebackException
 ) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
-    """Yield the exceptions to show, root cause first, each with its joining phrase."""
+    """Yield the exceptions to show, root cause first, with Python's phrase after each."""
     found: list[tuple[traceback.TracebackException, BaseException, str]] = []
     joint, seen = "", set()
     while id(error) not in seen:
@@ -101,7 +101,7 @@ def _chain(
         if (
             before is None
             or described_before is None
-            or not _adds(before, error, is_stated=cause is not None)
+            or not _is_informative(before, error, is_explicit=cause is not None)
         ):
             break
         joint = _BECAUSE if cause is not None else _MEANWHILE
@@ -109,16 +109,16 @@ def _chain(
     yield from reversed(found)
 
 
-def _adds(before: BaseException, error: BaseException, *, is_stated: bool) -> bool:
+def _is_informative(before: BaseException, error: BaseException, *, is_explicit: bool) -> bool:
     is_of_user = any(_package(frame.filename) is None for frame in traceback.extract_tb(before.__traceback__))
-    if not is_stated:
+    if not is_explicit:
         return is_of_user
     message = str(before)
-    is_told = bool(message) and message in str(error)
-    return not is_told or (is_of_user and type(before).__name__ not in str(error))
+    is_repeated = bool(message) and message in str(error)
+    return not is_repeated or (is_of_user and type(before).__name__ not in str(error))
 
 
-def _length(described: traceback.TracebackException | None) -> int:
+def _chain_length(described: traceback.TracebackException | None) -> int:
     count = 0
     while described is not None:
         count += 1
@@ -132,7 +132,7 @@ def _block(described: traceback.TracebackException, error: BaseException, base: 
     ending = "".join(described.format_exception_only()).rstrip("\n")
     if getattr(described, "exceptions", None):
         return "".join(described.format(chain=False)).rstrip("\n"), True
-    worker = _OF_WORKER.match(ending)
+    worker = _WORKER_ERROR.match(ending)
     if worker is None and isinstance(error, DstrialError) and not _of_user(frames):
         return ending.partition(": ")[0].rpartition(".")[2] + ending[ending.find(":") :], not frames
     lines = ["Traceback (most recent call last):"]

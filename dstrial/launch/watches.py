@@ -1,4 +1,4 @@
-"""Shared code of the launcher's watches: a polling thread and a status file."""
+"""Shared code of ``start_watch`` and ``stalls``: a polling thread, a status file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger("dstrial.launch")
 def polling(
     poll: Callable[[], None], close: Callable[[], None], *, name: str, every_s: float
 ) -> Iterator[None]:
-    """Call ``poll`` periodically from a thread inside the block, then ``close``.
+    """Call ``poll`` periodically from a thread until the block ends, then ``close``.
 
-    Exceptions of ``poll`` are logged, equal ones only once in a row, and polling continues.
+    If ``poll`` raises, the exception is logged (a repeated one only once), and polling continues.
     """
     is_over = threading.Event()
 
@@ -48,15 +48,15 @@ def polling(
         thread.join()
 
 
-class ShownFile:
-    """A status file in the allocation's directory, written by a watch."""
+class StatusFile:
+    """A JSON status file in the allocation's directory; no file off a master."""
 
     def __init__(self, name: str) -> None:
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
         self._path = Path(directory) / name if directory else None
         self._content: dict[str, Any] | None = None
 
-    def show(self, fields: Mapping[str, Any] | None) -> None:
+    def write(self, fields: Mapping[str, Any] | None) -> None:
         """Replace the file's content; None deletes the file."""
         content = None if fields is None else dict(fields)
         if self._path is None or content == self._content:

@@ -42,9 +42,10 @@ class Report:
     numbers: Mapping[str, int | float]
     time_s: float = dataclasses.field(default_factory=time.time)
 
-    def named(self) -> dict[str, int | float]:
-        """Return the numbers with the group as prefix, for example ``training/loss``."""
-        return {f"{self.group}/{name}": number for name, number in self.numbers.items()}
+    def row(self) -> dict[str, int | float]:
+        """Return numbers by prefixed name (``training/loss``), and ``epochs`` if known."""
+        row = {f"{self.group}/{name}": number for name, number in self.numbers.items()}
+        return row if self.epochs is None else {**row, "epochs": self.epochs}
 
 
 class Logger(Protocol):

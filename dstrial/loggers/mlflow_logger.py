@@ -70,10 +70,7 @@ class MLflowLogger:
         metrics = []
         for report in reports:
             time_ms = int(report.time_s * 1000)
-            named = report.named()
-            if report.epochs is not None:
-                named["epochs"] = report.epochs
-            for original, number in named.items():
+            for original, number in report.row().items():
                 name = self._name(original)
                 if name is not None:
                     self._warn_of_infinity(original, number)

@@ -47,11 +47,8 @@ class TrackioLogger:
 
     def log(self, reports: Sequence[Report]) -> None:
         for report in reports:
-            row: dict[str, Any] = report.named()
-            if report.epochs is not None:
-                row["epochs"] = report.epochs
             self._last_batch = report.batches_trained
-            self._run.log(row, step=report.batches_trained)
+            self._run.log(report.row(), step=report.batches_trained)
         self._require_written()
 
     def end(self, state: FinalState) -> None:

@@ -72,9 +72,7 @@ class WandbLogger:
         if self._run.offline and shutil.disk_usage(self._directory).free < _MIN_FREE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         for report in reports:
-            row: dict[str, Any] = {"batches": report.batches_trained, **report.named()}
-            if report.epochs is not None:
-                row["epochs"] = report.epochs
+            row = {"batches": report.batches_trained, **report.row()}
             self._step = next_step(self._step, self._batch, report.batches_trained)
             self._batch = report.batches_trained
             self._run.log(row, step=self._step)

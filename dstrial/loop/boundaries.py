@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from determined import pytorch
 
-from dstrial.config import Length
 from dstrial.config.experiment_config.dstrial_section import TrainingChecks
+from dstrial.config.schema import Length
 from dstrial.loop.sync_point import StopReason
 
 

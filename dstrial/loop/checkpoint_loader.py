@@ -46,6 +46,7 @@ from dstrial.engine.checkpoint_reader.safe_load import (
 )
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
+from dstrial.engine.partial_training import without_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import (
@@ -143,11 +144,14 @@ class CheckpointLoader:
         """Load the trial's engines, and the engine state that DeepSpeed does not save."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
-        if is_reshaped:
-            self._load_reshaped(path, state["all_engines"], saved, now)
-            self._state.trial._load_beside_engines(context, path)
-        else:
-            self._state.trial.load(context, path)
+        with contextlib.ExitStack() as stack:
+            for engine, before, after in zip(context.models, saved, now, strict=True):
+                stack.enter_context(without_frozen(engine, before, after, context.distributed.allgather))
+            if is_reshaped:
+                self._load_reshaped(path, state["all_engines"], saved, now)
+                self._state.trial._load_beside_engines(context, path)
+            else:
+                self._state.trial.load(context, path)
         for engine_idx, engine in enumerate(context.models):
             restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
             if not is_reshaped:
@@ -227,13 +231,10 @@ class CheckpointLoader:
     ) -> None:
         for engine_idx, engine in enumerate(self._state.context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
-            saved_engine = SavedEngine(
-                path,
-                self._state.trial._engine_tag(engine_idx),
-                saved[engine_idx],
-                tied,
-                trusts_code=self._is_trusted,
-            )
+            layout, tag = saved[engine_idx], self._state.trial._engine_tag(engine_idx)
+            if layout.model_parallel_size > 1:  # the same in this run, so that this rank needs its part alone
+                layout = layout.of_part(engines.checkpoint_part(engine))
+            saved_engine = SavedEngine(path, tag, layout, tied, trusts_code=self._is_trusted)
             load_reshaped(engine, saved_engine, now[engine_idx])
 
     def _extra_state(
@@ -336,12 +337,16 @@ def rescale_micro_batches(
     return {**loop_state, "micro_batches_drawn": drawn}
 
 
-def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return position in the data and records per batch from all ranks' loop states.
 
-    Ranks in the middle stages of a pipeline have no loader, and therefore neither value.
+    Ranks in the middle stages of a pipeline have no loader, and therefore none of the values.
     """
-    found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
+    found: dict[str, Any] = {
+        "micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states),
+    }
+    if loaders := [position for one in loop_states for position in one.get("loaders", ())]:
+        found["loaders"] = loaders
     for one in loop_states:
         if one.get("records_per_batch") is not None:
             found["records_per_batch"] = int(one["records_per_batch"])

@@ -26,6 +26,7 @@ from determined import constants, core
 from dstrial.checkpoint.file_roles import rank_state_name
 from dstrial.checkpoint.manifest import hash_files, share_of
 from dstrial.engine.files import engine_files, missing_files
+from dstrial.engine.partial_training import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state
@@ -98,6 +99,9 @@ class CheckpointSaver:
             state.callbacks.overrides(name) for name in ("on_checkpoint_end", "on_checkpoint_write_end")
         )
         self._in_background = in_background and self._can_be_in_background()
+        if leaves_out_frozen(state.runtime.exp_conf):
+            for engine in state.context.models:
+                leave_out_frozen(engine)
 
     def _can_be_in_background(self) -> bool:
         """Return whether a thread can complete saves; log why training waits for files."""
@@ -202,7 +206,7 @@ class CheckpointSaver:
         )
         try:
             expected = self._copy_engines(path, copies)
-            layouts = self._state.layouts()
+            layouts = self._state.layouts_to_save()
             self._state.callbacks.call("on_checkpoint_end", str(path))
             self._state.callbacks.call("on_checkpoint_write_end", str(path))
         except Exception as error:

@@ -29,6 +29,7 @@ from dstrial.loop.boundaries import (
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
+from dstrial.loop.data.passes import reading_problems, resume_mode
 from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink
@@ -127,6 +128,7 @@ class TrainingLoop:
             self._instruments,
         )
         self._stream: TrainingStream | None = None
+        self._has_own_loaders = False  # whether any rank's training loader is not dstrial.DataLoader
         self._validation: Validation | None = None
         self._iterator: CountingIterator | None = None
         self._batches_total = 0
@@ -154,15 +156,18 @@ class TrainingLoop:
             if (kept := self._runtime.kept_reports) is not None:
                 kept.rewind_to(progress.batches_trained)
             self._start_checks()
-            self._iterator = stream.open(int(loop_state.get("micro_batches_drawn", 0)))
+            drawn = int(loop_state.get("micro_batches_drawn", 0))
+            self._iterator = stream.open(drawn, loop_state.get("loaders", ()))
             if settings.is_rewrite:
                 return self._rewrite()
             if self._instruments is not None:
                 stack.enter_context(self._instruments)
-                self._instruments.begin(progress.batches_trained)
+                whole = stream.records_per_batch is not None
+                self._instruments.begin(progress.batches_trained, reads_whole_records=whole)
                 if self._iterator is not None:
                     self._iterator.watch = self._instruments.on_batch_loaded
             self._reports.open(stack, stream.count_records, self._batches_total)
+            self._reports.passes = stream.passes
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
             callbacks.call("on_training_start")
@@ -266,9 +271,22 @@ class TrainingLoop:
         if self._instruments is not None:
             seconds = time.monotonic() - first_batch.began_s
             self._instruments.end_first_batch(self._progress.batches_trained, seconds)
+        if self._has_own_loaders and not self._sync_points.is_single_rank:
+            self._compare_reading()
         if runtime.accumulates_itself:
             self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)  # ranks wait for each other
             self._require_whole_batch(self._adapter.micro_batches_stepped - first_batch.stepped_before)
+
+    def _compare_reading(self) -> None:
+        """Warn if replicas read the same records, or ranks of one replica do not.
+
+        Ranks: all, collectively (one ``allgather``, after the first batch of a run).
+        """
+        passes = self._stream.passes if self._stream is not None else None
+        mine = (self._adapter.data_parallel_rank, passes.newest_digest if passes is not None else None)
+        for problem in reading_problems(self._distributed.allgather(mine)):
+            if self._is_chief:
+                logger.warning("%s", problem)
 
     def _resume(self) -> int:
         """Call epoch callbacks, start timers; return the batch count of the next event."""
@@ -403,6 +421,8 @@ class TrainingLoop:
     def _close_iterator(self) -> None:
         self._runtime.bind_training_iterator(None)
         self._iterator = None
+        if self._stream is not None:
+            self._stream.close()
 
     # ---- validation and checkpoints ------------------------------------------------------------------
 
@@ -470,8 +490,10 @@ class TrainingLoop:
             "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0,
             **self._reports.state(),
         }
-        if self._stream is not None and self._stream.records_per_batch is not None:
-            loop_state["records_per_batch"] = self._stream.records_per_batch
+        if self._stream is not None:
+            loop_state["loaders"] = self._stream.positions()
+            if self._stream.records_per_batch is not None:
+                loop_state["records_per_batch"] = self._stream.records_per_batch
         with self._heartbeat.during(Phase.SAVE, self._progress.batches_trained):
             self._checkpoint_uuid = self._saver.save(loop_state)
         self._reports.start_clock()
@@ -490,13 +512,24 @@ class TrainingLoop:
         problem: str | None = None
         try:
             self._stream = TrainingStream(
-                training, self._adapter, self._distributed.rank, settings.data_seed, checks_disabled
+                training,
+                self._adapter,
+                self._distributed.rank,
+                settings.data_seed,
+                checks_disabled,
+                resume_mode(runtime.exp_conf),
             )
         except DataError as error:
             problem = str(error)
         length = self._stream.epoch_length if self._stream else None
-        gathered = self._distributed.allgather((must_read, training is not None, length, problem))
-        self._progress.epoch_length = runtime.epoch_length = agreed_epoch_length(gathered)
+        has_own_loader = self._stream is not None and self._stream.passes is not None
+        gathered = self._distributed.allgather(
+            ((must_read, training is not None, length, problem), has_own_loader)
+        )
+        self._progress.epoch_length = runtime.epoch_length = agreed_epoch_length(
+            [loader for loader, _ in gathered]
+        )
+        self._has_own_loaders = any(is_own for _, is_own in gathered)
         assert self._stream is not None
         if self._is_chief:
             for note in self._stream.notes:

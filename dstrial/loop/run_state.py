@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.partial_training import frozen_checksums, leaves_out_frozen
 from dstrial.loop.boundaries import Progress
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow, copied
@@ -42,6 +44,7 @@ class RunState:
     trial_id: int
     last_code: pathlib.Path | None = dataclasses.field(default=None, init=False)
     _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
+    _frozen_checksums: list[dict[str, str]] | None = dataclasses.field(default=None, init=False)
 
     @property
     def runtime(self) -> TrialRuntime:
@@ -53,6 +56,25 @@ class RunState:
             gather = self.context.distributed.allgather
             self._layouts = [adapter.layout(gather).to_json() for adapter in self.runtime.adapters]
         return self._layouts
+
+    def layouts_to_save(self) -> list[dict[str, Any]]:
+        """Return ``layouts()`` with checksums of frozen parameters that are left out.
+
+        Frozen parameters do not change, so that their checksums are computed at the first save only.
+
+        Ranks: all, collectively at the first call.
+        """
+        if self._frozen_checksums is None and leaves_out_frozen(self.runtime.exp_conf):
+            gather = self.context.distributed.allgather
+            self._frozen_checksums = [
+                frozen_checksums(engine, Layout.from_json(layout), gather)
+                for engine, layout in zip(self.context.models, self.layouts(), strict=True)
+            ]
+        checksums = self._frozen_checksums or [{}] * len(self.layouts())
+        return [
+            {**layout, **({"frozen_checksums": left_out} if left_out else {})}
+            for layout, left_out in zip(self.layouts(), checksums, strict=True)
+        ]
 
 
 class Snapshot:

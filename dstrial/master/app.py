@@ -1,4 +1,4 @@
-"""Assembles the master's ASGI application from all routes and middleware."""
+"""Assemble the master's ASGI application from all routes and middleware."""
 
 from __future__ import annotations
 

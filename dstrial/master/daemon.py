@@ -1,7 +1,7 @@
-"""Starts, finds and stops the background master of a state directory.
+"""Start, find and stop the background master of a state directory.
 
-The new process gets its port and options on its command line. It reports through a pipe that it serves, or why it failed.
-This module does not import the server.
+The new process gets its options on its command line, and reports through a pipe that it serves or why it failed. This module
+does not import the server, to keep commands fast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KILL_SIGNAL = signal.SIGUSR1  # immediate: kill all trials, exit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterOptions:
-    """Options of ``dstrial up``; None means the value of the config file."""
+    """Options of ``dstrial up``; None means the value in the settings file."""
 
     port: int | None = None  # 0: any free port
     num_slots: int | None = None  # number of accelerators, CPU slots, or slots in a Slurm allocation
@@ -52,7 +52,7 @@ class MasterOptions:
     has_passwords: bool = True  # random passwords for the first users
     hostfile: str | None = None
     include: str = ""  # DeepSpeed's filter syntax for hosts and slots
-    exclude: str = ""
+    exclude: str = ""  # same syntax
     python: str | None = None  # interpreter path on each host
     is_under_slurm: bool = False  # the hosts are the nodes of the master's own Slurm allocation
     backend: str | None = None
@@ -73,10 +73,10 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a master in the background; return its record as soon as it serves.
+    """Start a master in the background; return its record once it serves requests.
 
-    If another command has just started a master for the directory, return its record. ``meanwhile`` is called while the new
-    process starts. With ``may_take_another_port``, use any free port if the chosen port is taken.
+    If another command has just started a master for the directory, return the record of that master. ``meanwhile`` is called
+    while the new process starts. With ``may_take_another_port``, use any free port if the chosen port is taken.
 
     Raises:
         MasterError: a master already serves this directory, the port is taken, trials of an earlier master report to
@@ -84,23 +84,23 @@ def start(
     """
     state.make()
     port = choose_port(state, options)
-    if may_take_another_port and not living_allocations(state) and not _is_free(port):
+    if may_take_another_port and not live_allocations(state) and not _is_free(port):
         port = 0
     options = dataclasses.replace(options, port=port)
-    process, told = _launch(state, options, meanwhile)
-    if told is None:
+    process, report = _launch(state, options, meanwhile)
+    if report is None:
         process.kill()
         process.wait()
         raise MasterError(
             f"the master did not serve within {_start_timeout_s(state):.0f} s; expected it to start. See {state.log_path}."
         )
-    message: dict[str, Any] = json.loads(told) if told else {}
+    message: dict[str, Any] = json.loads(report) if report else {}
     if "record" not in message:
         process.wait()
         other = _wait_for_record(state) if message.get("is_in_use") else None
         if other is not None:
             return other
-        raise MasterError(message.get("error") or _died(state, process.returncode))
+        raise MasterError(message.get("error") or _startup_failure(state, process.returncode))
     process.returncode = 0  # detach the master: subprocess must not wait for its end
     record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
     # Wait for a complete request, not only for an open port.
@@ -132,8 +132,8 @@ def _launch(
         finally:
             os.close(theirs)
         meanwhile()
-        told = _read_all(ready.fileno(), time.monotonic() + _start_timeout_s(state))
-    return process, told
+        report = _read_all(ready.fileno(), time.monotonic() + _start_timeout_s(state))
+    return process, report
 
 
 def _start_timeout_s(state: StateDirectory) -> float:
@@ -145,7 +145,7 @@ def _start_timeout_s(state: StateDirectory) -> float:
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
-    """Wait for a master that another command just started; None if it never serves."""
+    """Wait for a master that another command just started; None after a timeout."""
     deadline_s = time.monotonic() + _OTHER_TIMEOUT_S
     while time.monotonic() < deadline_s:
         record = state.running()
@@ -178,7 +178,7 @@ def _read_all(descriptor: int, deadline_s: float) -> bytes | None:
         content += chunk
 
 
-def _died(state: StateDirectory, exit_code: int) -> str:
+def _startup_failure(state: StateDirectory, exit_code: int) -> str:
     lines = tail(state.log_path, 20)
     return "\n".join(
         [
@@ -190,14 +190,14 @@ def _died(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port to listen on; with running trials, it is the last master's port."""
+    """Return the port for a new master: the last one's if its trials still run."""
     asked = options.port
     if asked is None and options.config_file is not None:
         from dstrial.master.settings import MasterSettings
 
         asked = MasterSettings.load(Path(options.config_file)).port
     last = state.read_record()
-    if last is None or asked == last.port or not living_allocations(state):
+    if last is None or asked == last.port or not live_allocations(state):
         return DEFAULT_PORT if asked is None else asked
     if asked is None:
         return last.port
@@ -207,8 +207,8 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
     )
 
 
-def living_allocations(state: StateDirectory) -> list[str]:
-    """Return ids of allocations whose supervisor runs, even if no master runs."""
+def live_allocations(state: StateDirectory) -> list[str]:
+    """Return ids of allocations whose supervisor process runs, even if no master does."""
     found = supervisors(state)
     if not found:
         return []
@@ -242,7 +242,7 @@ def wait_for_end(
     A stopped master gets SIGCONT. ``on_progress`` gets the number of running allocations whenever this number changes.
     """
     deadline_s = time.monotonic() + timeout_s
-    told: int | None = None
+    last_count: int | None = None
     next_count_at_s = 0.0
     while process_start_time(record.pid) == record.start_time:
         if time.monotonic() > deadline_s:
@@ -250,9 +250,9 @@ def wait_for_end(
         if time.monotonic() > next_count_at_s:
             next_count_at_s = time.monotonic() + 0.5
             _resume_if_stopped(record)
-            count = len(living_allocations(state))
-            if count != told:
-                told = count
+            count = len(live_allocations(state))
+            if count != last_count:
+                last_count = count
                 on_progress(count)
         time.sleep(_POLL_PERIOD_S)
     return True

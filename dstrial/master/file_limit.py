@@ -10,17 +10,17 @@ from dstrial.errors import MasterError
 
 _WANTED_FILES = 4096
 _RESERVED_FILES = 128  # for files other than connections: database, logs, supervisors
-_FILES_PER_CONNECTION = 2  # a proxied connection has a second one to the service
+_FILES_PER_CONNECTION = 2  # a proxied connection has a second connection, to the task's service
 _MIN_CONNECTIONS = 16
 _MIN_FILES = _RESERVED_FILES + _MIN_CONNECTIONS * _FILES_PER_CONNECTION
 
-_SPARE_FILES = 8  # minimum of free descriptors: a response needs a connection and one or two files
+_SPARE_FILES = 8  # descriptors that must be free: a response needs a connection and one or two files
 
 _soft_before: int | None = None
 
 
 def raise_limit() -> int:
-    """Raise this process's limit; return how many connections the new limit allows."""
+    """Raise this process's open-file limit; return how many connections it allows."""
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
@@ -39,7 +39,7 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Restore the user's limit for a child: its ``select`` fails beyond 1024 files."""
+    """Restore the user's limit in a child, where ``select`` fails beyond 1024 files."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))

@@ -34,11 +34,11 @@ class Hint(enum.Enum):
     REVOKE_TOKENS = " Revoke some with `det token revoke`."
     SET_TEMPLATE = " Change it with `det template set`."
     TAKE_CHECKPOINT = " Take its uuid from `det experiment list-checkpoints`."
-    UNARCHIVE_EXPERIMENT = " Take it back with `det experiment unarchive` first."
+    UNARCHIVE_EXPERIMENT = " Unarchive it with `det experiment unarchive` first."
     UNARCHIVE_PROJECT = (
-        " Take it back with `det project unarchive` (or `det workspace unarchive`), or name another."
+        " Unarchive it with `det project unarchive` (or `det workspace unarchive`), or name another."
     )
-    UNARCHIVE_WORKSPACE = " Take it back with `det workspace unarchive`, or name another."
+    UNARCHIVE_WORKSPACE = " Unarchive it with `det workspace unarchive`, or name another."
 
 
 END_AND_PUT_BACK = "End the master with `dstrial down`, and put a copy back with `dstrial restore`."

@@ -1,4 +1,4 @@
-"""Logs ``det`` in: writes a master's tokens into the token store of ``det``.
+"""Log ``det`` in: write a master's tokens to the token store of ``det``.
 
 ``det`` stores tokens by address, and a master has two addresses: ``localhost`` and ``127.0.0.1``. If the master does not accept
 the token of an entry, the entry belongs to another master. It is then replaced only with the user's consent.
@@ -20,6 +20,8 @@ USERNAME = "determined"  # default login of the state directory's owner; not an 
 
 
 class Login(enum.Enum):
+    """What ``log_in`` did with the entry of one address in the token store of ``det``."""
+
     ADDED = enum.auto()
     KEPT = enum.auto()
     REPLACED = enum.auto()
@@ -71,7 +73,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
 
 
 def log_in_as(record: MasterRecord, username: str) -> None:
-    """Make a user the active user of ``det`` at both addresses; keep other users."""
+    """Make a user the active user of ``det`` for a master; keep other users' tokens."""
     token: str | None = None
     for address in addresses_of(record.port):
         store = _token_store(address)
@@ -125,7 +127,7 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str:
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
-    """Return username -> password of the first users; {} without generated passwords."""
+    """Return username -> password of the master's first users; {} if they are blank."""
     try:
         value = json.loads(state.credentials_path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -28,7 +28,7 @@ _BACKLOG = 128
 def listening(state: StateDirectory, last: str) -> Iterator[tuple[socket.socket, Path]]:
     """Listen on the owner's socket; yield the listening socket and its path.
 
-    ``last`` is the socket path of the last master, or empty. That master may have been killed, so the file is removed.
+    ``last`` is the socket path of the last master, or empty. A master that was killed has left its file, which is removed.
     """
     if last:
         _remove(Path(last))
@@ -82,7 +82,7 @@ def _bind_somewhere(listener: socket.socket, state_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """Yield the path, or its alias below ``/proc/self/fd`` if it is too long."""
+    """Yield the address of a socket path: an alias in ``/proc/self/fd`` if too long."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return
@@ -94,7 +94,7 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a socket file, and its directory if that was created for the socket."""
+    """Remove the owner's socket, and its directory if that was created for the socket."""
     with contextlib.suppress(OSError):
         if path.name != _NAME or not stat.S_ISSOCK(path.lstat().st_mode):
             return

@@ -1,4 +1,4 @@
-"""Publish-subscribe of topics (strings) that database writes publish."""
+"""Notify coroutines and threads of topics (strings) that database writes publish."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class Follower:
-    """A subscription: collects published topics until one coroutine fetches them."""
+    """A subscription: collects published topics until ``next`` returns them."""
 
     def __init__(self, is_wanted: Callable[[str], bool], lock: threading.Lock) -> None:
         self._is_wanted = is_wanted
@@ -17,15 +17,15 @@ class Follower:
         self._topics: set[str] = set()
         self._future: asyncio.Future[None] | None = None
 
-    def tell(self, topics: Iterable[str]) -> None:
-        """Add published topics; the caller must hold the lock."""
+    def add(self, topics: Iterable[str]) -> None:
+        """Add published topics and wake ``next``; the caller must hold the lock."""
         self._topics.update(filter(self._is_wanted, topics))
         if self._topics and self._future is not None:
             self._future.get_loop().call_soon_threadsafe(_finish, self._future)
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Return topics published since the last call; wait for one up to ``timeout_s``."""
+        """Return topics published since the last call; if none, wait up to ``timeout_s``."""
         with self._lock:
             found, self._topics = self._topics, set()
             if found:
@@ -61,7 +61,7 @@ class PubSub:
         topics = tuple(topics)
         with self._lock:
             for follower in self._followers:
-                follower.tell(topics)
+                follower.add(topics)
             for topic in topics:
                 self._versions[topic] = self._versions.get(topic, 0) + 1
                 for event in self._thread_waiters.get(topic, ()):

@@ -1,4 +1,4 @@
-"""The master process: creates its parts, serves on loopback, shuts down cleanly.
+"""The master process: create its parts, serve on loopback, shut down cleanly.
 
 ``dstrial up`` starts ``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS``.
 """
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master")
 
-_STREAM_END_S = 2.0  # grace period for open streams at shutdown
+_STREAM_END_S = 2.0  # grace period of open streams at shutdown
 
 _STOP_TIMEOUT_S = 24 * 3600.0
-"""Timeout for all trials' checkpoints at shutdown, in seconds; the ``preemption_timeout`` of each trial is shorter."""
+"""Time for all trials' last checkpoints at shutdown, in seconds; each trial's ``preemption_timeout`` is shorter."""
 
 _DRAIN_S = 5.0  # time for pending webhook events at shutdown
 
@@ -119,7 +119,7 @@ class RefuseSubmissions:
         ):
             from starlette.responses import JSONResponse
 
-            text = "the master is ending and takes nothing new; submit again after the next `dstrial up`"
+            text = "the master is shutting down and accepts nothing new; submit again after the next `dstrial up`"
             error = {"code": 14, "reason": "Unavailable", "error": text}
             await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
             return
@@ -155,7 +155,7 @@ def serve(
         # Trials use the user's umask, as their files may be meant for other accounts.
         local.trial_umask = os.umask(_PRIVATE_UMASK)
         stack.enter_context(state.lock())
-        state.close_to_others()
+        state.restrict_to_owner()
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
         port = int(listener.getsockname()[1])
         last = state.read_record()
@@ -331,10 +331,9 @@ def _run(
 
 
 class Shutdown:
-    """Shutdown of the master: stops or kills the trials first, then stops the server.
+    """Shuts the master down: stops or kills the trials, then stops the server.
 
-    During the shutdown, the server accepts reports of trials, ``app`` rejects submissions, and ``delivery`` sends pending webhook
-    events.
+    Meanwhile the server accepts reports of trials, ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
     """
 
     def __init__(
@@ -395,7 +394,7 @@ def main(words: list[str]) -> int:
 
     options = MasterOptions.from_arguments(words[2:])
     if options.owner_pid is not None:
-        _end_with(options.owner_pid)
+        _exit_with_parent(options.owner_pid)
         # The state directory is in a run directory; agents store their files here too, so that nothing is left elsewhere.
         os.environ[STATE_DIR_VARIABLE] = str(state.path)
     try:
@@ -408,7 +407,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _end_with(owner_pid: int) -> None:
+def _exit_with_parent(owner_pid: int) -> None:
     """Have the kernel send SIGTERM to this process when its parent process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != owner_pid:

@@ -1,4 +1,4 @@
-"""Objects that request handlers and the scheduler share, created at startup."""
+"""``Services``: the objects that request handlers and the scheduler share."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ VERSION = "0.38.1"  # release of Determined whose API is served; clients warn ab
 
 
 class Activity:
-    """Last use of each task's proxied service, for idle timeouts; only in memory."""
+    """When each task's proxied service was last used, for idle timeouts; in memory."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
 
     def touch(self, task_id: str) -> None:
-        """Record that a task's service is used now."""
         self._last_s[task_id] = time.monotonic()
 
     def idle_s(self, task_id: str) -> float:
@@ -70,13 +69,12 @@ class Activity:
         return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
 
     def forget(self, task_id: str) -> None:
-        """Delete the last use of a task that has ended."""
         self._last_s.pop(task_id, None)
 
 
 @dataclasses.dataclass(slots=True)
 class Services:
-    """The parts of a running master, for handlers, web page and scheduler."""
+    """The parts of a running master that handlers, web page and scheduler use."""
 
     settings: MasterSettings
     state_dir: Path
@@ -98,7 +96,7 @@ class Services:
     checker: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
     )
-    password_turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    password_lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     grants: ServiceGrants = dataclasses.field(default_factory=ServiceGrants)
     activity: Activity = dataclasses.field(default_factory=Activity)
@@ -138,10 +136,10 @@ class Services:
 
     def _make_backend(self, own: LocalBackend) -> Backend:
         if self.settings.backend in ENGINES:
-            return self._over_engine(own)
-        return self._over_hosts(own) if self.hosts else own
+            return self._engine_backend(own)
+        return self._hosts_backend(own) if self.hosts else own
 
-    def _over_engine(self, own: LocalBackend) -> Backend:
+    def _engine_backend(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.backend import QueuedBackend
 
         settings = self.settings
@@ -183,7 +181,7 @@ class Services:
             transport=self.transport or SshTransport(),
         )
 
-    def _over_hosts(self, own: LocalBackend) -> Backend:
+    def _hosts_backend(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.hosts.backend import HostsBackend
 
         names = [host.name for host in self.hosts]
@@ -200,7 +198,7 @@ class Services:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return an allocation's node names, comma-separated; by default this machine's."""
+        """Return the names of an allocation's nodes, comma-separated; without slots, ours."""
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
@@ -219,8 +217,8 @@ class Services:
 
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
-    def note_scheduler(self, step: str) -> None:
-        """Record what the scheduler does now, for :meth:`describe_trouble`."""
+    def record_scheduler_step(self, step: str) -> None:
+        """Record the scheduler's current step and its start, for :meth:`describe_trouble`."""
         self.scheduler_step = step, time.monotonic()
 
     def describe_trouble(self) -> str:
@@ -273,7 +271,7 @@ def open_services(
     hosts: tuple[Host, ...] = (),
     transport: Transport | None = None,
 ) -> Services:
-    """Create the services; the first start also creates the cluster id and users.
+    """Create a master's services; at its first start, also the cluster id and users.
 
     With ``has_passwords``, the first users get random passwords, stored in ``credentials.json`` in ``state_dir`` (mode 0600).
     Otherwise their passwords are blank, as in Determined.

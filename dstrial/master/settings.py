@@ -1,4 +1,4 @@
-"""The master's settings file: the subset of Determined's keys, and dstrial's keys."""
+"""Read the master's settings file: keys of Determined's master, and dstrial's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _list = functools.partial(Rule, types=("list",), default=[])
 _integer = functools.partial(Rule, types=("integer",))
 _boolean = functools.partial(Rule, types=("boolean",))
 _MIN_KEY = 8
-_RAISED_BY = (
+_LIMIT_FIX = (
     "Move what is large into files of the model definition, or raise limits.config_text_bytes or limits.config_values in "
     "the master's settings."
 )
@@ -244,7 +244,7 @@ class MasterSettings:
             warm=raw["warm"],
             warm_accelerators=raw["warm_accelerators"],
             warm_idle_timeout=raw["warm_idle_timeout"],
-            limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
+            limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _LIMIT_FIX),
             trial_log_bytes=raw["limits"]["trial_log_bytes"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
             token_default_days=raw["security"]["token"]["default_lifespan_days"],

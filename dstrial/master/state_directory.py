@@ -1,4 +1,4 @@
-"""The state directory of a master, and the process that serves it.
+"""The state directory of a master, and the record of the process that serves it.
 
 ``<state dir>/`` holds::
 
@@ -122,7 +122,7 @@ class StateDirectory:
                 "written to. Name another one with --state-dir."
             ) from error
 
-    def close_to_others(self) -> None:
+    def restrict_to_owner(self) -> None:
         """Set mode 0600 on the files directly in the directory, except links."""
         for path in self.path.iterdir():
             if path.is_file() and not path.is_symlink():

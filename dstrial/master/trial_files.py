@@ -1,4 +1,4 @@
-"""Reads files that trials can write, without trusting their type, size or owner."""
+"""Read files that trials can write, without trusting their type, size or owner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
 
 
 def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
-    """Open a regular file, owned by this account if ``is_own``; never block on a pipe.
+    """Open a regular file for reading; never block on a pipe or follow a link.
 
     Raises:
         FileNotFoundError: the file does not exist.

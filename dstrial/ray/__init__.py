@@ -1,4 +1,4 @@
-"""Ray below the master: state, requests, and bytes of programs on its nodes.
+"""Connect a master to a Ray cluster: reservations, and programs on the nodes.
 
-``import ray`` stands in functions of ``bridge`` only, which runs in a process of its own.
+Only functions of ``bridge``, which runs in a separate process, import Ray.
 """

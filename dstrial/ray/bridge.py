@@ -1,8 +1,9 @@
-"""The process that connects a master, which never imports Ray, to a Ray cluster.
+"""The bridge: a process that imports Ray and connects a master to a Ray cluster.
 
-``python -m dstrial.ray.bridge`` listens on a UNIX socket once it is connected. A connection is one request, a line of JSON,
-which a line answers; or a :mod:`~dstrial.ray.relay` that requests a program on a node of a job, whose bytes the bridge passes.
-The bridge decides nothing. It ends with its input, once the relays have passed their last lines; reservations and programs stay.
+Once connected to Ray, ``python -m dstrial.ray.bridge`` listens on a UNIX socket. A client's connection carries one request and
+one answer, each a line of JSON. A :mod:`~dstrial.ray.relay`'s connection requests a program on a node of a job; the bridge
+then forwards the program's input and output. At the end of its stdin the bridge waits until the relays have sent their last
+lines, and exits; reservations and programs remain.
 """
 
 from __future__ import annotations
@@ -26,24 +27,22 @@ from dstrial.ray.cluster import GPU, parse_groups, parse_nodes
 from dstrial.ray.relay import CODE, ERR, EXIT_CODE_OF_CONNECTION, OUT, framed
 
 NAMESPACE = "dstrial"  # Ray's, of placement groups and actors
-_NODE_ID_LABEL = "ray.io/node-id"  # Ray's own label of a node
-_HEAD_S = 5.0  # timeout of the first connection to the head; Ray itself tries for more than a minute
+_NODE_ID_LABEL = "ray.io/node-id"  # Ray's label with a node's id
+_HEAD_S = 5.0  # timeout of the first connection to the head node; Ray itself tries for more than a minute
 _START_S = 30.0  # timeout of an actor's start, which imports Ray on the node
-_READ_S = 2.0  # how long an actor waits for output, and until a relay that has hung up is noticed
-_LOST_S = 20.0  # timeout of an actor's answer: its node may be gone
+_READ_S = 2.0  # timeout of an actor's wait for output; also the interval of checks for closed relays
+_LOST_S = 20.0  # timeout of an actor's answer, in case its node is lost
 _RELAY = "relay"  # name of the threads that serve relays
-_CLOSE_S = (
-    4.0  # grace period of relays, which pass a goodbye, after the master's end; shorter than the client's
-)
-_BACKLOG = 64  # relays that connect at once
+_CLOSE_S = 4.0  # grace period after the master's end for relays to send a goodbye; shorter than the client's
+_BACKLOG = 64  # pending connections of the socket
 
 
-class _NotThereError(Exception):
-    """A job has no such node, or is over."""
+class _JobGoneError(Exception):
+    """The requested job has ended, or does not have the requested node."""
 
 
 class Bridge:
-    """A Ray driver; the constructor connects and raises Ray's errors."""
+    """A Ray driver that serves a master; the constructor connects to Ray or raises."""
 
     def __init__(self, address: str) -> None:
         import ray
@@ -57,9 +56,9 @@ class Bridge:
         self._actor = ray.remote(node_actor.NodeActor)
 
     def poll(self) -> dict[str, Any]:
-        """Return the nodes and our placement groups, for :mod:`dstrial.ray.cluster`.
+        """Return the cluster's nodes and dstrial's placement groups, as Ray reports them.
 
-        Ray 2.60 has no public name for free resources and draining nodes; Ray Train uses the same two.
+        Ray 2.60 has no public API for free resources and draining nodes; Ray Train uses the same private functions.
         """
         import ray
         from ray._private import state
@@ -73,7 +72,7 @@ class Bridge:
         }
 
     def reserve(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a placement group that outlives this process; return its id."""
+        """Create a placement group that outlives the bridge; return its id."""
         from ray.util.placement_group import placement_group
 
         bundles, excluded = request["bundles"], request["excluded_nodes"]
@@ -94,7 +93,7 @@ class Bridge:
 
         row = ray.util.placement_group_table().get(request["id"])
         if row is not None and row["state"] != "REMOVED":
-            with contextlib.suppress(ValueError):  # it has gone meanwhile
+            with contextlib.suppress(ValueError):  # removed meanwhile
                 remove_placement_group(get_placement_group(row["name"]))
         return {}
 
@@ -108,10 +107,10 @@ class Bridge:
         nodes = {node.id: node for node in parse_nodes(seen)}
         group = next((one for one in parse_groups(seen) if one.id == request["job"]), None)
         if group is None or group.state == "REMOVED":
-            raise _NotThereError(f"placement group {request['job']} is over")
+            raise _JobGoneError(f"placement group {request['job']} is over")
         names = [nodes[one].name if one in nodes else "" for one in group.node_ids]
         if request["host"] not in names:
-            raise _NotThereError(f"placement group {request['job']} has no node {request['host']}")
+            raise _JobGoneError(f"placement group {request['job']} has no node {request['host']}")
         index = names.index(request["host"])
         actor = self._actor.options(
             name=f"node-{group.id}-{index}-{group.node_ids[index]}",
@@ -127,7 +126,7 @@ class Bridge:
 
 
 def _serve(bridge: Bridge, connection: socket.socket) -> None:
-    """Answer a request, or run a program for a relay, to its end or the relay's."""
+    """Answer a client's request, or serve a relay until its program or the relay ends."""
     with connection, contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as lines:
         request = json.loads(lines.readline())
         if request["do"] == "start":
@@ -148,22 +147,22 @@ def _serve_relay(bridge: Bridge, request: Mapping[str, Any], connection: socket.
 
     try:
         actor, number = bridge.start(request)
-    except (_NotThereError, ValueError, ray.exceptions.RayError) as error:
+    except (_JobGoneError, ValueError, ray.exceptions.RayError) as error:
         _refuse(connection, str(error))
         return
     threading.Thread(target=_write, args=(connection, actor, number), daemon=True).start()
     try:
         _read(connection, actor, number)
     except ray.exceptions.RayError as error:
-        _refuse(connection, f"the actor on {request['host']} is gone: {_plain(str(error))}")
+        _refuse(connection, f"the actor on {request['host']} is gone: {_without_ids(str(error))}")
     finally:
         actor.abandon.remote(number)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _plain(text: str) -> str:
-    """Drop the indented lines, with Ray's ids of an actor."""
+def _without_ids(text: str) -> str:
+    """Remove the indented lines of Ray's error, which are ids of the actor."""
     return " ".join(line for line in text.splitlines() if not line.startswith("\t"))
 
 
@@ -228,7 +227,7 @@ def main() -> None:
         if thread.name == _RELAY:
             thread.join(max(give_up_at_s - time.monotonic(), 0))
     shutil.rmtree(options.socket.parent, ignore_errors=True)
-    # Ray's threads and those of programs would hold up an orderly end; Ray sees that this process is gone.
+    # A normal exit would wait for the threads of Ray and of programs. Ray detects that this process has ended.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Client of the bridge, which is started at the first request, and restarted."""
+"""Client of the bridge to Ray, which starts and restarts the bridge on demand."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dstrial.errors import MissingExtraError, install_command
 _CONNECT_S = 60.0  # timeout of the bridge's connection to Ray
 _ANSWER_S = 20.0  # timeout of a request
 _CLOSE_S = 5.0  # grace period of the bridge after the end of its input
-_POLL_S = 0.05  # between checks whether the bridge is connected
+_POLL_S = 0.05  # interval of checks whether the bridge is connected
 
 
 class RayRefusedError(Exception):
-    """Ray does not accept a request's values."""
+    """Ray rejects the values of a request; the message is Ray's."""
 
 
 def require_ray(where: str) -> None:
-    """Refuse an environment without Ray, and import nothing."""
+    """Raise MissingExtraError if Ray is not installed; import nothing."""
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:
         raise MissingExtraError(
@@ -36,20 +36,20 @@ def require_ray(where: str) -> None:
 
 
 class BridgeClient:
-    """The client's end of the bridge; one thread asks, any thread reads ``socket``."""
+    """Client of the bridge to Ray; one thread may call it, any may read ``socket``."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._directory = Path(tempfile.mkdtemp(prefix="dstrial-ray-"))
-        self.socket = self._directory / "socket"  # of relays, too; the same for the next bridge
+        self.socket = self._directory / "socket"  # for requests and relays; a restarted bridge reuses it
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, what: str, **values: Any) -> dict[str, Any]:
-        """Return the answer to a request.
+        """Send a request to the bridge and return the answer.
 
         Raises:
-            RayRefusedError: Ray does not accept the values.
-            ConnectionError: Ray does not answer, or with an error.
+            RayRefusedError: Ray rejects the values.
+            ConnectionError: Ray does not answer, or answers with another error.
         """
         if self._process is None or self._process.poll() is not None:
             self._start()
@@ -76,24 +76,24 @@ class BridgeClient:
         raise ConnectionError(f"Ray at {self._address}: {text}")
 
     def close(self) -> None:
-        """End the bridge; reservations and programs stay."""
+        """End the bridge; reservations and programs remain."""
         self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
         """Start the bridge, and wait until it is connected to Ray."""
         self._end()
-        self._directory.mkdir(mode=0o700, exist_ok=True)  # the bridge deletes it at its end
+        self._directory.mkdir(mode=0o700, exist_ok=True)  # an ended bridge has deleted it
         self.socket.unlink(missing_ok=True)
         words = ["-m", "dstrial.ray.bridge", f"--address={self._address}", f"--socket={self.socket}"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *words],
-                cwd="/",  # no modules there that could shadow others
+                cwd="/",  # where no modules shadow others
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is the master's
+                start_new_session=True,  # so that Ctrl-C reaches the master only
             )
         give_up_at_s = time.monotonic() + _CONNECT_S
         while not self.socket.exists():
@@ -109,7 +109,6 @@ class BridgeClient:
         return self._directory / "log"
 
     def _last_line(self) -> str:
-        """Return what the bridge has printed last."""
         with contextlib.suppress(OSError, IndexError):
             return self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
         return "nothing was printed"

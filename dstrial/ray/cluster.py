@@ -1,4 +1,4 @@
-"""Parses a Ray cluster's nodes and groups, and chooses what to request; pure."""
+"""Parse a Ray cluster's nodes and placement groups; choose a job's slots. Pure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-CPU, GPU = "CPU", "GPU"  # Ray's names of what slots are
+CPU, GPU = "CPU", "GPU"  # Ray's names of resources; a slot is one of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node of the cluster."""
+    """A node of a Ray cluster."""
 
-    id: str  # Ray's, new whenever Ray is started there
-    name: str  # for people, unique among living nodes
+    id: str  # Ray's id, a new one at each start of Ray on the node
+    name: str  # for users, unique among living nodes
     is_alive: bool
-    total: Mapping[str, float]  # resources by name, in use or not
-    free: Mapping[str, float]  # those that are not reserved
-    death_reason: str = ""  # Ray's reason, empty without one
-    is_draining: bool = False  # whether it was asked to leave soon
+    total: Mapping[str, float]  # resources by name, reserved or not
+    free: Mapping[str, float]  # resources that are not reserved
+    death_reason: str = ""  # Ray's reason; empty if the node is alive or Ray gives none
+    is_draining: bool = False  # whether Ray has asked it to leave the cluster
 
     def num_slots(self, kind: str) -> int:
         return int(self.total.get(kind, 0))
@@ -28,20 +28,20 @@ class RayNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RayGroup:
-    """A placement group."""
+    """A placement group: the reservation of one job."""
 
     id: str  # hexadecimal
     name: str
     state: str  # Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``
     bundles: tuple[Mapping[str, float], ...]  # in rank order
-    node_ids: tuple[str, ...]  # where each bundle is; empty for nowhere
+    node_ids: tuple[str, ...]  # node of each bundle; "" if it has none
 
 
 def parse_nodes(seen: Mapping[str, Any]) -> tuple[RayNode, ...]:
-    """Parse the nodes of the bridge's answer, dead ones included.
+    """Parse the nodes in the bridge's answer to ``poll``, dead ones included.
 
-    A node's name is Ray's: ``ray start --node-name``, by default its address. Host names may repeat in a cluster; two living
-    nodes of one name get their ports behind it.
+    A node's name is Ray's: ``ray start --node-name``, by default its address. If several living nodes have the same name, their
+    ports are appended.
     """
     rows: Sequence[Mapping[str, Any]] = seen["nodes"]
     counts = Counter(_name(row) for row in rows if row["Alive"])
@@ -64,7 +64,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
-    """Parse the placement groups of the bridge's answer, of all owners and states."""
+    """Parse the placement groups in the bridge's answer to ``poll``, in all states."""
     found = []
     for number, row in seen["groups"].items():
         indices = sorted(row["bundles"], key=int)
@@ -81,13 +81,13 @@ def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
     return tuple(found)
 
 
-def choose_shares(
+def slots_per_node(
     num_slots: int, capacities: Iterable[int], *, is_on_one_node: bool = False
 ) -> tuple[int, ...] | None:
-    """Return a job's slots of each node, largest first; None if there are too few.
+    """Return a job's slots per node, largest first; None if the cluster has too few.
 
-    Ray has the queue, so nodes count with all they have, in use or not: as few nodes as possible, with equally many slots on
-    each if possible. What fits on one node waits for one. ``capacities`` are slots of each node that may be used.
+    The job gets as few nodes as possible, with equally many slots on each if possible. ``capacities`` are the slots of the nodes
+    that may be used, free or not, because Ray queues the job. A job that fits on one node waits for one.
     """
     largest = sorted((count for count in capacities if count), reverse=True)
     if not largest or num_slots > (largest[0] if is_on_one_node else sum(largest)):
@@ -96,5 +96,5 @@ def choose_shares(
     each, rest = divmod(num_slots, num_nodes)
     if rest == 0 and largest[num_nodes - 1] >= each:
         return (each,) * num_nodes
-    shares = largest[: num_nodes - 1]
-    return (*shares, num_slots - sum(shares))
+    counts = largest[: num_nodes - 1]
+    return (*counts, num_slots - sum(counts))

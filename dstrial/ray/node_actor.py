@@ -1,8 +1,8 @@
-"""The actor on a job's node: starts the agent there, and passes its bytes.
+"""The Ray actor on a job's node: start the agent, forward its input and output.
 
-Pickled by value, so that a node's Ray needs no dstrial: standard library only. The actor belongs to the cluster
-(``lifetime="detached"``) and lives as long as the job's placement group; the master after a killed one finds it again. It ends a
-program's input only when its caller asks for that: if Ray or the caller is gone, the agent's lease counts.
+The actor is pickled by value, so that the node needs no dstrial: standard library only. It is detached
+(``lifetime="detached"``), lives as long as the job's placement group, and is found again by a restarted master. The actor
+closes a program's input only on request: if the bridge or Ray is lost, the agent ends when its lease ends.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-NUM_CALLS = 32  # methods that may run at once: one waits for each program's output
-# Below what Ray sends in the answer itself, 100 KiB (`max_direct_call_object_size`); more would go through its object store.
-PIECE_BYTES = 96 * 1000  # the most that one call passes
-_TRAILING_OUTPUT_S = 2.0  # for output after a program's end: its descendants may hold its pipes
-_FULL_PIPE_POLL_MS = 1000  # between checks whether the input of a program that does not read is to be closed
+NUM_CALLS = 32  # concurrent method calls; one waits for each program's output
+# Maximum size of the data in a call. Ray puts answers above 100 KiB (`max_direct_call_object_size`) into its object store.
+PIECE_BYTES = 96 * 1000
+_TRAILING_OUTPUT_S = 2.0  # timeout of output after a program's end: its descendants may hold its pipes open
+_FULL_PIPE_POLL_MS = 1000  # interval of checks for `end_input` while a program does not read its input
 _PARENT_POLL_S = 1.0
-_NOT_STARTED = 127  # exit code of a program that is not there, a shell's
-# Which of the node's devices Ray has given to this actor (ray/_private/accelerators).
+_NOT_STARTED = 127  # exit code if a program cannot be started, as in a shell
+# Variables that list the devices that Ray has assigned to this actor (ray/_private/accelerators).
 _DEVICES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "ASCEND_RT_VISIBLE_DEVICES",
     "HABANA_VISIBLE_MODULES", "TPU_VISIBLE_CHIPS", "NEURON_RT_VISIBLE_CORES",
@@ -31,7 +31,7 @@ _DEVICES = (
 
 
 class _Program:
-    """A child of the actor and its pipes; any thread may call its methods."""
+    """A child process of the actor and its pipes. Thread-safe."""
 
     def __init__(self, words: Sequence[str], environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -55,7 +55,7 @@ class _Program:
         self._is_input_over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Return new output as soon as there is any, or the exit code at its end."""
+        """Wait for output; return stdout, stderr, and the exit code after all output."""
         found = [b"", b""]
         with self._reading:
             poll = select.poll()
@@ -78,7 +78,7 @@ class _Program:
         return found[0], found[1], code if code is None or code >= 0 else 128 - code
 
     def write(self, data: bytes) -> bool:
-        """Write to its input; return whether it accepts more."""
+        """Write to the program's input; return whether the program accepts more."""
         with self._writing:
             waiting = select.poll()
             if not self._stdin.closed:
@@ -93,28 +93,28 @@ class _Program:
             return not self._is_input_over
 
     def end_input(self) -> None:
-        """Close its input, of which it may have read less than was written."""
+        """Close the program's input; end a ``write`` that blocks."""
         self._is_input_over = True
         with self._writing:
             self._stdin.close()
 
     def drain(self) -> None:
-        """Discard the output until the program ends, so that it never blocks."""
+        """Read and discard the output until the program ends, so that it never blocks."""
         while self.read(_TRAILING_OUTPUT_S)[2] is None:
             pass
         self.close()
 
     def close(self) -> None:
-        """Release an ended program's pipes."""
+        """Close an ended program's pipes."""
         self.end_input()
         for output in self._outputs:
             output.close()
 
 
 class NodeActor:
-    """Programs on a node: an actor of Ray's, called from several threads.
+    """A Ray actor that runs programs on a node. Thread-safe.
 
-    In a worker of Ray's (``is_worker``) this process ends with its parent, Ray's daemon of the node.
+    With ``is_worker`` the actor's process ends when its parent, Ray's daemon on the node, ends.
     """
 
     def __init__(self, *, is_worker: bool = False) -> None:
@@ -125,7 +125,7 @@ class NodeActor:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def start(self, words: Sequence[str]) -> int:
-        """Start a program; return its number."""
+        """Start a program; return its number, also if it cannot be started (see ``read``)."""
         number = next(self._numbers)
         try:
             self._programs[number] = _Program(words, environment_of(_login_environment(), os.environ))
@@ -134,7 +134,10 @@ class NodeActor:
         return number
 
     def read(self, number: int, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Return what a program has printed, and its exit code, a shell's, at the end."""
+        """Wait for a program's output or end; return stdout, stderr and exit code.
+
+        The exit code is a shell's: 128 + N for signal N, 127 if the program could not be started; None while it runs.
+        """
         if number in self._not_started:
             return b"", self._not_started.pop(number), _NOT_STARTED
         program = self._programs[number]
@@ -154,7 +157,7 @@ class NodeActor:
     def abandon(self, number: int) -> None:
         """Discard a program's output from now on. Idempotent.
 
-        Its input stays open: without heartbeats an agent ends at the end of its lease.
+        The input stays open: an agent that receives no acknowledgements ends when its lease ends.
         """
         program = self._programs.pop(number, None)
         if program is not None:
@@ -162,9 +165,10 @@ class NodeActor:
 
 
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return a program's variables: Ray's at its start, and the actor's devices. Pure.
+    """Return a program's environment: Ray's daemon's, with the actor's devices. Pure.
 
-    Ray's processes have variables besides, as ``OMP_NUM_THREADS``, which mean the actor, and an allocator of Ray's own.
+    The actor's own environment (``own``) is not inherited: Ray sets ``OMP_NUM_THREADS`` and others in it for the actor. Ray's
+    own variables and preloaded allocator are removed from the daemon's (``login``).
     """
     found = {name: value for name, value in login.items() if not name.startswith("RAY_")}
     loaded = [path for path in found.pop("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
@@ -175,7 +179,7 @@ def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str
 
 
 def _login_environment() -> dict[str, str]:
-    """Return the variables of our parent, Ray's daemon of this node."""
+    """Return the environment of this process's parent, Ray's daemon on the node."""
     try:
         with open(f"/proc/{os.getppid()}/environ", "rb") as file:  # noqa: PTH123  # as short as that
             pairs = file.read().split(b"\0")
@@ -185,7 +189,7 @@ def _login_environment() -> dict[str, str]:
 
 
 def _reset_priority(pid: int) -> None:
-    """Undo Ray's ``nice 15`` and OOM score of its workers, if permitted."""
+    """Reset the nice value and OOM score that Ray gives its workers, if permitted."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, 0)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
@@ -193,9 +197,9 @@ def _reset_priority(pid: int) -> None:
 
 
 def _end_with(daemon: int) -> None:
-    """End this process with Ray's daemon.
+    """Exit when Ray's daemon, the parent with pid ``daemon``, has ended.
 
-    Ray leaves its workers behind, whose resources others may have.
+    Ray does not end such workers, although their resources may be reserved again.
     """
     while os.getppid() == daemon:
         time.sleep(_PARENT_POLL_S)

@@ -1,7 +1,7 @@
-"""A command with the input and output of a program on a node of Ray's.
+"""The relay: a local command that forwards stdio of a program on a Ray node.
 
-Run as a file, standard library only. The bridge does the work; this process is what
-:class:`dstrial.hosts.connection.HostConnection` can start, and costs 10 MB.
+:class:`dstrial.hosts.connection.HostConnection` starts a relay as it starts ssh. The relay connects to the bridge, which talks
+to Ray. It is run as a file and uses the standard library only, so it needs just 10 MB of memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import socket
 import sys
 import threading
 
-EXIT_CODE_OF_CONNECTION = 255  # where the program's own is not known, as ssh has it
+EXIT_CODE_OF_CONNECTION = 255  # if the connection fails and the program's is unknown, as with ssh
 OUT, ERR, CODE = (
     b"o",
     b"e",
     b"x",
-)  # kinds of frames that come back: a byte, four for the length, as many bytes
+)  # kinds of frames from the bridge: one byte for the kind, four for the length, then the data
 HEAD_BYTES = 5
 _READ_BYTES = 1 << 16
 
@@ -28,9 +28,9 @@ def framed(kind: bytes, data: bytes) -> bytes:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a program on a node; return its exit code.
+    """Run a program on a Ray node through the bridge; return its exit code.
 
-    ``arguments``: path of the bridge's socket, the job's id, the node's name, the program's words.
+    ``arguments`` are the path of the bridge's socket, the job's id, the node's name, and the program's command line.
     """
     path, job, host, *words = arguments
     with socket.socket(socket.AF_UNIX) as bridge:
@@ -71,5 +71,5 @@ def _write(descriptor: int, data: bytes) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # An orderly end would wait for the thread that reads.
+    # A normal exit would wait for the thread that reads stdin.
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Slurm's node lists, allocations and jobs; variables come before commands."""
+"""Slurm's allocations, jobs, batch scripts and commands."""

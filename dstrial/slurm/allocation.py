@@ -1,4 +1,4 @@
-"""The allocation of a command, and Slurm's lists of nodes and counts of tasks.
+"""Parse the variables of a Slurm allocation, node lists and task counts.
 
 Source: "OUTPUT ENVIRONMENT VARIABLES" of sbatch(1).
 """
@@ -12,31 +12,31 @@ from collections.abc import Mapping, Sequence
 
 from dstrial.errors import LaunchError
 
-# Steps that Slurm makes by itself have numbers from here on (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
+# Lowest number of steps that Slurm itself creates (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
 _FIRST_OWN_STEP = 0xFFFFFFF0
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_MOST = 65_536  # MAX_RANGE of Slurm's own parser (src/common/hostlist.c)
+_MAX_NAMES = 65_536  # MAX_RANGE of Slurm's own parser (src/common/hostlist.c)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """Nodes that Slurm has given to a job."""
+    """A Slurm job's nodes, tasks and devices."""
 
     job_id: int
     nodes: tuple[str, ...]  # names, in Slurm's order
     num_tasks: tuple[int, ...]  # requested on each node; 1 by default
-    # accelerators of the job on this node; 0 without any, and where Slurm does not manage them
+    # the job's accelerators on this node; 0 if it has none or Slurm does not manage them
     num_devices: int = 0
-    # whether they were requested by task or for the whole job: then a step has to name its number
+    # whether they were requested per task or for the whole job; then a step must request its own
     divides_devices: bool = False
 
 
 def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of this process, None outside of one. Pure.
+    """Return the allocation that the variables describe; None outside of one. Pure.
 
     Raises:
-        LaunchError: the variables are no allocation's, or this process is one of several tasks.
+        LaunchError: the variables cannot be parsed, or this process is one of several tasks.
     """
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job or "SLURM_JOB_NODELIST" not in environ:
@@ -69,13 +69,13 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
-    """Return how many ranks are started on each node. Pure.
+    """Return the number of slots, each for one rank, on each node. Pure.
 
-    Several tasks a node are the slots. With one task a node, ``wanted`` slots (None if the user named none) are divided
-    equally, else each accelerator is a slot.
+    If a node has several tasks, each task is a slot. Else ``wanted`` slots are divided equally between the nodes; if it is
+    None, each accelerator is a slot.
 
     Raises:
-        LaunchError: the allocation has too few.
+        LaunchError: the allocation has too few slots, or the nodes cannot share them equally.
     """
     nodes, tasks = allocation.nodes, allocation.num_tasks
     if max(tasks) > 1:
@@ -84,11 +84,11 @@ def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
                 f"{wanted} slots are asked for in job {allocation.job_id}, whose {len(nodes)} node(s) have {sum(tasks)} tasks; "
                 f"expected as many tasks as slots. Ask Slurm for them (--ntasks={wanted}), or for fewer slots (--slots)."
             )
-        return _first(tasks, wanted)
+        return _fill_in_order(tasks, wanted)
     if wanted is None:
         return [max(allocation.num_devices, 1)] * len(nodes)
     if wanted <= len(nodes):
-        return _first(tasks, wanted)
+        return _fill_in_order(tasks, wanted)
     if wanted % len(nodes):
         raise LaunchError(
             f"{wanted} slots are asked for in job {allocation.job_id}, which has {len(nodes)} nodes and says nothing of tasks; "
@@ -97,7 +97,7 @@ def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
     return [wanted // len(nodes)] * len(nodes)
 
 
-def _first(tasks: Sequence[int], wanted: int | None) -> list[int]:
+def _fill_in_order(tasks: Sequence[int], wanted: int | None) -> list[int]:
     left = sum(tasks) if wanted is None else wanted
     given = []
     for count in tasks:
@@ -122,13 +122,13 @@ def _divides_devices(environ: Mapping[str, str]) -> bool:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand a list of nodes: ``gpu[01-03,7]-ib,login`` are five names, in this order.
+    """Expand Slurm's list of nodes: ``gpu[01-03,7]-ib,login`` are five names. Pure.
 
-    Numbers keep their leading zeros; several brackets in a name mean each combination (Slurm's hostlist expressions,
-    ``man scontrol``, "show hostnames"). Pure.
+    The order and leading zeros are kept. A name with several brackets means all combinations (hostlist expressions,
+    ``man scontrol``, "show hostnames").
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: the text is no list of nodes.
     """
     names: list[str] = []
     for word in _words(text):
@@ -137,7 +137,7 @@ def expand_nodes(text: str) -> list[str]:
         if any("[" in choice or "]" in choice for choice in itertools.chain(*choices)):
             raise _error(text)
         names += ["".join(chosen) for chosen in itertools.product(*choices)]
-    if len(names) > _MOST:
+    if len(names) > _MAX_NAMES:
         raise _error(text)
     return names
 
@@ -157,7 +157,7 @@ def _numbers(text: str, whole: str) -> list[str]:
         if match is None:
             raise _error(whole)
         first, last = match[1], match[2] or match[1]
-        if not 0 <= int(last) - int(first) < _MOST:
+        if not 0 <= int(last) - int(first) < _MAX_NAMES:
             raise _error(whole)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
@@ -168,7 +168,7 @@ def _error(text: str) -> ValueError:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Expand ``4(x2),3`` to 4, 4 and 3 tasks; empty for another text. Pure."""
+    """Expand ``4(x2),3`` to 4, 4 and 3 tasks; empty if it cannot be parsed. Pure."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = _COUNT.fullmatch(part.strip())

@@ -1,4 +1,4 @@
-"""Slurm's commands, with timeouts: they wait for minutes for a controller."""
+"""Run Slurm's commands with a timeout, and explain their error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FULL_QUEUE = "Wait until jobs of yours have ended (`squeue --me`), or name anot
 _TOO_LARGE = "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`)."
 _NODES = "Ask for fewer nodes: the partition has fewer, or lets a job have fewer (`sinfo -o '%P %D'`)."
 _WAIT = "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."
-# What sbatch says (Slurm 20.11 to 25, src/common/slurm_errno.c), and what to do.
+# Parts of sbatch's messages (Slurm 20.11 to 25, src/common/slurm_errno.c), and the fix for each.
 _FIXES = (
     ("invalid partition", _PARTITION),
     ("no partition specified", _PARTITION),
@@ -51,7 +51,8 @@ _FIXES = (
     ("socket timed out", _WAIT),
 )  # fmt: skip
 
-_AWAY = (
+# Parts of messages which mean that the controller is unreachable.
+_UNREACHABLE = (
     "contact slurm controller",
     "socket timed out",
     "has not answered for",
@@ -61,8 +62,8 @@ _AWAY = (
     "slurm backup controller in standby",
 )
 _IMPOSSIBLE = "node configuration is not available"
-# What a controller says, too, that has just begun: it knows nothing of its nodes for some seconds.
-_NOT_YET = (
+# Rejections that a controller also gives for some seconds after its start, until its nodes have registered.
+_NODES_MISSING = (
     _IMPOSSIBLE,
     "node count specification invalid",
     "more processors requested than permitted",
@@ -70,22 +71,22 @@ _NOT_YET = (
     "memory specification can not be satisfied",
     "generic resource",
 )
-# What may be otherwise when the job is really asked for, or is only waited for in the queue.
-_FOR_NOW = (
+# Rejections by --test-only that are temporary: a real job would wait in the queue.
+_TEMPORARY = (
     "required partition not available",
     "required node not available",
     "requested nodes are busy",
     "temporarily unable",
 )
 _POLICY = "violates accounting/qos policy"
-# The limit that sbatch names before: of jobs in the queue, as QOSMaxSubmitJobPerUserLimit, or of the job itself.
+# Name of the limit in such a message: one on the job itself, not on the number of queued jobs (QOSMaxSubmitJobPerUserLimit).
 _NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
-_CHECK_S = 10.0  # timeout of the check of a job that somebody waits for
+_CHECK_S = 10.0  # timeout of a check whose result the user waits for
 _NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
 
 
 def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
-    """Refuse a machine without these commands; ``or_else`` ends the message."""
+    """Raise LaunchError unless these commands are on PATH; ``or_else`` ends its fix."""
     absent = [name for name in names if shutil.which(name) is None]
     if absent:
         raise LaunchError(
@@ -97,7 +98,7 @@ def require_slurm(*names: str, or_else: str = "leave --slurm out to train here")
 def run_slurm(
     words: Sequence[str], *, cwd: Path | None = None, timeout_s: float = _TIMEOUT_S
 ) -> tuple[int, str, str]:
-    """Run one of Slurm's commands; return exit code (124: timeout), output and errors."""
+    """Run a Slurm command; return exit code (124: timeout), stdout and stderr."""
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -118,19 +119,19 @@ def run_slurm(
 
 
 def submit(script: Path) -> int:
-    """Queue a batch script; return the job's number.
+    """Submit a batch script; return the job's number.
 
     Raises:
-        NodesUnknownError: Slurm refuses it, and does not know all its nodes yet.
-        LaunchError: Slurm refuses it, or has given it to another cluster.
+        NodesUnknownError: Slurm rejects the script, but some nodes have not registered yet.
+        LaunchError: Slurm rejects the script, or has submitted the job to another cluster.
     """
-    # Without this a job that no partition could hold waits for ever, where Slurm does not enforce limits.
+    # If Slurm does not enforce limits, it queues a job that no partition can run, for ever. --test-only rejects it.
     test(script)
     code, output, errors = _ask_sbatch("--parsable", script)
     number, _, cluster = output.strip().partition(";")
     if code or not number.isdecimal():
         raise LaunchError(refused(errors or output, str(script)))
-    if cluster and cluster != os.environ.get("SLURM_CLUSTERS"):  # Which squeue and the others ask, too.
+    if cluster and cluster != os.environ.get("SLURM_CLUSTERS"):  # squeue and scancel use SLURM_CLUSTERS, too
         words = ["scancel", f"--clusters={cluster}", number]
         code, _, _ = run_slurm(words)
         raise LaunchError(
@@ -142,45 +143,45 @@ def submit(script: Path) -> int:
 
 
 def is_transient(error: LaunchError) -> bool:
-    """Return whether Slurm may accept soon what it refuses now."""
+    """Return whether Slurm may soon accept the job that it rejected with this error."""
     return isinstance(error, NodesUnknownError) or is_away(str(error))
 
 
 def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str]:
-    """Run sbatch; return its exit code, output and errors.
+    """Run sbatch; return its exit code, stdout and stderr.
 
     Raises:
-        NodesUnknownError: it refuses the job, as a controller does that does not know all its nodes yet.
+        NodesUnknownError: sbatch rejects the job, but some nodes have not registered yet.
     """
     code, output, errors = run_slurm(["sbatch", option, str(script)], timeout_s=timeout_s)
-    if is_not_yet(f"{output}{errors}") and has_unknown_nodes(timeout_s):
-        said = words_of(errors or output)
+    if may_lack_nodes(f"{output}{errors}") and has_unknown_nodes(timeout_s):
+        said = one_line(errors or output)
         raise NodesUnknownError(
             f"Slurm does not know all its nodes yet; sbatch says: {said}. Try again in a minute; `sinfo` shows the nodes."
         )
     return code, output, errors
 
 
-def is_not_yet(said: str) -> bool:
-    """Return whether a controller without its nodes gives such a refusal. Pure."""
-    return any(words in said.lower() for words in _NOT_YET)
+def may_lack_nodes(said: str) -> bool:
+    """Return whether a rejection may be due to nodes not yet registered. Pure."""
+    return any(words in said.lower() for words in _NODES_MISSING)
 
 
 def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
-    """Return whether nodes are unknown, or have not registered yet.
+    """Return whether ``sinfo`` fails or shows nodes that have not registered yet.
 
-    They do within seconds, or are down later.
+    Nodes register some seconds after the controller's start, or become down.
     """
     code, output, _ = run_slurm(list(_NODE_STATES), timeout_s=timeout_s)
     return code != 0 or any(line.strip().lower().startswith("unknown") for line in output.splitlines())
 
 
 def test(script: Path) -> None:
-    """Check, without a job, that Slurm would accept a batch script.
+    """Raise unless Slurm would accept a batch script (``sbatch --test-only``).
 
     Raises:
-        NodesUnknownError: it would not, and does not know all its nodes yet.
-        LaunchError: it would not.
+        NodesUnknownError: Slurm rejects the script, but some nodes have not registered yet.
+        LaunchError: Slurm rejects the script.
     """
     code, output, errors = _ask_sbatch("--test-only", script)
     if is_refusal(code, f"{output}{errors}"):
@@ -188,10 +189,10 @@ def test(script: Path) -> None:
 
 
 def rejection_of(script: Path) -> tuple[str, str] | None:
-    """Return Slurm's reason to reject a batch script, and a fix; None if it may run.
+    """Return Slurm's reason to reject a batch script, and a fix; None if accepted.
 
     Raises:
-        ConnectionError: Slurm does not answer, or does not know its nodes yet.
+        ConnectionError: Slurm does not answer, or some nodes have not registered yet.
     """
     try:
         code, output, errors = _ask_sbatch("--test-only", script, _CHECK_S)
@@ -203,51 +204,51 @@ def rejection_of(script: Path) -> tuple[str, str] | None:
         raise ConnectionError(away_reason(text, "sbatch", code))
     if not is_refusal(code, said):
         return None
-    return f"sbatch says: {words_of(text)}", fix_for(said) or "Correct it, or ask who runs the cluster."
+    return f"sbatch says: {one_line(text)}", fix_for(said) or "Correct it, or ask who runs the cluster."
 
 
 def is_refusal(code: int, said: str) -> bool:
-    """Return whether ``sbatch --test-only`` has refused a job for good. Pure."""
+    """Return whether ``sbatch --test-only`` has rejected a job permanently. Pure."""
     words = said.lower()
-    is_for_now = any(one in words for one in _FOR_NOW) or (
+    is_temporary = any(one in words for one in _TEMPORARY) or (
         _POLICY in words and _NAMED_LIMIT.search(words) is None
     )
-    return (code != 0 or _IMPOSSIBLE in words) and not is_for_now
+    return (code != 0 or _IMPOSSIBLE in words) and not is_temporary
 
 
 def is_away(said: str) -> bool:
-    """Return whether a message means that Slurm does not answer. Pure."""
-    return any(words in said.lower() for words in _AWAY)
+    """Return whether a message means that Slurm is unreachable. Pure."""
+    return any(words in said.lower() for words in _UNREACHABLE)
 
 
 def away_reason(said: str, command: str, code: int) -> str:
-    """Return why a query has failed, in one line. Pure."""
+    """Return a failed command's messages in one line, for an error text. Pure."""
     lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in said.splitlines() if line.strip()]
     return f"{command} says: {'; '.join(lines)}" if lines else f"{command} ended with {code}"
 
 
 def refused(errors: str, script: str) -> str:
-    """Return an error text for sbatch's refusal of a script. Pure."""
-    said = words_of(errors)
-    return f"Slurm does not take the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
+    """Return an error text, with a fix, for sbatch's rejection of a script. Pure."""
+    said = one_line(errors)
+    return f"Slurm rejects the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
 
 
-def words_of(errors: str) -> str:
-    """Return sbatch's messages in one line. Pure."""
+def one_line(errors: str) -> str:
+    """Return the messages on sbatch's stderr in one line. Pure."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
 
 
 def fix_for(said: str) -> str | None:
-    """Return what to do about sbatch's message; None if unknown. Pure."""
+    """Return the fix for sbatch's error message; None if unknown. Pure."""
     return next((fix for words, fix in _FIXES if words in said.lower()), None)
 
 
 def job_of(job_id: int) -> Job | None:
-    """Return a job by Slurm's controller; None if the controller has forgotten it.
+    """Return a job's state from ``scontrol``; None if the controller has deleted it.
 
     Raises:
-        ConnectionError: it does not answer.
+        ConnectionError: the controller does not answer.
     """
     code, output, errors = run_slurm(["scontrol", "show", "job", "-o", str(job_id)])
     job = parse_job(output)
@@ -257,13 +258,13 @@ def job_of(job_id: int) -> Job | None:
 
 
 def requeue(job_id: int) -> str:
-    """Requeue a running job, which ends it; return why that is refused, or ""."""
+    """Requeue a running job, which ends it; return Slurm's error, "" for none."""
     code, output, errors = run_slurm(["scontrol", "requeue", str(job_id)])
     return (errors or output).strip() if code else ""
 
 
 def cancel(job_id: int, *, signal_name: str = "") -> str:
-    """Cancel a job, or signal its batch script; return why that is refused, or ""."""
+    """Cancel a job, or signal its batch script; return Slurm's error, "" for none."""
     options = [f"--signal={signal_name}", "--batch"] if signal_name else []
     code, output, errors = run_slurm(["scancel", *options, str(job_id)])
     return (errors or output).strip() if code else ""

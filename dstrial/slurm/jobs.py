@@ -1,4 +1,4 @@
-"""Jobs and nodes as ``scontrol``, ``squeue`` and ``sinfo`` show them; pure."""
+"""Parse jobs and nodes from the output of ``scontrol``, ``squeue`` and ``sinfo``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 from dstrial.slurm.script import notice_s
 
 _FIELDS = ("JobID", "State", "Reason", "PreemptTime", "TimeLeft", "TimeLimit", "NodeList", "Name")
-# The commands that `parse_queue` and `parse_nodes` read. A job's name, which may have any letter, is the last field.
+# Commands whose output `parse_queue` and `parse_nodes` read. A job's name may contain any character, so it is the last field.
 SQUEUE = ("squeue", "--noheader", "--me", "--states=all", "-O", ",".join(f"{name}:|" for name in _FIELDS))
 SINFO = ("sinfo", "--noheader", "--Node", "--exact", "-o", "%N|%T|%c|%G")
 _NONE = ("", "None", "Unknown", "N/A", "(null)")
-# Of a job that has no nodes, or may begin again.
+# States of a job without nodes, or that will start again.
 _WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "CONFIGURING")
 _RUNNING_STATES = ("RUNNING", "RESIZING", "SUSPENDED", "STOPPED")
-# Of a job that is about to leave its nodes; a preempted one may be requeued.
+# States of a job that will soon lose its nodes; a preempted one may be requeued.
 _ENDING_STATES = ("COMPLETING", "SIGNALING", "STAGE_OUT", "PREEMPTED")
-# Of a node that has jobs or may begin some; a controller that has just begun knows nothing of its nodes yet.
+# States of a node that can run jobs. "unknown" has not registered since the controller's start.
 _UP = ("idle", "mixed", "allocated", "completing", "reserved", "planned", "unknown")
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
@@ -28,16 +28,16 @@ class Job:
 
     job_id: str
     state: str  # Slurm's word, ``PENDING`` for example
-    reason: str = ""  # why it waits or has ended, Slurm's word; empty for none
+    reason: str = ""  # why it is waiting or has ended, Slurm's word; empty for none
     nodes: str = ""  # Slurm's list of its nodes; empty while it has none
-    is_preempted: bool = False  # whether Slurm has asked it to leave for another job since it began
-    name: str = ""  # by ``squeue`` only, as the next two
-    left_s: int | None = None  # until its time limit; None for no limit, or if unknown
-    limit: str = ""  # its time limit, as Slurm writes it
-    exit_code: int = 0  # of its batch script; by ``scontrol`` only, as the rest
-    signal: int = 0  # that ended it, 0 for none
+    is_preempted: bool = False  # whether Slurm has preempted it since its start
+    name: str = ""  # from ``squeue`` only, like the next two fields
+    left_s: int | None = None  # time until its time limit; None for no limit, or if unknown
+    limit: str = ""  # its time limit in Slurm's format
+    exit_code: int = 0  # exit code of its batch script; from ``scontrol`` only, like all later fields
+    signal: int = 0  # signal that ended it, 0 for none
     num_restarts: int = 0  # how often it was requeued
-    output: str = ""  # path of its output; empty if unknown
+    output: str = ""  # path of its output file; empty if unknown
     begins_at: str = ""  # Slurm's planned start; empty if unknown
 
     @property
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def leaving_reason(self) -> str | None:
-        """Why it loses its nodes soon; None if it keeps them, or has none."""
+        """Why the job loses its nodes soon; None if it keeps them, or has none."""
         if self.is_waiting or self.is_over:
             return None
         if self.is_preempted:
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def described(self) -> str:
-        """State for people: ``pending (Resources)``."""
+        """The job's state for users: ``pending (Resources)``."""
         text = self.state.lower().replace("_", " ")
         if self.is_waiting:
             return f"{text} ({explained(self.reason)})" if self.reason else text
@@ -76,11 +76,11 @@ class Job:
 
 
 def parse_job(text: str) -> Job | None:
-    """Parse the line of ``scontrol show job -o``; None if it is none."""
+    """Parse the line of ``scontrol show job -o``; None if it shows no job."""
     found = {
         name: match[1]
-        for name in _NAMES
-        # A path may have blanks: a value ends where another key begins.
+        for name in _SCONTROL_FIELDS
+        # A path may contain blanks: a value ends at the next key.
         if (match := re.search(rf"(?:^|\s){name}=(.*?)(?=\s[A-Z][\w/:]*=|\s*$)", text)) is not None
     }
     if not found.get("JobId", "").isdecimal() or "JobState" not in found:
@@ -102,7 +102,7 @@ def parse_job(text: str) -> Job | None:
 
 
 def parse_queue(text: str) -> list[Job]:
-    """Parse the output of ``SQUEUE``."""
+    """Return the jobs in the output of the command ``SQUEUE``."""
     jobs = []
     for line in text.splitlines():
         words = line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)
@@ -125,7 +125,7 @@ def parse_queue(text: str) -> list[Job]:
 
 
 def seconds(text: str) -> int | None:
-    """Parse ``1-02:03:04`` or ``3:04``; None for no limit."""
+    """Parse a time like ``1-02:03:04`` or ``3:04`` to seconds; None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
@@ -134,24 +134,24 @@ def seconds(text: str) -> int | None:
 
 
 def _state(text: str) -> str:
-    """Strip the marks that ``sinfo`` puts behind a node's state."""
+    """Strip the flags that ``sinfo`` appends to a node's state."""
     return text.lower().rstrip("~#!%$@^-+")
 
 
 def is_up(state: str) -> bool:
-    """Return whether a node in this state has jobs, or may begin some."""
+    """Return whether a node in this state can run jobs."""
     return _state(state) in _UP
 
 
 def num_gpus(gres: str) -> int:
-    """Return how many GPUs a list of generic resources names."""
+    """Return the number of GPUs in a list of generic resources (GRES)."""
     return sum(map(int, _GPUS.findall(gres)))
 
 
 def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, tuple[int, str]]:
-    """Return slots and state by node from the output of ``SINFO``.
+    """Return each node's number of slots and state from the output of ``SINFO``.
 
-    It has a line for each node and partition. Slots are GPUs, or tasks of ``cpus_per_task``.
+    The output has a line for each node and partition. A slot is a GPU, or a task of ``cpus_per_task`` cores.
     """
     found: dict[str, tuple[int, str]] = {}
     for line in text.splitlines():
@@ -165,7 +165,7 @@ def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> di
     return found
 
 
-_NAMES = (
+_SCONTROL_FIELDS = (
     "JobId",
     "JobState",
     "Reason",
@@ -176,7 +176,7 @@ _NAMES = (
     "StdOut",
     "StartTime",
 )
-# Slurm's words (squeue(1), "JOB REASON CODES") that a person would have to look up.
+# Meaning of Slurm's reasons (squeue(1), "JOB REASON CODES").
 _EXPLAINED = {
     "Resources": "waits for nodes to become free",
     "Priority": "waits behind jobs of a higher priority",
@@ -198,13 +198,13 @@ _LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
 
 
 def explained(reason: str) -> str:
-    """Return Slurm's reason with its meaning. Pure."""
-    told = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
-    return reason if told is None else f"{reason}: {told}"
+    """Return Slurm's reason for a job's state with its meaning, if known. Pure."""
+    meaning = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
+    return reason if meaning is None else f"{reason}: {meaning}"
 
 
 def _limit_text(reason: str) -> str | None:
-    """Return the meaning of a limit of an account or a QOS; None for another reason."""
+    """Return the meaning of an account's or a QOS's limit; None for other reasons."""
     found = _LIMIT.fullmatch(reason)
     if found is None:
         return None

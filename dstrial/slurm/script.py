@@ -1,4 +1,4 @@
-"""Batch scripts: readable, and complete in what they ask of Slurm."""
+"""Write batch scripts for Slurm, and read the user's options of sbatch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 LOG_NAME = "slurm.log"
 SCRIPT_NAME = "sbatch.sh"
-NODES_SUFFIX = ".nodes"  # of the file in which a holding job writes its nodes
-CANCELLED_SUFFIX = ".cancelled"  # of the file by which a holding job knows that a SIGTERM is its master's
-ALIVE_NAME = "alive"  # file that a master touches while it lives
-LONELY_MINUTES = 60  # after so long without its master a holding job ends
-NOTICE_S = (30, 120)  # least and most notice before a time limit; Slurm may give it up to a minute earlier
-OF_CLUSTERS = (
+NODES_SUFFIX = ".nodes"  # suffix of the file in which a holding job writes its nodes
+CANCELLED_SUFFIX = ".cancelled"  # suffix of the file that the master creates before it cancels a holding job
+ALIVE_NAME = "alive"  # file that a running master touches
+MASTER_TIMEOUT_MINUTES = 60  # a holding job ends after this time without its master
+NOTICE_S = (30, 120)  # range of the notice before a time limit; Slurm may signal up to a minute earlier
+CLUSTER_OPTIONS = (
     "--clusters",
     "--cluster",
     "-M",
-)  # give a job to another cluster, where no command of ours looks
+)  # submit a job to another cluster, which the other commands do not query
 _DEVICES = (
     "--gres",
     "--gpus",
@@ -35,13 +35,13 @@ _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 
 
 def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) -> list[str]:
-    """Return options of ``slurm.sbatch_args`` and of the command line. Pure.
+    """Return the user's options of sbatch, from the config and the command line. Pure.
 
-    Each is a line of the script; an option whose value is a word of its own (``-p gpu``) is joined with it. ``settings`` is the
-    top-level key ``slurm``, Determined's; ``more``, of the command line, comes last.
+    An option and a value that is a separate word (``-p gpu``) are joined to one line of the script. ``settings`` is the config's
+    top-level key ``slurm``, Determined's; ``more``, from the command line, comes last.
 
     Raises:
-        ConfigError: with all that is wrong with them.
+        ConfigError: all problems of the options.
     """
     given = settings.get("sbatch_args") or []
     problems = []
@@ -72,7 +72,7 @@ def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) ->
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """Return the last value that options give to one of these names, or None. Pure."""
+    """Return the last value of an option with one of these names, or None. Pure."""
     value = None
     for option in options:
         name, _, given = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
@@ -89,10 +89,10 @@ def asks_for_devices(options: Sequence[str]) -> bool:
 def request_lines(
     settings: Mapping[str, Any], options: Sequence[str], num_slots: int, *, wants_devices: bool, where: str
 ) -> list[str]:
-    """Return the options that request a trial's slots, a task for each. Pure.
+    """Return the options that request a trial's slots, one task per slot. Pure.
 
-    The user's ``options`` may fix the number of nodes and tasks. ``slots_per_node`` and ``gpu_type`` of the key ``slurm`` are
-    Determined's.
+    The user's ``options`` win: they may set the number of nodes and tasks, or devices. ``settings`` is the config's key
+    ``slurm``, of which ``slots_per_node`` and ``gpu_type`` are read.
 
     Raises:
         ConfigError: the slots are no multiple of ``slots_per_node``.
@@ -121,9 +121,10 @@ def request_lines(
 
 
 def notice_s(limit: str | None) -> int:
-    """Return a job's notice before its time limit: a tenth, within ``NOTICE_S``. Pure.
+    """Return a job's notice before its time limit, in seconds. Pure.
 
-    ``limit`` is in sbatch's formats: ``MINUTES``, ``HOURS:MINUTES:SECONDS``, ``DAYS-HOURS`` and the like; None if unknown.
+    The notice is a tenth of the limit, within ``NOTICE_S``. ``limit`` is in one of sbatch's formats, ``MINUTES``,
+    ``HOURS:MINUTES:SECONDS`` or ``DAYS-HOURS`` for example; None if unknown.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", (limit or "").strip())
     least_s, most_s = NOTICE_S
@@ -140,10 +141,10 @@ def notice_s(limit: str | None) -> int:
 
 
 def refused_options(options: Sequence[str]) -> list[str]:
-    """Return options that would make another job of one that only holds nodes."""
+    """Return the user's options of sbatch that a job for holding nodes cannot have."""
     own = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
-        "--wait", "-W", "--parsable", "--test-only", *OF_CLUSTERS,
+        "--wait", "-W", "--parsable", "--test-only", *CLUSTER_OPTIONS,
     )  # fmt: skip
     names = [option.partition("=")[0].partition(" ")[0] for option in options]
     return [
@@ -163,9 +164,9 @@ def batch_script(
     command: Sequence[str],
     submitted_by: str,
 ) -> str:
-    """Return the script that begins a run, or continues it after a requeue. Pure.
+    """Return the batch script that starts a run, or resumes it after a requeue. Pure.
 
-    The user's ``options`` stand behind ours and so count.
+    The user's ``options`` come after the other options and override them.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.
@@ -173,45 +174,46 @@ def batch_script(
     ours = ["--requeue", f"--signal=B:USR1@{notice_s(value_of(options, '--time', '-t'))}"]
     comments = [
         f"Written by: {' '.join(submitted_by.splitlines())}",
-        "A task of Slurm's is a slot. The command starts a master, and an agent on each node by srun. It saves a",
-        "checkpoint when the job is preempted, cancelled or short of time; started again by Slurm it goes on from there.",
+        "Each task is a slot. The command starts a master, and an agent on each node by srun. It saves a checkpoint",
+        "when the job is preempted, cancelled or near its time limit; after a requeue it resumes from the checkpoint.",
     ]
-    head = _head(name, comments, request, working_directory, run_directory / LOG_NAME, [*ours, *options])
+    head = _header(name, comments, request, working_directory, run_directory / LOG_NAME, [*ours, *options])
     return f"{head}mkdir -p {shlex.quote(str(run_directory))}\nexec {shlex.join(command)}\n"
 
 
 def holding_script(
     *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path
 ) -> str:
-    """Return the script of a job that only holds nodes for a master. Pure.
+    """Return the batch script of a job that only holds nodes for a master. Pure.
 
-    The user's ``options`` stand behind ours and so count. Master and nodes see ``directory``, where the output goes.
+    The user's ``options`` come after the other options and override them. ``directory``, for the job's files, is one that the
+    master and the nodes mount.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.
     """
     comments = [
         f"For {' '.join(title.splitlines())}; written by the master of {directory.parent}.",
-        "It only holds nodes, a task of Slurm's for each slot: the master starts the trial by srun, and cancels the job",
-        "when the trial has ended, paused, or saved a checkpoint because the job has to leave.",
+        "It only holds nodes, with a task for each slot. The master starts the trial by srun, and cancels the job when",
+        "the trial has ended, was paused, or has saved a checkpoint because Slurm reclaims the nodes.",
     ]
-    head = _head(name, comments, request, directory, directory / "%j.log", ["--no-requeue", *options])
+    head = _header(name, comments, request, directory, directory / "%j.log", ["--no-requeue", *options])
     lines = [
         f"cd {shlex.quote(str(directory))} || exit 1",
         f'echo "$SLURM_JOB_NODELIST $SLURM_TASKS_PER_NODE" > "$SLURM_JOB_ID{NODES_SUFFIX}.new"',
         f'mv "$SLURM_JOB_ID{NODES_SUFFIX}.new" "$SLURM_JOB_ID{NODES_SUFFIX}"',
-        "# A SIGTERM of Slurm's gives the trial time to save; one of the master's ends the job.",
+        "# At Slurm's SIGTERM the job continues, so that the trial can save; at the master's SIGTERM it ends.",
         f"trap '[ -e \"$SLURM_JOB_ID{CANCELLED_SUFFIX}\" ] && exit 0' TERM",
-        "# Without its master the job ends. A search that fails, at a file system that is away, says nothing of the master.",
-        f'until seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{LONELY_MINUTES}) && [ -z "$seen" ]; do',
+        "# The job ends when the master no longer touches its file. A failed find (no file system) is ignored.",
+        f'until seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{MASTER_TIMEOUT_MINUTES}) && [ -z "$seen" ]; do',
         "    sleep 30 & wait $!",
         "done",
-        f'echo "the master was silent for {LONELY_MINUTES} minutes: the job ends"',
+        f'echo "the master was silent for {MASTER_TIMEOUT_MINUTES} minutes: the job ends"',
     ]
     return head + "\n".join(lines) + "\n"
 
 
-def _head(
+def _header(
     name: str,
     comments: Sequence[str],
     request: Sequence[str],
@@ -219,7 +221,7 @@ def _head(
     output: Path,
     options: Sequence[str],
 ) -> str:
-    """Return a script's first lines; ``%j`` of the output's name is the job's number."""
+    """Return a batch script's first lines, with all options."""
     log = str(output.parent).replace("%", "%%") + f"/{output.name}"
     sbatch = [
         f"--job-name={name}",
@@ -234,7 +236,7 @@ def _head(
 
 
 def _quoted(path: str) -> str:
-    # sbatch 22.05 splits a line at blanks, takes both quotes, and drops a backslash from --output whatever stands around it.
+    # sbatch 22.05 splits a line at blanks, accepts both quotes, and always drops a backslash from --output.
     if not path.isprintable() or "\\" in path:
         problem = ConfigProblem(
             "the run, working or state directory",

@@ -1,4 +1,4 @@
-"""Files that Python loads as modules of Determined, never by these names.
+"""Replacements for modules of Determined; imported only under Determined's names.
 
-In processes that dstrial starts; see ``dstrial/determined_imports.py``.
+They are used in processes that dstrial starts; see ``dstrial/determined_imports.py``.
 """

@@ -13,10 +13,10 @@ from dstrial.launch.__main__ import main as launch
 
 
 def parse_args(args: list[str]) -> list[str]:
-    """Return the words for ``dstrial.launch``.
+    """Convert the arguments of Determined's launcher to those of ``dstrial.launch``.
 
     Args:
-        args: behind the module's name: ``--trial model_def:MyTrial``, or a script, behind ``--`` or not.
+        args: the words after the module's name: ``--trial model_def:MyTrial``, or a script with or without ``--`` before it.
     """
     parser = argparse.ArgumentParser(
         prog="determined.launch.deepspeed",
@@ -37,7 +37,7 @@ def parse_args(args: list[str]) -> list[str]:
 
 
 def main(script: list[str]) -> int:
-    """Start the ranks, with ``parse_args``'s words, and return the exit status."""
+    """Start the ranks with the result of ``parse_args``; return the exit status."""
     determined_imports.announce("determined.launch.deepspeed")
     return launch(script)
 

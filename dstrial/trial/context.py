@@ -14,16 +14,12 @@ import torch
 from determined import core, pytorch, util
 
 from dstrial import collector
-from dstrial.config import (
-    ParallelDims,
-    SavedRun,
-    check_deepspeed,
-    overwrite_deepspeed_config,
-    resolve_batch,
-)
+from dstrial.config.batch import resolve_batch
+from dstrial.config.deepspeed_rules.check import check_deepspeed
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
-from dstrial.config.parallel_dims import replicas_of
+from dstrial.config.merge import overwrite_deepspeed_config
+from dstrial.config.parallel_dims import ParallelDims, config_sizes, replicas_of
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.factory import adapt, require_engine
@@ -32,7 +28,7 @@ from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.state import describe_optimizer, is_optimizer_setting
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.apply import ResumedRun
-from dstrial.resume.metadata import given_settings
+from dstrial.resume.metadata import SavedRun, given_settings
 from dstrial.trial.determined_errors import InvalidTrialError, NoSeedError, NotTrainingError
 from dstrial.trial.device_transfer import to_device
 from dstrial.trial.runtime import ModelParallelUnit, TrialRuntime, make_data_parallel_mpu, make_deepspeed_mpu
@@ -145,7 +141,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         ]
         if not reducers:
             return {}
-        mine = [[wrapped.per_slot_reduce() for wrapped in reducers]]
+        is_copy = not (
+            self._runtime.mpu.should_report_metrics or self._use_pipeline_parallel or self._called_set_mpu
+        )
+        mine = [] if is_copy else [[wrapped.per_slot_reduce() for wrapped in reducers]]
         if for_training:
             mine += self._runtime.reductions_of_absent_ranks
         gathered = [reductions for of_rank in self.distributed.allgather(mine) for reductions in of_rank]
@@ -187,8 +186,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             if dims.is_pipeline:
                 self._runtime.mpu = make_deepspeed_mpu(adapter.topology)
             else:
+                # Tensor-parallel ranks compute the same results, so the first one's are those of the replica.
+                is_first = engines.checkpoint_part(model) == 0
                 self._runtime.mpu = ModelParallelUnit(
-                    adapter.data_parallel_rank, adapter.data_parallel_world_size, True, True
+                    adapter.data_parallel_rank, adapter.data_parallel_world_size, is_first, True
                 )
         elif (
             adapter.micro_batch_size != self._runtime.adapters[0].micro_batch_size
@@ -224,12 +225,27 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 "Set it to 3, or make the model in deepspeed.zero.Init(enabled=False).",
             )
             raise ConfigError([problem])
+        steps = engine.gradient_accumulation_steps()
+        if config.get("managed_gradient_accumulation") is False and steps > 1:
+            problem = ConfigProblem(
+                f"{where}: managed_gradient_accumulation",
+                "false",
+                f"true with gradient_accumulation_steps {steps}, as each call of step() would end a batch",
+                "Remove it, or set gradient_accumulation_steps to 1.",
+            )
+            raise ConfigError([problem])
         result = check_deepspeed(config, dims, where=where)
         if result.problems:
             raise ConfigError(result.problems)
         if self.distributed.rank == 0:
             for warning in result.warnings:
                 logger.warning("%s", warning)
+            clipping = engines.gradient_clipping(engine)
+            if not self.models and config.get("gradient_clipping") is None and clipping:
+                logger.info(
+                    "gradient_clipping is %s, DeepSpeed's default (0 until 0.19.1); set it in the DeepSpeed config to change it",
+                    clipping,
+                )
 
     def _check_overruled(self, engine: Any) -> None:
         """Warn of config sections that ``deepspeed.initialize`` arguments override.
@@ -307,7 +323,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow any loader class; the user then does shuffling, sharding and resuming."""
+        """Allow any loader class; the user then does shuffling and sharding."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
@@ -320,6 +336,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def get_train_micro_batch_size_per_gpu(self) -> int:
         """Return the first engine's number of records per forward pass of a replica."""
         return self._first_adapter("the micro batch size").micro_batch_size
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the index, from 0, of this rank's replica, which reads its own records."""
+        self._first_adapter("the data-parallel rank")
+        return self._runtime.mpu.data_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of replicas among which a loader of your own divides records."""
+        self._first_adapter("the number of replicas")
+        return self._runtime.mpu.data_parallel_world_size
 
     def get_num_micro_batches_per_slot(self) -> int:
         """Return the first engine's number of micro batches per batch of a replica."""
@@ -448,8 +474,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Args:
             name: the hyperparameter that has the config, or the path of its JSON file.
             overwrite: the hyperparameter that has overwrites for the config; may be missing.
-            model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. None means
-            ``pipeline_stages`` times ``model_parallel_size`` of ``data.dstrial``, as in ``dstrial check``.
+            model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. None means the sizes in
+            ``data.dstrial`` and in the config (AutoTP, ``sequence_parallel_size``), as in ``dstrial check``.
 
         Returns:
             A new dict.
@@ -464,20 +490,24 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
         data_config = (self._runtime.exp_conf or {}).get("data") or {}
         engines = () if self._runtime.resumed is None else self._runtime.resumed.saved.engines
+        otherwise = 1
+        if engines:
+            saved, num_ranks = engines[0], engines[0].world_size
+            replica = saved.replica_with(data_config.get("dstrial"), merged)
+            otherwise = num_ranks // saved.batch_replicas(num_ranks, replica)
         data_parallel_size = replicas_of(
-            data_config,
-            self.distributed.size,
-            model_parallel_size,
-            otherwise=engines[0].world_size // engines[0].batch_replicas(engines[0].world_size)
-            if engines
-            else 1,
+            data_config, self.distributed.size, model_parallel_size, otherwise=otherwise, config=merged
         )
         kept = (
             None
             if self._runtime.resumed is None
             else self._runtime.resumed.resolve(merged, data_parallel_size)
         )
-        return resolve_batch(merged, data_parallel_size) if kept is None else kept
+        resolved = resolve_batch(merged, data_parallel_size) if kept is None else kept
+        if config_sizes(merged).get("model_parallel_size", 1) > 1:
+            # Under ZeRO 3, DeepSpeed checks the equation with all ranks and with the replicas of AutoTP.
+            resolved.pop("train_batch_size", None)
+        return resolved
 
     def get_global_batch_size(self) -> int:
         """Return hyperparameter ``global_batch_size``, rounded to a multiple of the slots.

@@ -9,7 +9,6 @@ from typing import Any
 
 from determined import core
 
-from dstrial.config import EngineRecord
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.errors import CheckpointNotFoundError
 from dstrial.local.run_directory import RunDirectory
@@ -17,7 +16,7 @@ from dstrial.local.script_variables import AROUND_FIT_KEY
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks.stop_signals import StopSignals
 from dstrial.resume.apply import ResumedRun
-from dstrial.resume.metadata import run_metadata
+from dstrial.resume.metadata import EngineRecord, run_metadata
 
 logger = logging.getLogger("dstrial.trial")
 

@@ -19,8 +19,8 @@ from dstrial.checkpoint.manifest import (
     share_of,
     write_manifest,
 )
-from dstrial.config import EngineRecord
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from dstrial.resume.metadata import EngineRecord
 
 
 @pytest.fixture

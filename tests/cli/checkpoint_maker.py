@@ -92,7 +92,7 @@ def _experiment(trial: str, stage: int, more: dict[str, Any]) -> dict[str, Any]:
 def _train_all(runs: dict[str, tuple[str, str, str]]) -> None:
     import deepspeed
 
-    from dstrial.config import load_experiment
+    from dstrial.config.experiment_config.config import load_experiment
     from dstrial.ranks.process_group import without_compiled_collectives
     from dstrial.trainer import run_trial
 

@@ -79,7 +79,7 @@ def test_a_copy_under_load_is_restored_row_by_row_and_no_number_is_given_twice(
     restored = master.dstrial("restore", str(tmp_path / "copy.db"))
     assert restored.returncode == 0, restored.stderr
     assert f"the next one gets number {max(given) + 1}\n" in restored.stdout
-    kept = re.search(r"what was there is kept in (.*)\n", restored.stdout)
+    kept = re.search(r"the replaced database is kept in (.*)\n", restored.stdout)
     assert kept is not None
     assert rows(Path(kept[1]) / "master.db") == before
     now, copy = rows(master.state.database_path), rows(tmp_path / "copy.db")

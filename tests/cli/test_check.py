@@ -68,7 +68,7 @@ def test_a_bad_config_exits_1_with_every_problem_on_a_line_of_its_own(context):
     assert result.stderr.splitlines() == [
         "--config: max_restarts is -1; expected an integer of at least 0. Set it to a value in that range.",
         "ds.json:2: train_batch_size is 32 = 4 (train_micro_batch_size_per_gpu) x accumulation steps x 3 (data-parallel "
-        "replicas), which no whole number of steps solves; expected a multiple of 12. Set train_batch_size to 24 or 36.",
+        "replicas), which no whole number solves; expected a multiple of 12. Set train_batch_size to 24 or 36.",
         "exp.yaml: 2 problems",
     ]
 

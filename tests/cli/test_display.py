@@ -15,7 +15,7 @@ import pytest
 from dstrial.cli.display import BarDisplay, Display, progress_line, search_summary, summary
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream
-from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.local.json_files import append_json_line, write_json_atomically
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.local.run_monitor import Report, RunView

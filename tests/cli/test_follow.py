@@ -103,13 +103,16 @@ def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = N
             FollowResult(experiment("PAUSED"), "SIGINT", is_detached=True),
             COMPLETED,
             Verdict(
-                RunState.STOPPED, 130, "left to the master, which has saved batch 384 so far", goes_on=True
+                RunState.STOPPED,
+                130,
+                "left to the master, which has saved batch 384 so far",
+                may_continue=True,
             ),
         ),
         (
             FollowResult(experiment("ACTIVE"), None, is_master_gone=True),
             COMPLETED,
-            Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True),
+            Verdict(RunState.STOPPED, 1, "the master has ended", may_continue=True),
         ),
     ],
 )

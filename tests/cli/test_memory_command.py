@@ -9,7 +9,7 @@ import pytest
 
 from dstrial.cli.app import main
 from dstrial.cli.memory import predict_run
-from dstrial.config import load_experiment
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.local.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

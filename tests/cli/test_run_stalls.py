@@ -79,7 +79,7 @@ def test_a_run_says_that_the_master_is_stopped_and_can_be_left(master: MasterFor
             wait_for(lambda: text in printed.read_text(), "it is not told")
             assert f"`kill -CONT {pid}`" in printed.read_text()
             process.send_signal(signal.SIGINT)
-            wait_for(lambda: "the master is stopped and cannot be asked to pause" in printed.read_text())
+            wait_for(lambda: "the master is stopped (SIGSTOP) and will pause" in printed.read_text())
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=20) == 130
         finally:

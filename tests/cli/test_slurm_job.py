@@ -121,7 +121,7 @@ def test_preempted_job_is_requeued_unless_it_ends_meanwhile(
     job.watch(signals)
     wait_for(lambda: signals == [signal.SIGTERM], "the batch script gets no signal itself")
     stopped = Verdict(RunState.STOPPED, 128 + signal.SIGTERM, "SIGTERM")
-    verdict = job.judged(stopped, signal.SIGTERM.name, RunDirectory(tmp_path))
+    verdict = job.decide_requeue(stopped, signal.SIGTERM.name, RunDirectory(tmp_path))
     assert verdict.reason == "Slurm gives its nodes to another job"
     scontrol(state)
     printed = io.StringIO()

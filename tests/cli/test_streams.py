@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.cli.streams import LossTolerantStream, det_for, seconds_argument, typed
+from dstrial.cli.streams import LossTolerantStream, command_of, det_for, seconds_argument
 
 
 def test_a_stream_without_a_reader_goes_silent() -> None:
@@ -39,15 +39,15 @@ def test_a_command_that_is_not_on_path_is_named_by_its_path(monkeypatch: pytest.
     monkeypatch.setenv("PATH", "/usr/bin")
 
     monkeypatch.chdir(BIN.parent)
-    assert typed("det") == "bin/det"
+    assert command_of("det") == "bin/det"
     monkeypatch.chdir("/usr")
-    assert typed("det") == str(BIN / "det")
+    assert command_of("det") == str(BIN / "det")
 
 
 def test_a_command_that_is_on_path_is_named_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}/usr/bin")
 
-    assert typed("det") == "det"
+    assert command_of("det") == "det"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_another_command_of_that_name_is_not_meant(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{BIN}")
     monkeypatch.chdir("/usr")
 
-    assert typed("det") == str(BIN / "det")
+    assert command_of("det") == str(BIN / "det")
 
 
 def test_zero_is_a_duration_only_where_it_is_allowed() -> None:

@@ -19,7 +19,7 @@ from dstrial.cli.submit import (
     fingerprint,
     submitted_config,
 )
-from dstrial.config import load_experiment
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.context_directory import list_context
 from dstrial.local.run_directory import RunDirectory
 from dstrial.master.state_directory import process_start_time

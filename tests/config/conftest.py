@@ -2,7 +2,7 @@ import pytest
 from bad_configs import EXPERIMENT, BadConfig, write
 from hypothesis import settings
 
-from dstrial.config import load_experiment
+from dstrial.config.experiment_config.config import load_experiment
 
 settings.register_profile("dstrial", deadline=None)
 settings.load_profile("dstrial")

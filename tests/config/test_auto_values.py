@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dstrial.config import ExperimentConfig, explain, load_experiment
-from dstrial.config.experiment_config.script_source import find_script
+from dstrial.config.deepspeed_rules.check import explain
+from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
+from dstrial.config.experiment_config.entrypoint import find_script
 from dstrial.errors import ConfigError
 
 EXPERIMENT = """\

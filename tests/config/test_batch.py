@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import resolve_batch, solve_batch
+from dstrial.config.batch import resolve_batch, solve_batch
 from dstrial.errors import ConfigError
 
 SIZES = st.integers(min_value=1, max_value=64)

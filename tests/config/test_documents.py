@@ -1,11 +1,23 @@
 import json
+import math
+import re
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text, yaml_text
+from dstrial.config.diagnostics import MAX_PROBLEMS, Diagnostics, render
+from dstrial.config.documents import (
+    DEFAULT_LIMITS,
+    TextLimits,
+    check_value,
+    parse_yaml_value,
+    read_json,
+    read_yaml,
+    read_yaml_text,
+    yaml_text,
+)
 from dstrial.errors import ConfigError
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
@@ -103,14 +115,6 @@ def test_a_key_that_overrides_a_merged_one_is_not_a_duplicate(tmp_path):
     assert document.lines[("other", "wd")] == "exp.yaml:3"
 
 
-def test_a_file_that_contains_itself_is_refused(tmp_path):
-    path = tmp_path / "exp.yaml"
-    path.write_text("a: &a\n  b: *a\n")
-
-    with pytest.raises(ConfigError, match=r"exp\.yaml:1: .* an alias of what it stands in"):
-        read_yaml(path, "exp.yaml")
-
-
 def test_an_unreadable_file_is_a_config_error(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
 
@@ -130,12 +134,19 @@ def test_yaml_tab_indentation_is_named(text, line):
         read_yaml_text(text, "e.yaml")
 
 
-def test_a_character_that_yaml_does_not_have_is_a_config_error():
-    with pytest.raises(ConfigError, match="the changed config: the text is not YAML"):
-        read_yaml_text("a: \0", "the changed config")
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("a: &a {x: 1}\nb:\n  <<: *a\n  <<: {x: 2}\n", "exp.yaml:4: b.<< is given twice (first on line 3)"),
+        ("{a: [0, {b: 1, b: 2}]}", "exp.yaml:1: a[1].b is given twice (first on line 1)"),
+    ],
+)
+def test_duplicate_yaml_key_is_found_with_its_path(text, place):
+    with pytest.raises(ConfigError, match=re.escape(place)):
+        read_yaml_text(text, "exp.yaml")
 
 
-def test_written_yaml_reads_back_as_the_same_values() -> None:
+def test_strings_of_yaml_1_1_and_1_2_are_quoted() -> None:
     value = {
         "words": ["2e-3", "1e5", "0x1f", "yes", "True", "null", "1_000", "a: b"],
         "numbers": [2e-3, 1, True, None],
@@ -144,12 +155,80 @@ def test_written_yaml_reads_back_as_the_same_values() -> None:
     assert yaml.safe_load(yaml_text(value)) == value
 
 
-def test_merging_twice_in_a_mapping_is_a_key_given_twice():
-    text = "a: &a {x: 1}\nb:\n  <<: *a\n  <<: {x: 2}\n"
-    with pytest.raises(ConfigError, match=r"exp\.yaml:4: b\.<< is given twice \(first on line 3\)"):
-        read_yaml_text(text, "exp.yaml")
+@given(value=VALUES)
+def test_written_yaml_reads_back_as_the_same_values(value: object) -> None:
+    assert parse_yaml_value(yaml_text(value)) == value
 
 
-def test_an_anchor_that_is_defined_twice_is_told():
-    with pytest.raises(ConfigError, match="an anchor defined a second time"):
-        read_yaml_text("a: &x 1\nb: &x 2\n", "exp.yaml")
+def test_merged_mappings_give_what_the_mapping_itself_does_not_the_first_before_the_others() -> None:
+    text = "a: &a {x: 1, y: 1}\nb: &b {y: 2, z: 2}\nc: {<<: [*a, *b], z: 3}\n'<<': word\n"
+    value = read_yaml_text(text, "exp.yaml").value
+    assert value["c"] == {"x": 1, "y": 1, "z": 3}
+    assert value["<<"] == "word"
+
+
+@pytest.mark.parametrize("num_items", [10, 11])
+def test_a_lower_limit_of_values_counts_keys_items_and_aliases(num_items: int) -> None:
+    # The mapping, two keys, the first list of four, and the second with an alias of it.
+    text = "{a: &a [1, 1, 1], b: [" + "1, " * (num_items - 8) + "*a]}"
+    limits = TextLimits(num_values=14)
+    if num_items == 10:
+        read_yaml_text(text, "exp.yaml", limits)
+    else:
+        with pytest.raises(ConfigError, match="more than 14 values"):
+            read_yaml_text(text, "exp.yaml", limits)
+
+
+def test_the_refusal_says_how_to_raise_the_limit_where_it_can_be_raised() -> None:
+    limits = TextLimits(text_bytes=10, raised_by="Raise limits.config_text_bytes in the master's settings.")
+    with pytest.raises(ConfigError, match=r"Raise limits\.config_text_bytes"):
+        read_yaml_text("a: 12345678", "exp.yaml", limits)
+
+
+@pytest.mark.parametrize(
+    "value", [[["\0"]], {"k" * 2000: 1}, ["x" * DEFAULT_LIMITS.text_bytes, "y"], list(range(100_000))]
+)
+def test_values_that_came_as_json_have_the_same_limits(value: object) -> None:
+    with pytest.raises(ConfigError, match="the template"):
+        check_value(value, "the template")
+
+
+def test_a_check_stops_at_its_hundredth_problem_and_says_so() -> None:
+    findings = Diagnostics({}, "exp.yaml")
+    with pytest.raises(ConfigError) as refused:
+        for number in range(10_000):
+            findings.problem(("labels", number), str(number), "a string", "Quote it.")
+    assert len(refused.value.problems) == MAX_PROBLEMS + 1
+    assert "exp.yaml is wrong in at least 100 places" in str(refused.value)
+
+
+def test_the_same_finding_is_told_once() -> None:
+    findings = Diagnostics({}, "exp.yaml")
+    for _ in range(3):
+        findings.problem("a", "1", "2", "Write 2.")
+        findings.warn("a", "is odd")
+        findings.note("a", "is even")
+    assert (len(findings.problems), len(findings.warnings), len(findings.notes)) == (1, 1, 1)
+
+
+def test_a_large_value_is_rendered_by_its_beginning() -> None:
+    assert render(list(range(10**6))).startswith("[0, 1, 2, ")
+    assert len(render(list(range(10**6)))) == 80
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+        (".nan", math.nan),
+        ("1e999", math.inf),
+        (str(2**64), 2**64),
+        (str(-(2**63) - 1), -(2**63) - 1),
+    ],
+)
+def test_number_that_json_or_sqlite_lacks_is_refused(text: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"exp\.yaml:2: .*; expected a finite number of 64 bits"):
+        read_yaml_text(f"a: {2**64 - 1}\nb: {text}", "exp.yaml")
+    with pytest.raises(ConfigError, match="expected a finite number of 64 bits"):
+        check_value({"b": [value]}, "template")

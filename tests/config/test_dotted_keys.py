@@ -3,9 +3,8 @@
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
 
-from dstrial.config import merge_deepspeed, overwrite_deepspeed_config
-from dstrial.config.diagnostics import nested_form
 from dstrial.config.dotted_keys import nested
+from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.errors import ConfigError
 
 OVERWRITES = "  overwrite_deepspeed_args:\n"
@@ -94,7 +93,3 @@ def test_a_hyperparameter_that_looks_like_a_deepspeed_key_is_warned_about(load):
     assert any(
         "overwrite_deepspeed_args: {zero_optimization: {stage: 3}}" in text for text in config.warnings
     )
-
-
-def test_the_nested_form_is_yaml():
-    assert nested_form(["a", "b", "c"], True) == "a: {b: {c: true}}"

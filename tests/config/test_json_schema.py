@@ -9,7 +9,7 @@ import pytest
 
 from dstrial.cli.app import main
 from dstrial.config.documents import read_yaml
-from dstrial.config.json_schema import experiment_schema
+from dstrial.config.schema import experiment_schema
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted([*ROOT.glob("experiment_configs/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")])

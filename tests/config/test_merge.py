@@ -5,11 +5,11 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import merge_deepspeed, overwrite_deepspeed_config
-from dstrial.config.merge import merge_template
+from dstrial.config.merge import merge_deepspeed, merge_template, overwrite_deepspeed_config
 from dstrial.errors import ConfigError
 
 KEYS = st.sampled_from(["a", "b", "c", "zero_optimization", "stage"])
@@ -128,176 +128,87 @@ def test_anything_but_a_path_or_a_dict_is_a_type_error():
         overwrite_deepspeed_config([("train_batch_size", 4)], {})
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "a field of the config wins": ({"max_restarts": 3}, {"max_restarts": 0}, {"max_restarts": 0}),
-    "null counts as not given": ({"max_restarts": 3}, {"max_restarts": None}, {"max_restarts": 3}),
-    "sections are merged": (
-        {"resources": {"slots_per_trial": 2, "priority": 3}},
-        {"resources": {"slots_per_trial": 4}},
-        {"resources": {"slots_per_trial": 4, "priority": 3}},
-    ),
-    "data are merged at every depth": (
-        {"data": {"a": {"b": 1, "c": 2}}},
-        {"data": {"a": {"c": 3}}},
-        {"data": {"a": {"b": 1, "c": 3}}},
-    ),
-    "an entrypoint is one": ({"entrypoint": ["a", "b"]}, {"entrypoint": ["c"]}, {"entrypoint": ["c"]}),
-    "labels are united": ({"labels": ["a", "b"]}, {"labels": ["b", "c"]}, {"labels": ["b", "c", "a"]}),
-    "mounts are added by container path": (
-        {
-            "bind_mounts": [
-                {"host_path": "/z", "container_path": "/z"},
-                {"host_path": "/no", "container_path": "/a"},
-            ]
-        },
-        {"bind_mounts": [{"host_path": "/a", "container_path": "/a"}]},
-        {
-            "bind_mounts": [
-                {"host_path": "/a", "container_path": "/a"},
-                {"host_path": "/z", "container_path": "/z"},
-            ]
-        },
-    ),
-    "devices are added by container path, texts as well": (
-        {"resources": {"devices": [{"host_path": "/z", "container_path": "/z"}, "/no:/q:r"]}},
-        {"resources": {"devices": [{"host_path": "/a", "container_path": "/a"}, "/q:/q"]}},
-        {
-            "resources": {
-                "devices": [
-                    {"host_path": "/a", "container_path": "/a"},
-                    "/q:/q",
-                    {"host_path": "/z", "container_path": "/z"},
-                ]
-            }
-        },
-    ),
-    "proxy ports are added by port": (
-        {"environment": {"proxy_ports": [{"proxy_port": 1, "proxy_tcp": True}, {"proxy_port": 2}]}},
-        {"environment": {"proxy_ports": [{"proxy_port": 1}]}},
-        {"environment": {"proxy_ports": [{"proxy_port": 1}, {"proxy_port": 2}]}},
-    ),
-    "variables of the template come first": (
-        {"environment": {"environment_variables": ["A=1", "B=1"]}},
-        {"environment": {"environment_variables": ["A=2"]}},
-        {"environment": {"environment_variables": ["A=1", "B=1", "A=2"]}},
-    ),
-    "variables by device": (
-        {"environment": {"environment_variables": ["A=1"]}},
-        {"environment": {"environment_variables": {"cpu": ["B=2"], "cuda": "C=3"}}},
-        {
-            "environment": {
-                "environment_variables": {"cpu": ["A=1", "B=2"], "cuda": ["A=1", "C=3"], "rocm": ["A=1"]}
-            }
-        },
-    ),
-    "an image stands for every device": (
-        {"environment": {"image": "base"}},
-        {"environment": {"image": {"cpu": "mine"}}},
-        {"environment": {"image": {"cpu": "mine", "cuda": "base", "rocm": "base"}}},
-    ),
-    "a partly given storage takes how many to save": (
-        {"checkpoint_storage": {"save_experiment_best": 10, "save_trial_best": 10, "save_trial_latest": 10}},
-        {"checkpoint_storage": {"type": "gcs", "bucket": "b", "save_experiment_best": 3}},
-        {
-            "checkpoint_storage": {
-                "type": "gcs",
-                "bucket": "b",
-                "save_experiment_best": 3,
-                "save_trial_best": 10,
-                "save_trial_latest": 10,
-            }
-        },
-    ),
-    "nothing else is taken of another type of storage": (
-        {"checkpoint_storage": {"type": "s3", "bucket": "b", "save_trial_best": 10, "save_trial_latest": 10}},
-        {"checkpoint_storage": {"type": "shared_fs", "host_path": "/tmp", "save_trial_best": 1}},
-        {
-            "checkpoint_storage": {
-                "type": "shared_fs",
-                "host_path": "/tmp",
-                "save_trial_best": 1,
-                "save_trial_latest": 10,
-            }
-        },
-    ),
-    "a storage of the same type is completed": (
-        {"checkpoint_storage": {"type": "azure", "connection_string": "s", "container": "c"}},
-        {"checkpoint_storage": {"type": "azure"}},
-        {"checkpoint_storage": {"type": "azure", "connection_string": "s", "container": "c"}},
-    ),
-    "a partly given searcher is completed": (
-        {"searcher": {"metric": "sae", "smaller_is_better": True, "source_trial_id": 1}},
-        {"searcher": {"name": "random", "max_trials": 10}},
-        {
-            "searcher": {
-                "name": "random",
-                "max_trials": 10,
-                "metric": "sae",
-                "smaller_is_better": True,
-                "source_trial_id": 1,
-            }
-        },
-    ),
-    "of another searcher only what all have is taken": (
-        {
-            "searcher": {
-                "name": "random",
-                "max_trials": 10,
-                "max_length": {"batches": 9},
-                "metric": "loss",
-                "smaller_is_better": False,
-                "source_checkpoint_uuid": "u",
-            }
-        },
-        {"searcher": {"name": "single", "metric": "loss", "smaller_is_better": True}},
-        {
-            "searcher": {
-                "name": "single",
-                "metric": "loss",
-                "smaller_is_better": True,
-                "source_checkpoint_uuid": "u",
-            }
-        },
-    ),
-    "a hyperparameter is never blended": (
-        {"hyperparameters": {"n": {"type": "int", "minval": 50, "maxval": 500, "count": 5}, "m": 1}},
-        {"hyperparameters": {"n": {"type": "int", "minval": 10, "maxval": 100}}},
-        {"hyperparameters": {"n": {"type": "int", "minval": 10, "maxval": 100}, "m": 1}},
-    ),
-    "nested hyperparameters are merged": (
-        {"hyperparameters": {"t": {"task": "lm", "backbone": "x"}}},
-        {"hyperparameters": {"t": {"backbone": "bert"}}},
-        {"hyperparameters": {"t": {"task": "lm", "backbone": "bert"}}},
-    ),
-    "hyperparameters are merged only if both are nested": (
-        {"hyperparameters": {"t": {"task": "lm"}, "u": {"type": "const", "val": 1}}},
-        {"hyperparameters": {"t": None, "u": {"inner": 2}}},
-        {"hyperparameters": {"t": None, "u": {"inner": 2}}},
-    ),
-    "policies are merged by name": (
-        {
-            "log_policies": [
-                {"name": "oom", "pattern": "a", "action": "cancel_retries"},
-                {"name": "ecc", "pattern": "b"},
-                {"pattern": "c"},
-            ]
-        },
-        {"log_policies": [{"name": "oom", "pattern": "mine"}, {"pattern": "c"}, {"pattern": "d"}]},
-        {
-            "log_policies": [
-                {"name": "oom", "pattern": "mine", "action": "cancel_retries"},
-                {"pattern": "c"},
-                {"pattern": "d"},
-                {"name": "ecc", "pattern": "b"},
-            ]
-        },
-    ),
-    "a period is one": (
-        {"min_validation_period": {"batches": 10}},
-        {"min_validation_period": {"epochs": 1}},
-        {"min_validation_period": {"epochs": 1}},
-    ),
-}
+CASES = yaml.safe_load("""
+a field of the config wins: [{max_restarts: 3}, {max_restarts: 0}, {max_restarts: 0}]
+null counts as not given: [{max_restarts: 3}, {max_restarts: null}, {max_restarts: 3}]
+sections are merged:
+- {resources: {slots_per_trial: 2, priority: 3}}
+- {resources: {slots_per_trial: 4}}
+- {resources: {slots_per_trial: 4, priority: 3}}
+data are merged at every depth: [{data: {a: {b: 1, c: 2}}}, {data: {a: {c: 3}}}, {data: {a: {b: 1, c: 3}}}]
+an entrypoint is one: [{entrypoint: [a, b]}, {entrypoint: [c]}, {entrypoint: [c]}]
+labels are united: [{labels: [a, b]}, {labels: [b, c]}, {labels: [b, c, a]}]
+mounts are added by container path:
+- {bind_mounts: [{host_path: /z, container_path: /z}, {host_path: /no, container_path: /a}]}
+- {bind_mounts: [{host_path: /a, container_path: /a}]}
+- {bind_mounts: [{host_path: /a, container_path: /a}, {host_path: /z, container_path: /z}]}
+devices are added by container path, texts as well:
+- {resources: {devices: [{host_path: /z, container_path: /z}, "/no:/q:r"]}}
+- {resources: {devices: [{host_path: /a, container_path: /a}, "/q:/q"]}}
+- {resources: {devices: [{host_path: /a, container_path: /a}, "/q:/q", {host_path: /z, container_path: /z}]}}
+proxy ports are added by port:
+- {environment: {proxy_ports: [{proxy_port: 1, proxy_tcp: true}, {proxy_port: 2}]}}
+- {environment: {proxy_ports: [{proxy_port: 1}]}}
+- {environment: {proxy_ports: [{proxy_port: 1}, {proxy_port: 2}]}}
+variables of the template come first:
+- {environment: {environment_variables: [A=1, B=1]}}
+- {environment: {environment_variables: [A=2]}}
+- {environment: {environment_variables: [A=1, B=1, A=2]}}
+variables by device:
+- {environment: {environment_variables: [A=1]}}
+- {environment: {environment_variables: {cpu: [B=2], cuda: C=3}}}
+- {environment: {environment_variables: {cpu: [A=1, B=2], cuda: [A=1, C=3], rocm: [A=1]}}}
+an image stands for every device:
+- {environment: {image: base}}
+- {environment: {image: {cpu: mine}}}
+- {environment: {image: {cpu: mine, cuda: base, rocm: base}}}
+a partly given storage takes how many to save:
+- {checkpoint_storage: {save_experiment_best: 10, save_trial_best: 10, save_trial_latest: 10}}
+- {checkpoint_storage: {type: gcs, bucket: b, save_experiment_best: 3}}
+- {checkpoint_storage: {type: gcs, bucket: b, save_experiment_best: 3, save_trial_best: 10, save_trial_latest: 10}}
+nothing else is taken of another type of storage:
+- {checkpoint_storage: {type: s3, bucket: b, save_trial_best: 10, save_trial_latest: 10}}
+- {checkpoint_storage: {type: shared_fs, host_path: /tmp, save_trial_best: 1}}
+- {checkpoint_storage: {type: shared_fs, host_path: /tmp, save_trial_best: 1, save_trial_latest: 10}}
+a storage of the same type is completed:
+- {checkpoint_storage: {type: azure, connection_string: s, container: c}}
+- {checkpoint_storage: {type: azure}}
+- {checkpoint_storage: {type: azure, connection_string: s, container: c}}
+a partly given searcher is completed:
+- {searcher: {metric: sae, smaller_is_better: true, source_trial_id: 1}}
+- {searcher: {name: random, max_trials: 10}}
+- {searcher: {name: random, max_trials: 10, metric: sae, smaller_is_better: true, source_trial_id: 1}}
+of another searcher only what all have is taken:
+- {searcher: {name: random, max_trials: 10, max_length: {batches: 9},
+    metric: loss, smaller_is_better: false, source_checkpoint_uuid: u}}
+- {searcher: {name: single, metric: loss, smaller_is_better: true}}
+- {searcher: {name: single, metric: loss, smaller_is_better: true, source_checkpoint_uuid: u}}
+a hyperparameter is never blended:
+- {hyperparameters: {n: {type: int, minval: 50, maxval: 500, count: 5}, m: 1}}
+- {hyperparameters: {n: {type: int, minval: 10, maxval: 100}}}
+- {hyperparameters: {n: {type: int, minval: 10, maxval: 100}, m: 1}}
+nested hyperparameters are merged:
+- {hyperparameters: {t: {task: lm, backbone: x}}}
+- {hyperparameters: {t: {backbone: bert}}}
+- {hyperparameters: {t: {task: lm, backbone: bert}}}
+hyperparameters are merged only if both are nested:
+- {hyperparameters: {t: {task: lm}, u: {type: const, val: 1}}}
+- {hyperparameters: {t: null, u: {inner: 2}}}
+- {hyperparameters: {t: null, u: {inner: 2}}}
+policies are merged by name:
+- {log_policies: [{name: oom, pattern: a, action: cancel_retries}, {name: ecc, pattern: b}, {pattern: c}]}
+- {log_policies: [{name: oom, pattern: mine}, {pattern: c}, {pattern: d}]}
+- {log_policies: [{name: oom, pattern: mine, action: cancel_retries}, {name: ecc, pattern: b}, {pattern: c}, {pattern: d}]}
+a period is one:
+- {min_validation_period: {batches: 10}}
+- {min_validation_period: {epochs: 1}}
+- {min_validation_period: {epochs: 1}}
+lists are united whatever their items are:
+- {labels: [a, 1, [x], {b: [1]}]}
+- {labels: [c, true, {b: [1]}]}
+- {labels: [c, true, {b: [1]}, a, 1, [x]]}
+""")
+"""Name -> template, config, merged config."""
 
 
 @pytest.mark.parametrize("name", CASES)

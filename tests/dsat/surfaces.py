@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from dstrial.config import ParallelDims, check_deepspeed
+from dstrial.config.deepspeed_rules.check import check_deepspeed
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import (
     Failure,

@@ -87,7 +87,7 @@ def test_what_needs_a_node_that_is_switched_off_waits_for_it(master: MasterOnHos
     master.det("agent", "disable", "10.77.0.13")
     waits = master.create({"resources": {"slots_per_trial": 3}})
     (trial,) = master.wait_for_trials(waits, 1)
-    master.wait_for_log(trial["id"], "Ray has nothing for it now without 10.77.0.13, and is asked again: ")
+    master.wait_for_log(trial["id"], "Ray rejects its job without 10.77.0.13; retrying: ")
     master.det("agent", "enable", "10.77.0.13")
     master.wait_for_state(waits, ("COMPLETED",), within_s=180)
 
@@ -102,7 +102,7 @@ def test_who_waits_longest_is_the_next(master: MasterOnHosts) -> None:
     waiting = [master.wait_for_trials(one, 1)[0]["id"] for one in others]
     master.wait_for_log(waiting[0], "pending (asks for 1 CPU on each of 3 nodes; free now: ")
     for one in waiting[1:]:
-        master.wait_for_log(one, "waits for its turn to ask Ray")
+        master.wait_for_log(one, "waits until fewer jobs are pending in Ray")
     master.det("experiment", "kill", str(first))
     for one in others:
         master.wait_for_state(one, ("COMPLETED",), within_s=180)

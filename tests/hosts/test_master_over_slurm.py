@@ -95,7 +95,7 @@ def test_trial_of_a_drained_node_is_refused_and_of_a_disabled_one_waits(
     master.det("agent", "disable", "host3")
     waits = master.create(six)
     (trial,) = master.wait_for_trials(waits, 1)
-    master.wait_for_log(trial["id"], "Slurm has nothing for it now without host3, and is asked again: ")
+    master.wait_for_log(trial["id"], "Slurm rejects its job without host3; retrying: ")
     master.det("agent", "enable", "host3")
     master.wait_for_state(waits, ("COMPLETED",))
 
@@ -276,9 +276,7 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
     cluster.run("scontrol", "delete", "PartitionName=soon")
     master.det("experiment", "activate", str(experiment))
     (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(
-        trial["id"], "Slurm has nothing for it now, and is asked again", "invalid partition specified: soon"
-    )
+    master.wait_for_log(trial["id"], "Slurm rejects its job; retrying", "invalid partition specified: soon")
     master.det("experiment", "kill", str(experiment))
     master.wait_for_state(experiment, ("CANCELED",))
     after = cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout

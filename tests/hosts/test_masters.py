@@ -146,7 +146,7 @@ def test_elastic_trial_follows_the_nodes(site: Hosts, master: MasterOnHosts) -> 
     for number in (1, 2):  # of three nodes, the last two
         site.cut_off(site.first + number)
     master.wait_for_log(
-        trial, "goes on from its checkpoint with 1, the most", "INFO: resumed from checkpoint", within_s=120
+        trial, "resumes from its checkpoint with 1, the most", "INFO: resumed from checkpoint", within_s=120
     )
     if not site.returns_nodes:
         master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
@@ -178,10 +178,10 @@ def _grow_and_drain(site: Hosts, master: MasterOnHosts, trial: int) -> None:
     site.cut.discard(number)
     master.wait_for_log(trial, "it grows from 1 to 2 slots", "with 2 slots, after 1", within_s=180)
     _wait_for_two_reports(master, trial)
-    alone = "goes on from its checkpoint with 1, the most"
+    alone = "resumes from its checkpoint with 1, the most"
     num_alone = master.log(trial).count(alone)
     master.det("agent", "disable", site.node(number), "--drain")
-    master.wait_for_log(trial, "its slots are being drained, and it goes on with others")
+    master.wait_for_log(trial, "its slots are being drained, and it resumes on others")
     wait_until(lambda: master.log_now(trial).count(alone) > num_alone, 120, lambda: master.log(trial))
     _wait_for_two_reports(master, trial)
     assert _num_trained_again(master, trial) == before

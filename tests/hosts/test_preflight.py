@@ -15,7 +15,7 @@ from dstrial.errors import HostError, HostProblem
 from dstrial.hosts import remote
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.preflight import Facts, _connectivity, fact_problems, named_interface, place_of
-from dstrial.hosts.transport import SshTransport, remote_command, travelling
+from dstrial.hosts.transport import SshTransport, remote_command, remote_environment
 
 HERE = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "dstrial": "1.0"}
 GOOD = Facts(
@@ -179,7 +179,7 @@ def test_what_belongs_to_a_machine_stays_there() -> None:
         "PATH": "/v/bin",
     }
     theirs = {"HOME": "/there", "PATH": "/bin", "SSH_CONNECTION": "x", "LANG": "C"}
-    assert travelling(ours, theirs) == {
+    assert remote_environment(ours, theirs) == {
         "HOME": "/there", "LANG": "C", "LINES": "a\nb", "NCCL_DEBUG": "INFO", "PATH": "/v/bin",
     }  # fmt: skip
 

@@ -138,9 +138,7 @@ def test_a_master_refuses_the_same_and_waits_for_the_same(cluster: SlurmCluster,
         other = _other(cluster, "--qos=one")
         waits = master.create({"slurm": {"sbatch_args": ["--qos=one"]}})
         (trial,) = master.wait_for_trials(waits, 1)
-        master.wait_for_log(
-            trial["id"], "Slurm has nothing for it now, and is asked again", "QOSMaxSubmitJobPerUserLimit"
-        )
+        master.wait_for_log(trial["id"], "Slurm rejects its job; retrying", "QOSMaxSubmitJobPerUserLimit")
         cluster.run("scancel", str(other))
         master.wait_for_state(waits, ("COMPLETED",), within_s=180)
     finally:

@@ -12,10 +12,9 @@ import pytest
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.manifest import Manifest, read_saved_run, write_manifest
-from dstrial.config import EngineRecord
 from dstrial.errors import CheckpointDamagedError
 from dstrial.resume.locate import resumption_problems
-from dstrial.resume.metadata import run_metadata
+from dstrial.resume.metadata import EngineRecord, run_metadata
 
 LAYOUT = dataclasses.replace(
     PLAIN_LAYOUT, world_size=3, data_parallel_size=3, micro_batch_size=8, wrapper="DeepSpeedZeroOptimizer"

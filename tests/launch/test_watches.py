@@ -11,7 +11,7 @@ from waiting import wait_for
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 from dstrial.launch.start_watch import watched_start
-from dstrial.launch.watches import ShownFile, polling
+from dstrial.launch.watches import StatusFile, polling
 
 
 def test_polling_continues_until_block_ends_and_closes_once() -> None:
@@ -56,16 +56,16 @@ def test_a_start_is_told_of_though_a_line_could_not_be_printed(
 
 def test_what_is_shown_is_replaced_and_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATION_DIR_VARIABLE, str(tmp_path))
-    shown = ShownFile("seen.json")
-    shown.show(None)
-    shown.show({"text": "one"})
-    shown.show({"text": "two"})
+    shown = StatusFile("seen.json")
+    shown.write(None)
+    shown.write({"text": "one"})
+    shown.write({"text": "two"})
     assert json.loads((tmp_path / "seen.json").read_text()) == {"text": "two"}
-    shown.show(None)
+    shown.write(None)
     assert list(tmp_path.iterdir()) == []
 
     monkeypatch.delenv(ALLOCATION_DIR_VARIABLE)
-    ShownFile("seen.json").show({"text": "to nobody"})
+    StatusFile("seen.json").write({"text": "to nobody"})
     monkeypatch.setenv(ALLOCATION_DIR_VARIABLE, str(tmp_path / "gone"))
-    ShownFile("seen.json").show({"text": "to nobody"})
+    StatusFile("seen.json").write({"text": "to nobody"})
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import load_experiment
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.local.checkpoint_directory import KeepPolicy, checkpoints_to_delete
 
 CHECKPOINTS = [("a", 100), ("b", 200), ("c", 300), ("d", 400)]

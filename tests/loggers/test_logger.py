@@ -43,7 +43,8 @@ def test_numbers_are_plain_whatever_they_were() -> None:
 
 
 def test_names_tell_the_group() -> None:
-    assert Report("validation", 3, None, {"loss": 1.0}).named() == {"validation/loss": 1.0}
+    assert Report("validation", 3, None, {"loss": 1.0}).row() == {"validation/loss": 1.0}
+    assert Report("training", 3, 0.5, {"loss": 1.0}).row() == {"training/loss": 1.0, "epochs": 0.5}
 
 
 def test_nested_values_have_dotted_names() -> None:

@@ -5,7 +5,7 @@ from determined import pytorch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import Length
+from dstrial.config.schema import Length
 from dstrial.loop.boundaries import (
     Boundary,
     Period,

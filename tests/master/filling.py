@@ -28,7 +28,7 @@ from waiting import wait_for
 
 from dstrial.errors import RequestError
 from dstrial.master.client import Client
-from dstrial.master.daemon import living_allocations
+from dstrial.master.daemon import live_allocations
 from dstrial.testing.master import MasterForTest, master_for_test
 
 SEED = 0
@@ -80,7 +80,7 @@ def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[st
     else:
         ended = master.dstrial("down", "--now")
         seen |= {"code": ended.returncode, "output": ended.stdout + ended.stderr}
-        seen["living"] = living_allocations(master.state)
+        seen["living"] = live_allocations(master.state)
     filler.unlink()
     if way != "wait":
         master.up()

@@ -12,7 +12,7 @@ import pytest
 
 from dstrial.errors import MasterError
 from dstrial.master.backends import supervisor
-from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail, wait_for_end
+from dstrial.master.daemon import MasterOptions, choose_port, live_allocations, tail, wait_for_end
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.views.observe import usage
@@ -60,7 +60,7 @@ def test_the_port_is_8080_unless_asked_for(state: StateDirectory) -> None:
 
 def test_trials_that_run_keep_the_port(state: StateDirectory) -> None:
     with_allocation(state, os.getpid(), own_start_time())
-    assert living_allocations(state) == ["a.1"]
+    assert live_allocations(state) == ["a.1"]
     assert choose_port(state, MasterOptions()) == 8123
     assert choose_port(state, MasterOptions(port=8123)) == 8123
     with pytest.raises(

@@ -20,7 +20,7 @@ from waiting import wait_for
 from dstrial.master.backends import local
 from dstrial.master.backends.log_file import parse
 from dstrial.master.backends.request import AllocationRequest
-from dstrial.master.daemon import living_allocations
+from dstrial.master.daemon import live_allocations
 from dstrial.master.scheduler.log_policies import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -90,18 +90,18 @@ def test_only_the_port_that_trials_report_to_takes_back_the_trials_of_a_killed_m
     assert f"report to port {port}; expected that one" in refused.stderr
     taken_back = master.dstrial("up")
     assert f"http://localhost:{port}" in taken_back.stdout, taken_back.stderr
-    [allocation_id] = living_allocations(master.state)
+    [allocation_id] = live_allocations(master.state)
     assert allocation_id.endswith(".1")
 
     # The trial ignores that it should stop, and a second `down` asks for no more than the first.
     for _ in range(2):
         os.kill(master.record.pid, signal.SIGTERM)
         time.sleep(0.3)
-    assert living_allocations(master.state) == [allocation_id]
+    assert live_allocations(master.state) == [allocation_id]
     ended = master.dstrial("down", "--deadline", "0.5")
     assert "waiting for 1 trial to save a checkpoint" in ended.stdout
     assert "trials have not stopped within 0.5 s and are killed" in ended.stderr
-    assert living_allocations(master.state) == []
+    assert live_allocations(master.state) == []
 
     # Nor does it wait in silence where it does not fit any more.
     assert master.dstrial("up", "--slots", "1", "--port", str(port)).returncode == 0

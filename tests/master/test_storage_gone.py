@@ -168,7 +168,7 @@ def test_nothing_is_deleted_as_long_as_the_storage_is_away(master: MasterForTest
     wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
     client.post(f"/api/v1/experiments/{experiment_id}/cancel")
     wait_until(master, experiment_id, "CANCELED")
-    wait_for(lambda: f"is put off: checkpoint storage {storage}" in master_log(master))
+    wait_for(lambda: f"is postponed: checkpoint storage {storage}" in master_log(master))
     states = {one["state"] for one in checkpoints(master, experiment_id)}
     assert states == {"STATE_COMPLETED"}
 

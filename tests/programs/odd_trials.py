@@ -33,9 +33,8 @@ class ShorterOnRank1(OwnLoader):
 
 class EndsEarlyOnRank1(OwnLoader):
     def build_training_data_loader(self):
-        return data.DataLoader(
-            NoLength(400 if self.context.distributed.get_rank() == 0 else 24), batch_size=4
-        )
+        count = 400 if self.context.distributed.get_rank() == 0 else 24
+        return iter(data.DataLoader(NoLength(count), batch_size=4))
 
 
 class NoValidationOnRank1(DataParallelTrial):

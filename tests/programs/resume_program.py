@@ -20,6 +20,8 @@ SAVED_AFTER = 2
 
 BF16 = {"bf16": {"enabled": True}}
 
+MUON = {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}
+
 CASES: dict[str, dict[str, Any]] = {
     **{f"zero {stage}": {"config": small_models.ds_config(stage)} for stage in range(4)},
     "zero 0 bf16": {"config": small_models.ds_config(0, **BF16), "norm": nn.LayerNorm},
@@ -27,6 +29,14 @@ CASES: dict[str, dict[str, Any]] = {
     "zero 1 bf16, fp32 accumulation": {
         "config": small_models.ds_config(1, data_types={"grad_accum_dtype": "fp32"}, **BF16),
         "norm": nn.LayerNorm,
+    },
+    **{
+        f"zero {stage} muon": {
+            "config": small_models.ds_config(
+                stage, optimizer=MUON, zero_optimization={"stage": stage, "reduce_scatter": False}
+            )
+        }
+        for stage in (1, 2, 3)
     },
     "pipeline zero 0": {"config": small_models.ds_config(0), "pipeline": "plain"},
     "pipeline zero 1": {"config": small_models.ds_config(1), "pipeline": "plain"},
@@ -38,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def build(case: dict[str, Any]) -> Any:
+    torch.compiler.set_stance("force_eager")  # else Muon is compiled, in half a minute
     torch.manual_seed(1)
     model = (
         small_models.pipeline(kind=case["pipeline"])

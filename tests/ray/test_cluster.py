@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.ray.cluster import choose_shares, parse_groups, parse_nodes
+from dstrial.ray.cluster import parse_groups, parse_nodes, slots_per_node
 
 
 def node(number: str, name: str, port: int = 1, **values: Any) -> dict[str, Any]:
@@ -88,19 +88,19 @@ def test_a_group_that_waits_has_no_nodes() -> None:
 def test_shares_of_as_few_nodes_as_possible_are_equal_if_that_can_be(
     num_slots: int, capacities: list[int], shares: tuple[int, ...] | None
 ) -> None:
-    assert choose_shares(num_slots, capacities) == shares
+    assert slots_per_node(num_slots, capacities) == shares
 
 
 def test_what_cannot_be_divided_needs_a_node_that_has_it() -> None:
-    assert choose_shares(2, [2, 2], is_on_one_node=True) == (2,)
-    assert choose_shares(3, [2, 2], is_on_one_node=True) is None
+    assert slots_per_node(2, [2, 2], is_on_one_node=True) == (2,)
+    assert slots_per_node(3, [2, 2], is_on_one_node=True) is None
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 9), max_size=8))
 def test_all_slots_are_given_and_every_share_has_a_node_of_its_own(
     num_slots: int, capacities: list[int]
 ) -> None:
-    shares = choose_shares(num_slots, capacities)
+    shares = slots_per_node(num_slots, capacities)
     if shares is None:
         assert num_slots > sum(capacities)
         return

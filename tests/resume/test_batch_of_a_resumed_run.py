@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import EngineRecord, SavedRun, keep_batch, resumable_slots, resume_problems, solve_batch
+from dstrial.config.batch import solve_batch
 from dstrial.errors import ConfigError
 from dstrial.resume.apply import ResumedRun
-from dstrial.resume.metadata import given_settings, run_metadata
+from dstrial.resume.batch import keep_batch
+from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings, run_metadata
+from dstrial.resume.plan import resumable_slots, resume_problems
 
 SIZES = st.integers(min_value=1, max_value=24)
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -97,7 +97,7 @@ def fit(config: Path, run_path: Path, resume: Path | None = None, **env: str) ->
 
 
 def _fit(config: str, run_path: str, resume: str | None) -> None:
-    from dstrial.config import load_experiment
+    from dstrial.config.experiment_config.config import load_experiment
     from dstrial.trainer import run_trial
 
     sys.path[:0] = [str(DEFINITIONS), str(Path(__file__).parent)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.slurm.client import away_reason, is_away, is_not_yet, refused
+from dstrial.slurm.client import away_reason, is_away, may_lack_nodes, refused
 from dstrial.slurm.jobs import (
     Job,
     explained,
@@ -117,10 +117,10 @@ def test_nodes_of_which_a_fresh_controller_knows_nothing_yet_count() -> None:
 
 
 def test_refusals_of_a_controller_that_does_not_know_its_nodes_are_those_of_sizes() -> None:
-    assert is_not_yet("allocation failure: Requested node configuration is not available")
-    assert is_not_yet("error: Invalid generic resource (gres) specification")
-    assert not is_not_yet("sbatch: error: invalid partition specified: none")
-    assert not is_not_yet("sbatch: unrecognized option '--frobnicate'")
+    assert may_lack_nodes("allocation failure: Requested node configuration is not available")
+    assert may_lack_nodes("error: Invalid generic resource (gres) specification")
+    assert not may_lack_nodes("sbatch: error: invalid partition specified: none")
+    assert not may_lack_nodes("sbatch: unrecognized option '--frobnicate'")
 
 
 _RUNNING = (
@@ -224,7 +224,7 @@ def test_a_refusal_keeps_what_sbatch_said_and_adds_what_to_do() -> None:
         "/w/sbatch.sh",
     )
     assert text == (
-        "Slurm does not take the job; sbatch says: invalid partition specified: nope; Batch job submission failed: Invalid "
+        "Slurm rejects the job; sbatch says: invalid partition specified: nope; Batch job submission failed: Invalid "
         "partition name specified. Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
     )
     assert refused("", "/w/sbatch.sh").endswith("sbatch says: nothing. Look at /w/sbatch.sh.")

@@ -159,7 +159,7 @@ def test_pause_before_the_first_batch_ends_the_ranks_at_once(
     client.post(f"/api/v1/experiments/{experiment_id}/pause")
     wait_for(lambda: not client.get("/api/v1/tasks")["allocationIdToSummary"], deadline_s=25)
     log = shared_master.det("trial", "logs", str(trial_id)).stdout
-    assert f"killing allocation: it is asked to stop before its first batch ({told})" in log
+    assert f"killing allocation: it was asked to stop before its first batch ({told})" in log
     assert trial_of(client, trial_id)["state"].endswith("PAUSED")
     assert trial_of(client, trial_id)["restarts"] == 0
     client.post(f"/api/v1/experiments/{experiment_id}/kill")

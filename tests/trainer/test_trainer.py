@@ -365,16 +365,8 @@ def test_a_loader_without_a_length_that_ends_names_rank_and_position():
     def training():
         return iter(torch.utils.data.DataLoader(small_trials.Records(16, 1), batch_size=4))
 
-    class NoLength(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            records = small_trials.Records(16, 1)
-            return (records[i] for i in range(16))
-
     with pytest.raises(DataError, match="training loader of rank 0 ended in batch 2, after 4 micro batches"):
-        fit(
-            user_loader(training=lambda: torch.utils.data.DataLoader(NoLength(), batch_size=4)),
-            max_length=Batch(5),
-        )
+        fit(user_loader(training=training), max_length=Batch(5))
 
 
 def newest(done):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_rules.conflicts import check_pairs
-from dstrial.config.deepspeed_rules.ignored import check_ignored
+from dstrial.config.deepspeed_rules.ignored import check_ignored, check_on_cpu
 from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_scheduler
 from dstrial.config.deepspeed_rules.settings import Settings
 from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
@@ -18,7 +18,7 @@ from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, Lines, dotted, locate, render
 from dstrial.config.dotted_keys import leaves, value_at
 from dstrial.config.keys import AUTO, Dialect, check_keys
-from dstrial.config.parallel_dims import ParallelDims
+from dstrial.config.parallel_dims import ParallelDims, batch_replicas
 from dstrial.errors import ConfigError, ConfigProblem
 
 _AUTO_HINT = (
@@ -54,26 +54,30 @@ def check_deepspeed(
     auto: Literal["error", "warning"] = "error",
     filler: AutoValues | None = None,
     installed: str | None = None,
+    on_cpu: bool = False,
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the installed release. Pure.
 
     ``where`` labels keys without a line, such as "deepspeed config of engine 0". ``auto`` is the severity of ``"auto"`` outside
     the batch sizes: "warning" if another tool may still replace it. A ``filler`` overrides ``auto``. ``installed`` is the
-    DeepSpeed version that will run; by default the installed version, read without importing DeepSpeed.
+    DeepSpeed version that will run; by default the installed version, read without importing DeepSpeed. ``on_cpu``: whether to
+    warn of settings that need an accelerator.
     """
     findings = Diagnostics(lines or {}, where)
     try:
-        return _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
+        checked = _check(config, sizes, findings, auto, filler, installed)
+        if on_cpu:
+            check_on_cpu(checked.effective, findings)
     except ConfigError as error:
         # The check stopped at the maximum number of problems.
-        return CheckResult(error.problems, tuple(findings.warnings), {}, None, tuple(findings.notes), {})
+        checked = CheckResult(error.problems, (), {}, None)
+    return dataclasses.replace(checked, warnings=tuple(findings.warnings), notes=tuple(findings.notes))
 
 
 def _check(
     config: Mapping[str, Any],
     sizes: ParallelDims,
     findings: Diagnostics,
-    *,
     auto: Literal["error", "warning"],
     filler: AutoValues | None,
     installed: str | None,
@@ -99,36 +103,18 @@ def _check(
     effective = check_keys(rules.root, normalised, dialect, findings)
     if effective["zero_optimization"]["overlap_comm"] is None:
         effective["zero_optimization"]["overlap_comm"] = effective["zero_optimization"]["stage"] == 3
-    settings = Settings(normalised, effective, sizes, findings)
+    settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
     batch = _solve(batch_given, settings, filler)
     effective.update({key: getattr(batch, key) if batch else None for key in BATCH_KEYS})
-    settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
     check_pairs(settings)
-    check_optimizer_and_scheduler(settings, rules, auto=auto, filler=filler)
+    check_optimizer_and_scheduler(settings, rules, dialect)
     check_ignored(settings)
     for key in ("optimizer", "scheduler"):
         if key not in config:
             effective.pop(key, None)
-    return CheckResult(
-        problems=tuple(findings.problems),
-        warnings=tuple(findings.warnings),
-        effective=effective,
-        batch=batch,
-        notes=tuple(findings.notes),
-        filled={} if filler is None else dict(_filled(config, filler)),
-    )
-
-
-def _filled(config: Mapping[str, Any], filler: AutoValues, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, clause) for each "auto" that a library replaces.
-
-    The clause names the library and the value's source.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _filled(value, filler, f"{prefix}{key}.")
-        elif value == AUTO and (says := filler.says(f"{prefix}{key}")) is not None:
-            yield f"{prefix}{key}", says
+    autos = [dotted(path) for path, value in leaves(config) if value == AUTO]
+    filled = {key: says for key in autos if filler is not None and (says := filler.says(key)) is not None}
+    return CheckResult(tuple(findings.problems), (), effective, batch, filled=filled)
 
 
 def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:
@@ -164,16 +150,7 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
     """Solve the batch equation with the number of replicas that DeepSpeed will assume."""
     findings, sizes = settings.findings, settings.sizes
-    replicas = sizes.dp
-    tensor = settings.value("tensor_parallel.autotp_size") or 0
-    sequence = settings.value("sequence_parallel_size") or 1
-    if tensor > 1 and not sizes.has_pipeline_engine:
-        # DeepSpeed parses the config before it creates AutoTP's groups, so it divides by the number of all ranks.
-        replicas = sizes.world_size
-    elif (
-        sequence > 1 and sizes.world_size % sequence == 0 and not sizes.has_mpu
-    ):  # an mpu sets the number of replicas instead
-        replicas = ParallelDims(sizes.world_size, sp=sequence).dp
+    replicas = batch_replicas(settings.effective, sizes)
     where = {key: findings.place(key) for key in BATCH_KEYS}
     solution: BatchSolution | None
     try:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.deepspeed_rules.settings import Settings
+from dstrial.config.deepspeed_rules.settings import ZERO, Settings
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import value_at
 
-_ZERO = "zero_optimization"
-
+_PREFETCH = "stage3_prefetch_bucket_size"
 _STAGE_3_ONLY = (
     "sub_group_size",
-    "stage3_prefetch_bucket_size",
+    _PREFETCH,
     "stage3_param_persistence_threshold",
     "stage3_model_persistence_threshold",
     "stage3_max_live_parameters",
@@ -58,30 +57,22 @@ def check_ignored(settings: Settings) -> None:
     """
     s = settings
     _check_zero(s)
-    if (
-        s.sizes.has_pipeline_engine
-        and s.is_given(f"{_ZERO}.overlap_comm")
-        and s.value(f"{_ZERO}.overlap_comm")
-    ):
-        s.warn(f"{_ZERO}.overlap_comm", "which DeepSpeed switches off in a pipeline")
-    is_fp32 = not (s.value("bf16.enabled") or s.value("fp16.enabled"))
-    if (
-        s.sizes.has_pipeline_engine
-        and s.stage == 0
-        and is_fp32
-        and s.value("gradient_clipping") not in (None, 0, 0.0)
-    ):
-        s.warn(
+    is_pipeline, mode = s.sizes.has_pipeline_engine, "bf16" if s.value("bf16.enabled") else "fp16"
+    is_fp32 = not s.value(f"{mode}.enabled")
+    if is_pipeline and s.is_given(f"{ZERO}.overlap_comm"):
+        s.warn_if_set(f"{ZERO}.overlap_comm", "which DeepSpeed switches off in a pipeline")
+    if is_pipeline and s.stage == 0 and is_fp32:
+        s.warn_if_set(
             "gradient_clipping",
             "but without ZeRO a pipeline measures the gradients of its first stage alone, and clips all by that. "
             "Set zero_optimization.stage to 1 to clip by the norm of all",
         )
-    if s.value("torch_autocast.enabled") and (s.value("bf16.enabled") or s.value("fp16.enabled")):
-        mode = "bf16" if s.value("bf16.enabled") else "fp16"
-        s.warn("torch_autocast.enabled", f"on top of {mode}.enabled: the model is already in that precision")
-    parameters = s.value("optimizer.params") or {}
-    if s.device("offload_optimizer") != "none" and parameters.get("torch_adam"):
-        s.warn(
+    if not is_fp32:
+        s.warn_if_set(
+            "torch_autocast.enabled", f"on top of {mode}.enabled: the model is already in that precision"
+        )
+    if s.offloads_optimizer:
+        s.warn_if_set(
             "optimizer.params.torch_adam", "so the offloaded optimizer runs in PyTorch, several times slower"
         )
     tensor = s.value("tensor_parallel.autotp_size") or 0
@@ -91,31 +82,27 @@ def check_ignored(settings: Settings) -> None:
             f"but DeepSpeed's batch equation counts all {s.sizes.world_size} ranks as replicas: train_batch_size "
             f"counts each record {tensor} times",
         )
-    if s.sizes.has_pipeline_engine and (s.value("sequence_parallel_size") or 1) > 1:
+    if is_pipeline and (s.value("sequence_parallel_size") or 1) > 1:
         s.warn("sequence_parallel_size", "which a pipeline does not read: its ranks share no sequences")
-    if s.value("compile.deepcompile") and s.stage == 0 and not s.value("compile.passes"):
-        s.warn("compile.deepcompile", "which falls back to plain torch.compile in ZeRO stage 0")
-    if s.value("data_efficiency.enabled") and (s.value("data_efficiency.data_sampling") or {}).get("enabled"):
-        s.warn(
-            "data_efficiency.enabled",
-            "but its data sampling needs DeepSpeed's own loader, which a trial does not use",
-        )
+    if s.stage == 0 and not s.value("compile.passes"):
+        s.warn_if_set("compile.deepcompile", "which falls back to plain torch.compile in ZeRO stage 0")
+    if s.value("data_efficiency.data_sampling.enabled"):
+        text = "but its data sampling needs DeepSpeed's own loader, which a trial does not use"
+        s.warn_if_set("data_efficiency.enabled", text)
     for section in ("tensorboard", "csv_monitor"):
         if s.value(f"{section}.enabled") and not str(s.value(f"{section}.output_path")).startswith("/"):
             s.warn(
                 f"{section}.output_path",
                 "below the working directory of the ranks, which a master deletes after the trial. Write an absolute path",
             )
-    if s.value("checkpoint.load_universal"):
-        s.warn(
-            "checkpoint.load_universal",
-            "which only your own calls of load_checkpoint read: dstrial's own checkpoints are not universal",
-        )
-    if s.value("dataloader_drop_last"):
-        s.warn(
-            "dataloader_drop_last",
-            "which only DeepSpeed's own loader reads; set drop_last on the trial's DataLoader",
-        )
+    s.warn_if_set(
+        "checkpoint.load_universal",
+        "which only your own calls of load_checkpoint read: dstrial's own checkpoints are not universal",
+    )
+    s.warn_if_set(
+        "dataloader_drop_last",
+        "which only DeepSpeed's own loader reads; set drop_last on the trial's DataLoader",
+    )
 
 
 def check_on_cpu(effective: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -123,8 +110,8 @@ def check_on_cpu(effective: Mapping[str, Any], findings: Diagnostics) -> None:
 
     Source: DeepSpeed 0.19.8 accelerator/cpu_accelerator.py, ``get_op_builder``.
     """
-    keys = [f"{_ZERO}.{key}" for key in _STAGE_3_ONLY if key.startswith("zero_quantized_")]
-    is_offloaded = value_at(effective, f"{_ZERO}.offload_optimizer.device") not in (None, "none")
+    keys = [f"{ZERO}.{key}" for key in _STAGE_3_ONLY if key.startswith("zero_quantized_")]
+    is_offloaded = value_at(effective, f"{ZERO}.offload_optimizer.device") not in (None, "none")
     if str(value_at(effective, "optimizer.type")).lower() in ("lamb", *(() if is_offloaded else ("lion",))):
         keys.append("optimizer.type")
     for key in keys:
@@ -136,26 +123,21 @@ def check_on_cpu(effective: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _check_zero(s: Settings) -> None:
-    if s.is_given(f"{_ZERO}.allgather_partitions"):
-        s.warn(f"{_ZERO}.allgather_partitions", "which no ZeRO stage reads")
+    if s.is_given(f"{ZERO}.allgather_partitions"):
+        s.warn(f"{ZERO}.allgather_partitions", "which no ZeRO stage reads")
     for keys, applies, where in (
         (_STAGE_3_ONLY, s.stage < 3, "below stage 3"),
         (_BELOW_STAGE_3_ONLY, s.stage == 3, "in stage 3"),
     ):
         for key in keys:
-            if applies and s.is_given(f"{_ZERO}.{key}"):
-                s.warn(f"{_ZERO}.{key}", f"which has no effect {where}")
+            if applies and s.is_given(f"{ZERO}.{key}"):
+                s.warn(f"{ZERO}.{key}", f"which has no effect {where}")
     if s.stage == 3:
-        if s.value(f"{_ZERO}.stage3_allgather_sequential") and s.is_given(
-            f"{_ZERO}.stage3_prefetch_bucket_size"
-        ):
-            s.warn(f"{_ZERO}.stage3_prefetch_bucket_size", "which stage3_allgather_sequential sets to 1")
-        if (s.value(f"{_ZERO}.zero_hpz_partition_size") or 1) > s.sizes.world_size:
-            s.warn(
-                f"{_ZERO}.zero_hpz_partition_size",
-                f"which is cut down to the {s.sizes.world_size} ranks there are",
-            )
-        if s.value(f"{_ZERO}.elastic_checkpoint"):
-            s.warn(f"{_ZERO}.elastic_checkpoint", "which ZeRO stage 3 no longer supports")
-    if s.value(f"{_ZERO}.zenflow") is not None and s.is_given("gradient_accumulation_steps"):
+        if s.value(f"{ZERO}.stage3_allgather_sequential") and s.is_given(f"{ZERO}.{_PREFETCH}"):
+            s.warn(f"{ZERO}.{_PREFETCH}", "which stage3_allgather_sequential sets to 1")
+        if (s.value(f"{ZERO}.zero_hpz_partition_size") or 1) > s.sizes.world_size:
+            text = f"which is cut down to the {s.sizes.world_size} ranks there are"
+            s.warn(f"{ZERO}.zero_hpz_partition_size", text)
+        s.warn_if_set(f"{ZERO}.elastic_checkpoint", "which ZeRO stage 3 no longer supports")
+    if s.value(f"{ZERO}.zenflow") is not None and s.is_given("gradient_accumulation_steps"):
         s.warn("gradient_accumulation_steps", "which zenflow replaces by its update_interval")

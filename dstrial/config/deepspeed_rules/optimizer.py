@@ -6,11 +6,19 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.auto_values import AutoValues
-from dstrial.config.deepspeed_rules.settings import Settings
+from dstrial.config.deepspeed_rules.settings import ZERO, Settings
 from dstrial.config.deepspeed_schema import DeepSpeedRules, read_table, releases
 from dstrial.config.diagnostics import key_path, render
-from dstrial.config.keys import AUTO, Dialect, Rule, Section, check_keys
+from dstrial.config.keys import Dialect, Rule, Section, check_keys
+
+
+def _check_betas(value: Any) -> str | None:
+    if isinstance(value, list) and not (
+        len(value) == 2 and all(type(one) in (int, float) and 0 <= one < 1 for one in value)
+    ):
+        return "two numbers of at least 0 and below 1"
+    return None
+
 
 _OF_DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _RATE = Rule(("number",), minimum=0)
@@ -21,7 +29,7 @@ _VALUES: Mapping[str, Rule] = {
     **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Rule(("integer",), minimum=1)),
     **dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), Rule(("number", "list", "null"), minimum=0)),
     "eps": Rule(("number", "list"), minimum=0),  # Adafactor has two values
-    "betas": Rule(("list",)),
+    "betas": Rule(("list",), check=_check_betas, fix="Write [0.9, 0.999], for example."),
     "warmup_type": Rule(("string",), enum=("log", "linear")),
 }
 """Parameter name -> rule of its value. DeepSpeed and PyTorch check few parameters, and only on each rank."""
@@ -33,110 +41,78 @@ _KNOWN = {
 }
 
 
-def check_optimizer_and_scheduler(
-    settings: Settings, rules: DeepSpeedRules, *, auto: str, filler: AutoValues | None = None
-) -> None:
+def check_optimizer_and_scheduler(settings: Settings, rules: DeepSpeedRules, dialect: Dialect) -> None:
     """Record problems in the types and parameters of both sections, if given.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py, ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
     """
-    if settings.is_given("optimizer"):
-        name = settings.value("optimizer.type")
-        if not settings.is_given("optimizer.type"):
-            fix = 'Add "type": "AdamW", or whichever optimizer you mean.'
-            settings.findings.problem("optimizer.type", "not given", "the name of an optimizer", fix)
-        elif name is not None:
-            # DeepSpeed lowercases only its own names; names of torch.optim are case-sensitive.
-            rule = rules.optimizers.get(name) or rules.optimizers.get(name.lower())
-            if rule is None:
-                _unknown_type(settings, "optimizer", name, list(rules.optimizers))
-            else:
-                _optimizer_parameters(settings, name, rule, auto, filler)
-    if settings.is_given("scheduler"):
-        name = settings.value("scheduler.type")
-        if not settings.is_given("scheduler.type"):
-            fix = 'Add "type": "WarmupLR", or whichever scheduler you mean.'
-            settings.findings.problem("scheduler.type", "not given", "the name of a scheduler", fix)
-        elif name is not None and name not in rules.schedulers:
-            _unknown_type(settings, "scheduler", name, list(rules.schedulers))
-        elif name is not None:
-            rule = rules.schedulers[name]
-            if not settings.is_given("scheduler.params"):
-                fix = 'Add "params": {}, with the scheduler\'s arguments.'
-                settings.findings.problem("scheduler.params", "not given", "a mapping", fix)
-            else:
-                _parameters(settings, "scheduler", name, rule, auto, filler)
+    for section, known, example in (
+        ("optimizer", rules.optimizers, "AdamW"),
+        ("scheduler", rules.schedulers, "WarmupLR"),
+    ):
+        if not settings.is_given(section):
+            continue
+        name = settings.value(f"{section}.type")
+        if not settings.is_given(f"{section}.type"):
+            article = "an" if section == "optimizer" else "a"
+            fix = f'Add "type": "{example}", or whichever {section} you mean.'
+            settings.findings.problem(f"{section}.type", "not given", f"the name of {article} {section}", fix)
+        if name is None:
+            continue
+        # DeepSpeed lowercases only its own names of optimizers; names of torch are case-sensitive.
+        lower = name.lower() if section == "optimizer" else name
+        rule = known.get(name) or known.get(lower)
+        if rule is None:
+            _unknown_type(settings, section, name, list(known))
+        elif section == "scheduler" and not settings.is_given("scheduler.params"):
+            fix = 'Add "params": {}, with the scheduler\'s arguments.'
+            settings.findings.problem("scheduler.params", "not given", "a mapping", fix)
+        else:
+            _check_parameters(settings, section, name, rule, dialect)
+            if section == "optimizer":
+                _check_with_zero(settings, rule)
 
 
-def _optimizer_parameters(
-    settings: Settings, name: str, rule: Mapping[str, Any], auto: str, filler: AutoValues | None
-) -> None:
-    _parameters(settings, "optimizer", name, rule, auto, filler)
-    untested_is_allowed = settings.value("zero_allow_untested_optimizer")
-    if settings.stage > 0 and not rule["zero_tested"] and not untested_is_allowed:
-        settings.problem(
-            "optimizer.type",
-            "an optimizer that ZeRO is tested with, such as AdamW",
-            'Add "zero_allow_untested_optimizer": true to use it all the same.',
-        )
+def _check_with_zero(settings: Settings, rule: Mapping[str, Any]) -> None:
+    is_untested = settings.stage > 0 and not rule["zero_tested"]
+    settings.reject(
+        is_untested and not settings.value("zero_allow_untested_optimizer"),
+        "optimizer.type",
+        "an optimizer that ZeRO is tested with, such as AdamW",
+        'Add "zero_allow_untested_optimizer": true to use it all the same.',
+    )
     if settings.stage == 3 and settings.optimizer == "muon":
-        for key, wanted in (("reduce_scatter", False), ("zero_quantized_gradients", False)):
-            if settings.value(f"zero_optimization.{key}") is not wanted:
-                settings.problem(
-                    f"zero_optimization.{key}", "false with Muon in ZeRO stage 3", "Set it to false."
-                )
+        for key in (f"{ZERO}.reduce_scatter", f"{ZERO}.zero_quantized_gradients"):
+            is_wrong = settings.value(key) is not False
+            settings.reject(is_wrong, key, "false with Muon in ZeRO stage 3", "Set it to false.")
 
 
-def _parameters(
-    settings: Settings, section: str, name: str, rule: Mapping[str, Any], auto: str, filler: AutoValues | None
+def _check_parameters(
+    settings: Settings, section: str, name: str, rule: Mapping[str, Any], dialect: Dialect
 ) -> None:
-    parameters = settings.value(f"{section}.params") or {}
-    known = rule.get("params")
-    for key, value in parameters.items():
-        path = f"{section}.params.{key}"
-        if key == "max_grad_norm" and section == "optimizer":
-            settings.problem(path, "no such parameter", "Use the top-level key gradient_clipping.")
-        elif known is not None and key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            fix = f"Write {close[0]} instead." if close else "Remove it."
-            settings.findings.problem(path, f"not a parameter of {name}", f"one of {', '.join(known)}", fix)
-        elif value == AUTO and filler is not None:
-            says = filler.says(path)
-            if says is not None:
-                settings.findings.note(path, f'is "auto": {says}')
-            else:
-                expected = f"a value that {name} takes"
-                fix = f"Write the value itself; {filler.name} does not fill it in."
-                settings.findings.problem(path, render(AUTO), expected, fix)
-        elif value == AUTO and auto == "error":
-            expected = f"a value that {name} takes"
-            fix = "Write the value itself; nothing fills it in for a DeepSpeedTrial."
-            settings.findings.problem(path, render(AUTO), expected, fix)
-        elif value == AUTO:
-            settings.warn(path, "which only another tool (Hugging Face Trainer) can fill in")
-        elif section == "optimizer" or name in _OF_DEEPSPEED:
-            _check_value(settings, f"{section}.params", key, value)
-    for key in rule.get("required", ()):
-        if key not in parameters:
-            path = f"{section}.params.{key}"
-            settings.findings.problem(path, "not given", f"a value, which {name} requires", f"Add {key}.")
-
-
-def _check_value(settings: Settings, section: str, key: str, value: Any) -> None:
-    rule = _VALUES.get(key)
-    if rule is None:
-        return
-    path = f"{section}.{key}"
-    if rule.types == ("integer",) and isinstance(value, float) and value.is_integer():
-        fix = f"Write {int(value)}, without exponent and decimal point."
-        settings.findings.problem(path, render(value), "an integer", fix)
-    elif key == "betas" and isinstance(value, list):
-        if len(value) != 2 or not all(type(one) in (int, float) and 0 <= one < 1 for one in value):
-            fix = "Write [0.9, 0.999], for example."
-            settings.findings.problem(path, render(value), "two numbers of at least 0 and below 1", fix)
-    else:
-        one = Section({key: rule})
-        check_keys(one, {key: value}, Dialect(name="DeepSpeed"), settings.findings, key_path(section))
+    parameters = dict(settings.value(f"{section}.params") or {})
+    if section == "optimizer" and "max_grad_norm" in parameters:
+        path = "optimizer.params.max_grad_norm"
+        settings.problem(path, "no such parameter", "Use the top-level key gradient_clipping.")
+        del parameters["max_grad_norm"]
+    known = rule.get("params", parameters)
+    for key in [key for key in parameters if key not in known]:
+        close = difflib.get_close_matches(key, known, n=1)
+        fix = f"Write {close[0]} instead." if close else "Remove it."
+        expected = f"one of {', '.join(known)}"
+        settings.findings.problem(f"{section}.params.{key}", f"not a parameter of {name}", expected, fix)
+        del parameters[key]
+    rules = {} if section == "scheduler" and name not in _OF_DEEPSPEED else _VALUES
+    any_value = Rule(("any",), expected=f"a value, which {name} requires")
+    required = tuple(rule.get("required", ()))
+    keys = {key: rules.get(key, any_value) for key in (*parameters, *required)}
+    check_keys(
+        Section(keys, required=required, fills_in=False),
+        parameters,
+        dialect,
+        settings.findings,
+        key_path(f"{section}.params"),
+    )
 
 
 def _unknown_type(settings: Settings, section: str, name: str, known: list[str]) -> None:

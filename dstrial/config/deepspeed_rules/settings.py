@@ -10,6 +10,8 @@ from dstrial.config.dotted_keys import value_at
 from dstrial.config.keys import AUTO
 from dstrial.config.parallel_dims import ParallelDims
 
+ZERO = "zero_optimization"
+
 
 class Settings:
     """A DeepSpeed config that the rules check, and the findings of the rules.
@@ -25,13 +27,13 @@ class Settings:
         findings: Diagnostics,
     ) -> None:
         self._config = config
-        self._effective = effective
+        self.effective = effective
         self.sizes = sizes
         self.findings = findings
 
     def value(self, key: str) -> Any:
         """Return the effective value at a dotted key; None if the key does not exist."""
-        return value_at(self._effective, key)
+        return value_at(self.effective, key)
 
     def is_given(self, key: str) -> bool:
         """Return whether the dotted key is set; null and "auto" count as unset."""
@@ -39,7 +41,7 @@ class Settings:
 
     @property
     def stage(self) -> int:
-        return int(self.value("zero_optimization.stage") or 0)
+        return int(self.value(f"{ZERO}.stage") or 0)
 
     @property
     def optimizer(self) -> str | None:
@@ -48,7 +50,16 @@ class Settings:
         return name.lower() if isinstance(name, str) else None
 
     def device(self, section: str) -> str:
-        return str(self.value(f"zero_optimization.{section}.device") or "none")
+        return str(self.value(f"{ZERO}.{section}.device") or "none")
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.device("offload_optimizer") != "none"
+
+    def reject(self, is_wrong: object, key: str, expected: str, fix: str) -> None:
+        """If ``is_wrong``, record an error as :meth:`problem` does."""
+        if is_wrong:
+            self.problem(key, expected, fix)
 
     def problem(self, key: str, expected: str, fix: str) -> None:
         """Record as an error that the value at a key conflicts with another setting."""
@@ -60,3 +71,8 @@ class Settings:
     def warn(self, key: str, text: str) -> None:
         """Warn that the value at a key has no effect, or an unexpected effect."""
         self.findings.warn(key, f"is {render(self.value(key))}, {text}")
+
+    def warn_if_set(self, key: str, text: str) -> None:
+        """Warn as :meth:`warn` does, unless the value is false, zero or missing."""
+        if self.value(key):
+            self.warn(key, text)

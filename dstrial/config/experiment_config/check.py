@@ -27,55 +27,46 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diag
         findings.problem("searcher", "not given", "a mapping with name and metric", fix)
         return
     name = searcher["name"]
-    if name is None:
-        if given.get("name") is None:
-            findings.problem(
-                "searcher.name", "not given", f"one of {', '.join(SEARCHERS)}", "Add name: single."
-            )
-    elif name in ENDED_SEARCHERS:
-        fix = "Set it to adaptive_asha, or to single for one trial."
-        findings.problem(
-            "searcher.name", f"{render(name)}, which Determined has ended", "a searcher that exists", fix
+
+    def require(key: str, expected: str, fix: str) -> None:
+        # A wrong value is None in `searcher`, and has a problem already.
+        if searcher[key] is None and given.get(key) is None:
+            findings.problem(f"searcher.{key}", "not given", expected, fix)
+
+    require("name", f"one of {', '.join(SEARCHERS)}", "Add name: single.")
+    require(
+        "metric",
+        "the name of a validation metric",
+        "Name the validation metric that says which checkpoint is best.",
+    )
+    if name in ENDED_SEARCHERS:
+        got, fix = (
+            f"{render(name)}, which Determined has ended",
+            "Set it to adaptive_asha, or to single for one trial.",
         )
-    elif name not in SEARCHERS:
-        aliases = {"asha": "async_halving"}
-        close = aliases.get(name) or next(iter(difflib.get_close_matches(name, SEARCHERS, n=1)), "single")
-        findings.problem(
-            "searcher.name", render(name), f"one of {', '.join(SEARCHERS)}", f"Set it to {close}."
-        )
-    else:
-        _check_searcher_fields(name, searcher, given, findings)
+        findings.problem("searcher.name", got, "a searcher that exists", fix)
+    elif name in SEARCHERS:
+        for key in SEARCHERS[name].requires:
+            require(key, f"an integer of at least 1 for {name}", f"Add {key}.")
+        both = "max_time and time_metric together"
+        if SEARCHERS[name].is_timed:
+            both = f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set"
+        if SEARCHERS[name].is_timed or searcher["time_metric"] is not None:
+            require("max_time", both, "Add max_time: 1000, for example.")
+        if SEARCHERS[name].is_timed or searcher["max_time"] is not None:
+            require("time_metric", both, "Add time_metric: batches, for example.")
         allowed = (*SEARCHER_COMMON, *SEARCHERS[name].keys)
+        for key in given:
+            if key in searcher and key not in allowed:
+                findings.warn(f"searcher.{key}", f"has no effect with searcher {name}")
         raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
-    if searcher["metric"] is None and given.get("metric") is None:
-        fix = "Name the validation metric that says which checkpoint is best."
-        findings.problem("searcher.metric", "not given", "the name of a validation metric", fix)
+    elif name is not None:
+        close = difflib.get_close_matches(name, SEARCHERS, n=1) or ["single"]
+        fix = f"Set it to {'async_halving' if name == 'asha' else close[0]}."
+        findings.problem("searcher.name", render(name), f"one of {', '.join(SEARCHERS)}", fix)
     if searcher["source_trial_id"] is not None and searcher["source_checkpoint_uuid"] is not None:
-        fix = "Keep one of the two."
-        findings.problem(
-            "searcher.source_checkpoint_uuid", "given with source_trial_id", "one of the two", fix
-        )
-
-
-def _check_searcher_fields(
-    name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Diagnostics
-) -> None:
-    for field in SEARCHERS[name].requires:
-        if searcher[field] is None and given.get(field) is None:
-            fix = f"Add {field}."
-            findings.problem(f"searcher.{field}", "not given", f"an integer of at least 1 for {name}", fix)
-    is_timed = searcher["max_time"] is not None and searcher["time_metric"] is not None
-    if SEARCHERS[name].is_timed and not is_timed and given.get("max_length") is None:
-        fix = "Add max_time: 1000 and time_metric: batches, for example."
-        findings.problem("searcher.max_time", "not given", f"max_time and time_metric for {name}", fix)
-    elif (searcher["max_time"] is None) != (searcher["time_metric"] is None):
-        missing = "max_time" if searcher["max_time"] is None else "time_metric"
-        if given.get(missing) is None:
-            fix = "Add time_metric: batches." if missing == "time_metric" else "Add max_time: 1000."
-            findings.problem(f"searcher.{missing}", "not given", "max_time and time_metric together", fix)
-    for field in given:
-        if field in searcher and field not in SEARCHER_COMMON and field not in SEARCHERS[name].keys:
-            findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
+        got, fix = "given with source_trial_id", "Keep one of the two."
+        findings.problem("searcher.source_checkpoint_uuid", got, "one of the two", fix)
 
 
 def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:

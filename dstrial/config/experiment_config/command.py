@@ -16,13 +16,10 @@ from typing import Any, Literal
 
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.environment import (
-    DEVICES,
     INTERPRETER_VARIABLE,
-    add_variables,
-    check_devices,
+    check_environment,
     check_variables,
     images,
-    of_device,
 )
 from dstrial.config.experiment_config.submission import NO_IMAGE, random_name
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
@@ -134,10 +131,11 @@ def check_command(
     has_own_slots = isinstance(own, Mapping) and own.get("slots") is not None
     if template is not None:
         given = merge_template({key: template[key] for key in template if key in _COMMAND.keys}, given)
-    raw = check_keys(_COMMAND, given, _DIALECT, findings)
-    _check_devices(raw["environment"], findings)
     if environment_variables:
-        add_variables(raw["environment"], environment_variables)
+        variables = {"environment_variables": [*environment_variables]}
+        given = merge_template({"environment": variables}, given)
+    raw = check_keys(_COMMAND, given, _DIALECT, findings)
+    check_environment(raw, findings)
     check_variables(raw, findings)
     if raw["environment"]["requirements"] is None:
         del raw["environment"]["requirements"]
@@ -167,16 +165,6 @@ def check_command(
     return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
 
 
-def _check_devices(environment: dict[str, Any], findings: Diagnostics) -> None:
-    """Check values given by device kind; complete the environment variables in place."""
-    for key in ("image", "environment_variables"):
-        given = environment.get(key)
-        if isinstance(given, Mapping):
-            check_devices(given, ("environment", key), findings)
-            if key == "environment_variables":
-                environment[key] = {device: of_device(given, device) or [] for device in DEVICES}
-
-
 def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
     if isinstance(entrypoint, str) and entrypoint.strip():
         return ("sh", "-c", entrypoint)
@@ -193,8 +181,5 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
     """Return the interpreter that a completed config sets; None for the master's."""
-    variables = (config.get("environment") or {}).get("environment_variables") or []
-    if isinstance(variables, Mapping):
-        variables = variables.get("cpu") or []
-    found = dict(str(variable).partition("=")[::2] for variable in variables)
-    return found.get(INTERPRETER_VARIABLE) or None
+    variables = config["environment"]["environment_variables"]["cpu"]
+    return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

@@ -7,15 +7,15 @@ reproduces its earlier runs.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, solve_batch
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
-from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import Document, read_yaml
@@ -34,13 +34,15 @@ from dstrial.config.experiment_config.environment import check_environment
 from dstrial.config.experiment_config.hyperparameters import concrete_values, normalised_specs
 from dstrial.config.experiment_config.loggers import check_loggers
 from dstrial.config.experiment_config.storage import check_storage
-from dstrial.config.experiment_config.trainer_flags import (
-    TrainerLength,
-    check_trainer_flags,
-    length_problems,
-)
+from dstrial.config.experiment_config.trainer_flags import check_trainer_flags
 from dstrial.config.keys import check_keys
-from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
+from dstrial.config.parallel_dims import (
+    DIM_KEYS,
+    SECTION_KEYS,
+    ParallelDims,
+    autotp_clash,
+    config_sizes,
+)
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
@@ -76,22 +78,28 @@ class ExperimentConfig:
     max_restarts: int
     warnings: tuple[str, ...]  # whole sentences with `file:line`
     notes: tuple[str, ...]  # whole sentences: assumptions of the check, and parts that it could not check
-    deepspeed: DeepSpeedSource | None
-    deepspeed_check: CheckResult | None  # for `sizes`; None without `deepspeed`
-    # Hyperparameter `<engine>_deepspeed_config` -> that engine's config.
-    other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
+    # Hyperparameter with a DeepSpeed config -> the config and its check for `sizes`, the main one first.
+    engines: dict[str, tuple[DeepSpeedSource, CheckResult]]
     sizes: ParallelDims
 
+    @property
+    def deepspeed(self) -> DeepSpeedSource | None:
+        return self.engines[MAIN_KEY][0] if MAIN_KEY in self.engines else None
+
+    @property
+    def deepspeed_check(self) -> CheckResult | None:
+        return self.engines[MAIN_KEY][1] if MAIN_KEY in self.engines else None
+
     def require_max_length(self) -> Length:
-        if self.max_length is None:
-            problem = ConfigProblem(
-                f"{self.path}: searcher.max_length",
-                "not given, and searcher.max_time with time_metric batches or epochs is not either",
-                "how long to train",
-                "Add max_length: {batches: 1000} to the searcher, or max_time: 1000 with time_metric: batches.",
-            )
-            raise ConfigError([problem])
-        return self.max_length
+        if self.max_length is not None:
+            return self.max_length
+        problem = ConfigProblem(
+            f"{self.path}: searcher.max_length",
+            "not given, and searcher.max_time with time_metric batches or epochs is not either",
+            "how long to train",
+            "Add max_length: {batches: 1000} to the searcher, or max_time: 1000 with time_metric: batches.",
+        )
+        raise ConfigError([problem])
 
 
 def load_experiment(
@@ -148,24 +156,22 @@ def check_experiment(
     slots: int | None = None,
     resumed: SavedRun | None = None,
     has_files: bool = True,
-    more_checks: Callable[[Mapping[str, Any], dict[str, Any], Diagnostics], None] | None = None,
+    more_checks: Callable[[dict[str, Any], Diagnostics], None] | None = None,
 ) -> ExperimentConfig:
     """Check a parsed experiment config, as :func:`load_experiment` does.
 
     ``path`` names the config in messages. ``has_files``: whether a model definition exists, which must contain the entrypoint's
-    files. ``more_checks`` is called with the config as written, the config with defaults, and the findings.
+    files. ``more_checks`` is called with the config with defaults, and the findings.
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
     raw = check_keys(EXPERIMENT, given, DIALECT, findings)
     _check_sections(raw, given, findings)
-    source = _check_entrypoint(
-        raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files
-    )
+    source = _check_entrypoint(raw, given, context_dir if has_files else None, findings, require_entrypoint)
     hyperparameters = _check_hyperparameters(raw, findings, require_concrete=require_concrete)
-    if more_checks is not None:
-        more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
+    if more_checks is not None:
+        more_checks(raw, findings)
     check_requirements(raw, context_dir, findings)
     # A master checks loggers itself, because its trials may install packages or run another interpreter.
     installs_itself = requirements_of(raw) is not None or (context_dir / HOOK_NAME).is_file()
@@ -175,25 +181,24 @@ def check_experiment(
     slots_key = "resources.slots_per_trial" if slots is None else "--slots"
     if resumed is not None and not resumed.engines:
         resumed = None
-    notes: list[str] = []
-    engines = [*_read_engines(hyperparameters, document, path, context_dir, findings, notes)]
-    stages = _stages_of_source(source, hyperparameters, engines, max(slots_per_trial, 1))
-    sizes = _sizes(raw, slots_per_trial, slots_key, stages, resumed, findings, notes)
-    checks = {
-        key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
-        for key, found in engines
-    }
+    engines = _read_engines(hyperparameters, document, path, context_dir, findings)
+    deepspeed = engines.get(MAIN_KEY)
+    stages = _stages_of_source(source, hyperparameters, deepspeed, max(slots_per_trial, 1))
+    merged = None if deepspeed is None else deepspeed.merged
+    sizes = _sizes(raw, merged, slots_per_trial, slots_key, stages, resumed, findings)
     kind = _device_kind()
-    if kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu":
-        _check_on_cpu([*checks.values()], findings)
+    on_cpu = kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu"
+    checks = {
+        key: (found, _check_engine(key, found, source, sizes, resumed, on_cpu, findings))
+        for key, found in engines.items()
+    }
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
-    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
-    if source.filler is not None and source.filler.is_trainer:
-        check_trainer_flags(source.filler, source.trees, deepspeed, context_dir, findings)
-        _check_trainer_length(raw["searcher"], source.filler, checked, findings)
-    if checked is not None and checked.batch is not None:
-        batch = checked.batch.train_batch_size
+    main = checks.get(MAIN_KEY)
+    if source.script is not None and source.script.library == "trainer":
+        check_trainer_flags(source.script, raw["searcher"], main, context_dir, findings)
+    if main is not None and main[1].batch is not None:
+        batch = main[1].batch.train_batch_size
         check_shared_batch(dstrial_section(raw), slots_per_trial, batch, sizes.ranks_per_replica, findings)
     findings.raise_if_any()
     return ExperimentConfig(
@@ -204,31 +209,32 @@ def check_experiment(
         slots_per_trial=slots_per_trial,
         environment_variables=variables[kind],
         warnings=tuple(findings.warnings),
-        notes=(*findings.notes, *notes),
-        deepspeed=deepspeed,
-        deepspeed_check=checked,
-        other_deepspeed=checks,
+        notes=tuple(findings.notes),
+        engines=checks,
         sizes=sizes,
         **_fields_of(raw),
     )
 
 
 def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    same = (
+        "name",
+        "entrypoint",
+        "scheduling_unit",
+        "perform_initial_validation",
+        "checkpoint_policy",
+        "max_restarts",
+    )
     return {
-        "name": raw["name"],
-        "entrypoint": raw["entrypoint"],
+        **{key: raw[key] for key in same},
         "metric": raw["searcher"]["metric"],
         "smaller_is_better": raw["searcher"]["smaller_is_better"],
         "max_length": _max_length(raw["searcher"]),
         "min_validation_period": period(raw, "min_validation_period"),
         "min_checkpoint_period": period(raw, "min_checkpoint_period"),
-        "scheduling_unit": raw["scheduling_unit"],
-        "perform_initial_validation": raw["perform_initial_validation"],
-        "checkpoint_policy": raw["checkpoint_policy"],
         "experiment_seed": raw["reproducibility"]["experiment_seed"],
         "profiling_enabled": raw["profiling"]["enabled"],
         "preemption_timeout_s": raw["preemption_timeout"] or DEFAULT_PREEMPTION_TIMEOUT_S,
-        "max_restarts": raw["max_restarts"],
     }
 
 
@@ -266,27 +272,23 @@ def _read_engines(
     path: Path,
     context_dir: Path,
     findings: Diagnostics,
-    notes: list[str],
-) -> Iterator[tuple[str, DeepSpeedSource]]:
-    """Yield (hyperparameter, DeepSpeed config) for readable configs, main one first."""
+) -> dict[str, DeepSpeedSource]:
+    """Return hyperparameter -> DeepSpeed config, for readable configs, main one first."""
     if MAIN_KEY not in hyperparameters:
-        notes.append(
+        findings.notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
             "the trial wraps its engine"
         )
     others = other_configs(hyperparameters)
     if len(others) > _MAX_OTHER_ENGINES:
-        findings.problem(
-            "hyperparameters",
-            f"a mapping with {len(others)} keys that end in {MAIN_KEY}",
-            f"at most {_MAX_OTHER_ENGINES} engines",
-            "Remove some.",
-        )
+        got = f"a mapping with {len(others)} keys that end in {MAIN_KEY}"
+        findings.problem("hyperparameters", got, f"at most {_MAX_OTHER_ENGINES} engines", "Remove some.")
         others = ()
-    for key in (MAIN_KEY, *others):
-        found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
-        if found is not None:
-            yield key, found
+    found = {
+        key: read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
+        for key in (MAIN_KEY, *others)
+    }
+    return {key: source for key, source in found.items() if source is not None}
 
 
 def _check_engine(
@@ -295,36 +297,25 @@ def _check_engine(
     source: TrialSource,
     sizes: ParallelDims,
     resumed: SavedRun | None,
+    on_cpu: bool,
     findings: Diagnostics,
-    notes: list[str],
 ) -> CheckResult:
-    auto: Literal["error", "warning"] = "error" if source.trial else "warning"
     merged = found.merged
     if resumed is not None and resumed.keeps_batch:
-        merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
-    checked = check_deepspeed(merged, sizes, found.label, found.lines, auto=auto, filler=source.filler)
-    notes.extend(checked.notes)
+        merged = with_kept_batch(found, resumed, sizes, findings.notes, is_main=key == MAIN_KEY)
+    checked = check_deepspeed(
+        merged,
+        sizes,
+        found.label,
+        found.lines,
+        auto="error" if source.trial else "warning",
+        filler=AutoValues.of(source.script),
+        on_cpu=on_cpu,
+    )
+    findings.notes.extend(checked.notes)
     findings.problems.extend(checked.problems)
     findings.warnings.extend(checked.warnings)
     return checked
-
-
-def _check_on_cpu(checks: Sequence[tuple[DeepSpeedSource, CheckResult]], findings: Diagnostics) -> None:
-    for found, checked in checks:
-        own = Diagnostics(found.lines, found.label)
-        check_on_cpu(checked.effective, own)
-        findings.warnings.extend(own.warnings)
-
-
-def _check_trainer_length(
-    searcher: Mapping[str, Any], filler: AutoValues, checked: CheckResult | None, findings: Diagnostics
-) -> None:
-    steps = filler.arguments.value("max_steps") or ""
-    batch = None if checked is None else checked.batch
-    if steps.isdecimal() and int(steps) and isinstance(searcher["max_length"], (Mapping, int)):
-        length = TrainerLength.of(int(steps), 0)
-        for problem in length_problems(searcher, length, batch.train_batch_size if batch else 1):
-            findings.warnings.append(str(problem))
 
 
 def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -351,91 +342,91 @@ def _check_command_slots(raw: dict[str, Any], given: Mapping[str, Any], findings
 def _check_entrypoint(
     raw: Mapping[str, Any],
     given: Mapping[str, Any],
-    context_dir: Path,
+    context_dir: Path | None,
     findings: Diagnostics,
-    *,
-    require_entrypoint: bool,
-    has_files: bool,
+    is_required: bool,
 ) -> TrialSource:
-    entrypoint = raw["entrypoint"]
+    """Check the entrypoint; its files only if there is a ``context_dir``."""
+    entrypoint, expected = raw["entrypoint"], "module:Class, or a command"
     if entrypoint is None:
-        if require_entrypoint and given.get("entrypoint") is None:
+        if is_required and given.get("entrypoint") is None:
             fix = "Add entrypoint: model_def:MyTrial for class MyTrial in model_def.py."
-            findings.problem("entrypoint", "not given", "module:Class, or a command", fix)
+            findings.problem("entrypoint", "not given", expected, fix)
         return TrialSource(None)
-    num_chars = len(entrypoint) if isinstance(entrypoint, str) else sum(len(str(word)) for word in entrypoint)
+    words = [entrypoint] if isinstance(entrypoint, str) else [str(word) for word in entrypoint]
+    num_chars = sum(map(len, words))
     if num_chars > _MAX_ENTRYPOINT_CHARS:
         # The system rejects longer arguments, and splitting a text takes quadratic time.
-        fix = "Put it into a script of the model definition."
-        findings.problem(
-            "entrypoint", f"{num_chars} characters long", f"at most {_MAX_ENTRYPOINT_CHARS} characters", fix
-        )
-        return TrialSource(None)
-    if not "".join(entrypoint[:1] if isinstance(entrypoint, list) else entrypoint).strip():
+        got, expected = f"{num_chars} characters long", f"at most {_MAX_ENTRYPOINT_CHARS} characters"
+        findings.problem("entrypoint", got, expected, "Put it into a script of the model definition.")
+    elif not "".join(words[:1]).strip():
         fix = "Name what is to run, for example model_def:MyTrial."
-        findings.problem("entrypoint", render(entrypoint), "module:Class, or a command", fix)
-        return TrialSource(None)
-    if not has_files or not context_dir.is_dir():
-        return TrialSource(None)
-    return check_entrypoint(entrypoint, context_dir, findings)
+        findings.problem("entrypoint", render(entrypoint), expected, fix)
+    elif context_dir is not None and context_dir.is_dir():
+        return check_entrypoint(entrypoint, context_dir, findings)
+    return TrialSource(None)
 
 
 def _sizes(
     raw: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     slots: int,
     slots_key: str,
     stages: int | None,
     resumed: SavedRun | None,
     findings: Diagnostics,
-    notes: list[str],
 ) -> ParallelDims:
     """Return the parallel dimensions; by default each rank is a replica.
 
-    They come from the config, the checkpoint or the trial's source, in this order.
+    They come from the configs, the checkpoint or the trial's source, in this order. ``config`` is the main DeepSpeed config.
     """
-    told = {field: count_in(dstrial_section(raw), key) for key, field in DIM_KEYS.items()}
+    section = dstrial_section(raw)
+    if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
+        findings.problem("data.dstrial.model_parallel_size", *clash)
+    given = {key: count_in(section, key) for key in SECTION_KEYS}
+    if stages is None and given["pipeline_stages"] is None:  # a pipeline does not read them
+        given |= config_sizes(config)
+    told = {field: given.get(key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
     if resumed is not None and is_resumed:
-        saved = resumed.engines[0].replica
+        saved = resumed.engines[0].replica_with({}, config)
         for field, number in told.items():
             if number is None and (field != "pp" or saved.is_pipeline):
                 told[field] = getattr(saved, field)
-    if stages is not None and not any(told.values()) and world_size > 1:
+    if not any(told.values()) and world_size > 1:
         told["pp"] = stages
-        notes.append(
-            f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
-        )
-    elif not any(told.values()) and world_size > 1:
-        notes.append(
-            f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
-            "data-parallel replicas"
+        findings.notes.append(
+            f"data.dstrial.{' and '.join(SECTION_KEYS)} are not given: assumed 1, so {world_size} data-parallel replicas"
+            if stages is None
+            else f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
         )
     sizes = {field: number or 1 for field, number in told.items()}
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
     per_replica = replica.ranks_per_replica
-    if world_size % per_replica and is_resumed:
-        # The resume check reports this error.
+    if world_size % per_replica == 0:
+        return replica.on(world_size)
+    of_section = math.prod(count_in(section, key) or 1 for key in SECTION_KEYS)
+    if is_resumed or world_size % of_section == 0:
+        # The resume check reports this error, or the check of the DeepSpeed config that gives a size.
         return ParallelDims(world_size, is_pipeline=replica.is_pipeline)
-    if world_size % per_replica:
-        below = world_size // per_replica * per_replica
-        choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
-        findings.problems.append(
-            ConfigProblem(
-                slots_key if slots_key == "--slots" else findings.place(slots_key),
-                str(slots),
-                f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(DIM_KEYS)})",
-                f"Use {choices} slots.",
-            )
+    below = world_size // per_replica * per_replica
+    choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
+    findings.problems.append(
+        ConfigProblem(
+            slots_key if slots_key == "--slots" else findings.place(slots_key),
+            str(slots),
+            f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(SECTION_KEYS)})",
+            f"Use {choices} slots.",
         )
-        return replica
-    return replica.on(world_size)
+    )
+    return replica
 
 
 def _stages_of_source(
     source: TrialSource,
     hyperparameters: Mapping[str, Any],
-    engines: Sequence[tuple[str, DeepSpeedSource]],
+    main: DeepSpeedSource | None,
     world_size: int,
 ) -> int | None:
     """Return a pipeline's number of stages, or None if the source has no pipeline.
@@ -448,7 +439,7 @@ def _stages_of_source(
         stages = hyperparameters.get(name) if isinstance(name, str) else name
         if type(stages) is int and stages > 0:
             return stages
-    total, micro, steps = (engines[0][1].merged.get(key) if engines else None for key in BATCH_KEYS)
+    total, micro, steps = (None if main is None else main.merged.get(key) for key in BATCH_KEYS)
     for stages in range(1, world_size + 1):
         if world_size % stages == 0:
             try:

@@ -1,4 +1,4 @@
-"""Find an entrypoint's trial class in the source code, without importing it."""
+"""Read the source of an entrypoint's trial class or script, without importing it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,44 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from dstrial.config.auto_values import AutoValues
+from dstrial.config.command_line import CommandLine
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.experiment_config.script_source import (
-    ScriptSource,
-    find_script,
-    own_modules,
-    parsed,
-    tree_of,
-)
+
+Library = Literal["trainer", "accelerate"]
+"""``trainer``: Hugging Face's ``Trainer``. ``accelerate``: the script's own loop with ``accelerate.Accelerator``."""
 
 _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+# trl's trainers are subclasses of transformers' Trainer and take the same arguments.
+_TRAINER_MODULES = ("transformers", "trl")
+_TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
+_MAX_SOURCE_BYTES = 2**18
+_MAX_SOURCE_WORDS = 40_000
+"""Maximum size of a parsed source, in words, because ``ast.parse`` holds the GIL and blocks the process."""
+_MAX_MODULES = 50
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScriptSource:
+    """A script that an entrypoint starts, with its arguments and training library."""
+
+    path: Path
+    arguments: CommandLine  # arguments that the entrypoint passes to the script
+    library: Library | None  # training library; None if the source does not show one
+    trees: tuple[ast.Module, ...]  # syntax trees of the script and the modules beside it that it imports
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSource:
-    """Facts about a trial, read from its source code."""
+    """Facts about an entrypoint, read from its source code."""
 
     trial: str | None  # `module:Class`
     mentions_pipeline: bool = False  # whether the class, or a definition that it uses, names `PipelineModule`
     # Values passed as `num_stages`: numbers, and names that may be hyperparameters.
     num_stages: tuple[int | str, ...] = ()
-    filler: AutoValues | None = (
-        None  # values for `"auto"` in a script's config; None for a trial or if unknown
-    )
-    trees: tuple[ast.Module, ...] = ()  # syntax trees of a script and the modules beside it, unless too large
+    script: ScriptSource | None = None  # None for a trial
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -43,47 +55,58 @@ def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
     words = _words(entrypoint)
     if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
         return words[0]
-    for index, word in enumerate(words):
+    for word, following in zip(words, [*words[1:], None], strict=True):
         if word.startswith("--trial="):
             return word.partition("=")[2]
-        if word == "--trial" and index + 1 < len(words):
-            return words[index + 1]
+        if word == "--trial" and following is not None:
+            return following
+    return None
+
+
+def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
+    """Return an entrypoint's first Python file or ``-m`` module in ``context_dir``."""
+    for word_idx, (before, word) in enumerate(zip(["", *words], words, strict=False)):
+        is_file = word.endswith(".py") and (context_dir / word).is_file()
+        path = context_dir / word if is_file else None
+        if before == "-m":
+            path = path or _module_file(word, (context_dir,), "__main__.py")
+        if path is not None:
+            trees = tuple(_trees(path, context_dir))
+            return ScriptSource(path, CommandLine.of(words[word_idx + 1 :]), _library(trees), trees)
     return None
 
 
 def check_entrypoint(
     entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Diagnostics
 ) -> TrialSource:
-    """Check that the entrypoint's file in ``context_dir`` defines the trial class."""
+    """Check that the entrypoint's file exists and defines the trial class."""
     trial = trial_spec(entrypoint)
     if trial is None:
-        _check_script(entrypoint, context_dir, findings)
-        script = find_script(_words(entrypoint), context_dir)
-        return TrialSource(None, filler=AutoValues.of(script), trees=_trees(script, context_dir))
+        words = _words(entrypoint)
+        _check_script(words, context_dir, findings)
+        return TrialSource(None, script=find_script(words, context_dir))
     if not _TRIAL_FORM.fullmatch(trial):
         fix = "Write model_def:MyTrial for class MyTrial in model_def.py."
         findings.problem("entrypoint", render(trial), "module:Class", fix)
         return TrialSource(trial)
     module, _, class_name = trial.partition(":")
-    path = _module_file(module, context_dir)
+    path = _module_file(module, (context_dir,))
     if path is None:
         _check_importable(trial, context_dir, findings)
         return TrialSource(trial)
-    tree = _tree_of(trial, path, findings)
+    tree = _trial_tree(trial, path, findings)
     if tree is None:
         return TrialSource(trial)
-    names, is_complete = _top_level_names(tree)
-    if is_complete and class_name not in names:
+    names = _defined_names(tree)
+    if not {class_name, "*"} & names:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         close = difflib.get_close_matches(class_name, classes, n=1) or classes[-1:]
         fix = f"Write {module}:{close[0]}." if close else f"Define class {class_name} in {path}."
-        findings.problem(
-            "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
-        )
+        got = f"{render(trial)}, and {path} has no {class_name}"
+        findings.problem("entrypoint", got, "an existing class", fix)
     used = _definitions_used(tree, class_name)
     is_pipeline = any("PipelineModule" in _names(node) for node in used)
-    num_stages = tuple(_num_stages(used)) if is_pipeline else ()
-    return TrialSource(trial, is_pipeline, num_stages)
+    return TrialSource(trial, is_pipeline, tuple(_num_stages(used)) if is_pipeline else ())
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
@@ -98,28 +121,122 @@ def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> N
     findings.problem("entrypoint", f"{render(trial)}, and {wanted} does not exist", "an existing module", fix)
 
 
-def _tree_of(trial: str, path: Path, findings: Diagnostics) -> ast.Module | None:
-    """Return a module's syntax tree; None if it is unreadable or too large."""
+def _is_importable(top_level: str) -> bool:
     try:
-        return parsed(path)
+        return importlib.util.find_spec(top_level) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _check_script(words: Sequence[str], context_dir: Path, findings: Diagnostics) -> None:
+    for before, word in zip(["", *words], words, strict=False):
+        if word.endswith(".py") and not before.startswith("-") and not (context_dir / word).exists():
+            got, fix = (
+                f"{word}, which is not in {context_dir}",
+                "Correct the file name, or pass another CONTEXT_DIR.",
+            )
+            findings.problem("entrypoint", got, "an existing script", fix)
+            return
+
+
+def _words(entrypoint: str | Sequence[str] | None) -> list[str]:
+    if not isinstance(entrypoint, str):
+        return [str(word) for word in entrypoint or ()]
+    try:
+        return shlex.split(entrypoint)
+    except ValueError:
+        return entrypoint.split()
+
+
+def _trial_tree(trial: str, path: Path, findings: Diagnostics) -> ast.Module | None:
+    """Return a trial's syntax tree; None if it is too large or a problem was recorded."""
+    try:
+        return _parsed(path)
     except SyntaxError as error:
-        where = f"{path}:{error.lineno}"
-        fix = "Correct the source."
-        findings.problem(
-            "entrypoint", f"{render(trial)}, and {where} is not Python ({error.msg})", "a module", fix
-        )
+        got = f"{render(trial)}, and {path}:{error.lineno} is not Python ({error.msg})"
+        findings.problem("entrypoint", got, "a module", "Correct the source.")
     except (OSError, UnicodeDecodeError):
-        findings.problem(
-            "entrypoint", f"{render(trial)}, and {path} is unreadable", "a module", "Correct the file."
-        )
+        got = f"{render(trial)}, and {path} is unreadable"
+        findings.problem("entrypoint", got, "a module", "Correct the file.")
     return None
 
 
-def _trees(script: ScriptSource | None, context_dir: Path) -> tuple[ast.Module, ...]:
-    if script is None:
-        return ()
-    files = [script.path, *own_modules(script.path, context_dir)]
-    return tuple(tree for file in files if (tree := tree_of(file)) is not None)
+def _trees(path: Path, context_dir: Path) -> Iterator[ast.Module]:
+    """Yield the syntax trees of a script and of files in ``context_dir`` it imports."""
+    files = [path]
+    for file in files:
+        try:
+            tree = _parsed(file)
+        except (OSError, UnicodeDecodeError, SyntaxError):
+            continue  # Python reports the error's position when the script runs
+        if tree is None:
+            continue
+        yield tree
+        if file == path:
+            # A name imported from a package may be a module.
+            modules = [f"{module}{end}" for module, name, _ in _imports(tree) for end in ("", f".{name}")]
+            found = (_module_file(module.strip("."), (path.parent, context_dir)) for module in modules)
+            files += [*dict.fromkeys(file for file in found if file is not None)][:_MAX_MODULES]
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield (module, name imported from the module or "", local name) of each import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((one.name, "", one.asname or one.name.split(".")[0]) for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{'.' * node.level}{node.module or ''}"
+            yield from ((module, one.name, one.asname or one.name) for one in node.names)
+
+
+def _library(trees: Sequence[ast.Module]) -> Library | None:
+    """Return the training library whose classes the files import or use."""
+    used: set[tuple[str, str]] = set()
+    for tree in trees:
+        modules = {local: module.split(".")[0] for module, name, local in _imports(tree) if not name}
+        used |= {(module.split(".")[0], name) for module, name, _ in _imports(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used.add((modules.get(node.value.id, ""), node.attr))
+    if any(module in _TRAINER_MODULES and name.endswith(_TRAINER_ENDINGS) for module, name in used):
+        return "trainer"
+    return "accelerate" if ("accelerate", "Accelerator") in used else None
+
+
+def _module_file(module: str, roots: Sequence[Path], of_package: str = "__init__.py") -> Path | None:
+    for root in roots if module else ():
+        base = root.joinpath(*module.split("."))
+        for candidate in (base.with_name(f"{base.name}.py"), base / of_package):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    """Parse a Python file; return None if it is too large or nested too deeply."""
+    if path.stat().st_size > _MAX_SOURCE_BYTES:
+        return None
+    source = path.read_text(encoding="utf-8")
+    if "\0" in source:
+        # Before Python 3.12, ast.parse raises ValueError instead.
+        raise SyntaxError("source code string cannot contain null bytes", (str(path), 1, 1, ""))
+    if sum(1 for _ in _WORD.finditer(source)) > _MAX_SOURCE_WORDS:
+        return None
+    try:
+        return ast.parse(source, str(path))
+    except (RecursionError, MemoryError):
+        return None
+
+
+def _defined_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines or imports; ``*`` for ``import *``."""
+    names = {local for _, _, local in _imports(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
@@ -163,55 +280,3 @@ def _num_stages(used: Sequence[ast.AST]) -> Iterator[int | str]:
                 yield node.attr
             elif isinstance(node, ast.Constant) and isinstance(node.value, (int, str)):
                 yield node.value
-
-
-def _words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    if entrypoint is None:
-        return []
-    if not isinstance(entrypoint, str):
-        return [str(word) for word in entrypoint]
-    try:
-        return shlex.split(entrypoint)
-    except ValueError:
-        return entrypoint.split()
-
-
-def _check_script(entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Diagnostics) -> None:
-    for before, word in zip(["", *_words(entrypoint)], _words(entrypoint), strict=False):
-        if word.endswith(".py") and not before.startswith("-") and not (context_dir / word).exists():
-            fix = "Correct the file name, or pass another CONTEXT_DIR."
-            findings.problem(
-                "entrypoint", f"{word}, which is not in {context_dir}", "an existing script", fix
-            )
-            return
-
-
-def _module_file(module: str, context_dir: Path) -> Path | None:
-    base = context_dir.joinpath(*module.split("."))
-    for candidate in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-def _is_importable(top_level: str) -> bool:
-    try:
-        return importlib.util.find_spec(top_level) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _top_level_names(tree: ast.Module) -> tuple[set[str], bool]:
-    """Return a module's names, and whether they are complete (no ``import *``)."""
-    names: set[str] = set()
-    is_complete = True
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                names.add((alias.asname or alias.name).split(".")[0])
-                is_complete = is_complete and alias.name != "*"
-    return names, is_complete

@@ -5,7 +5,7 @@ Source: Determined 0.38.1 schemas/expconf/v0 and schemas/test_cases/v0/defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
@@ -15,36 +15,41 @@ INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 DEVICES = ("cpu", "cuda", "rocm")
 _GPU_ALIAS = "gpu"
+_KINDS = (*DEVICES, _GPU_ALIAS)
 
 
-def of_device(given: Mapping[str, Any], device: str) -> Any:
-    """Return the value for a kind of device, or None; ``gpu`` counts as ``cuda``."""
-    value = given.get(device)
-    return given.get(_GPU_ALIAS) if value is None and device == "cuda" else value
+def by_device(given: Any) -> dict[str, Any]:
+    """Return values by kind of device, without null; ``gpu`` becomes ``cuda``.
+
+    A value that is no mapping applies to all kinds.
+    """
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(DEVICES, given)
+    values = {key: value for key, value in given.items() if value is not None}
+    alias = values.pop(_GPU_ALIAS, None)
+    return values if alias is None else {"cuda": alias, **values}
 
 
-def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None:
-    """Prepend variables to a config's ``environment_variables`` of each device kind."""
-    given = environment.get("environment_variables") or []
-    if isinstance(given, Mapping):
-        given = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
-    elif isinstance(given, list):
-        given = [*variables, *given]
-    environment["environment_variables"] = given
+def joined_variables(first: Any, then: Any) -> Any:
+    """Concatenate environment variables; by device kind unless both are lists."""
+    if isinstance(first, list) and isinstance(then, list):
+        return [*first, *then]
+    if not isinstance(first, (list, Mapping)) or not isinstance(then, (list, Mapping)):
+        return then
+    if isinstance(then, Mapping) and (set(then) - set(_KINDS) or {_GPU_ALIAS, "cuda"} <= set(then)):
+        return then  # wrong, as check_devices() reports
+    return {device: [*_listed(first, device), *_listed(then, device)] for device in DEVICES}
 
 
-def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with the key ``gpu`` renamed to ``cuda``."""
-    renamed = {key: value for key, value in given.items() if key != _GPU_ALIAS}
-    if _GPU_ALIAS in given:
-        renamed["cuda"] = of_device(given, "cuda")
-    return renamed
+def _listed(given: Any, device: str) -> list[Any]:
+    values = by_device(given).get(device, [])
+    return values if isinstance(values, list) else [values]
 
 
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
     """Record unknown kinds of device, and ``gpu`` given together with ``cuda``."""
     for key in given:
-        if key not in (*DEVICES, _GPU_ALIAS):
+        if key not in _KINDS:
             findings.problem(
                 (*path, str(key)), "not a kind of device", "cpu, cuda (or gpu) or rocm", "Correct the name."
             )
@@ -54,10 +59,8 @@ def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics
 
 def images(given: Any, default: str) -> dict[str, Any]:
     """Return the container image of each kind of device; ``default`` if not given."""
-    # `given` is one image for all kinds, or a mapping from kind to image.
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(DEVICES, given or default)
-    return {device: of_device(given, device) or default for device in DEVICES}
+    found = by_device(given)
+    return {device: found.get(device) or default for device in DEVICES}
 
 
 def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
@@ -66,19 +69,15 @@ def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, d
     Returns:
         Variables by device kind ("cpu", "cuda", "rocm").
     """
-    image = raw["environment"]["image"]
-    if isinstance(image, Mapping):
-        check_devices(image, ("environment", "image"), findings)
+    for key in ("image", "environment_variables"):
+        values = raw["environment"][key]
+        if isinstance(values, Mapping):
+            check_devices(values, ("environment", key), findings)
     given = raw["environment"]["environment_variables"]
-    if isinstance(given, Mapping):
-        check_devices(given, ("environment", "environment_variables"), findings)
-        by_device = {device: of_device(given, device) or [] for device in DEVICES}
-    else:
-        by_device = dict.fromkeys(DEVICES, given)
     variables: dict[str, dict[str, str]] = {}
-    for device, entries in by_device.items():
+    for device in DEVICES:
         variables[device] = {}
-        for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+        for index, entry in enumerate(_listed(given, device)):
             name, separator, text = str(entry).partition("=")
             if not isinstance(entry, str) or not separator or not name:
                 inner = (device, index) if isinstance(given, Mapping) else (index,)
@@ -93,13 +92,9 @@ def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, d
 
 
 def check_variables(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    given = raw["environment"]["environment_variables"]
-    entries = (
-        [entry for values in given.values() for entry in values or []]
-        if isinstance(given, Mapping)
-        else given
-    )
-    for name in sorted({str(entry).partition("=")[0] for entry in entries or []}):
+    """Reject variables that the master sets, after :func:`check_environment`."""
+    by_kind = raw["environment"]["environment_variables"].values()
+    for name in sorted({entry.partition("=")[0] for entries in by_kind for entry in entries}):
         if name.startswith("DET_") and name not in _FREE_DET_VARIABLES:
             findings.problem(
                 "environment.environment_variables",

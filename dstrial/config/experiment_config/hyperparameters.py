@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, render
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.keys import Rule, Section, check_keys
 from dstrial.config.schema import DIALECT
 
@@ -48,62 +49,75 @@ _KINDS: dict[str, Section] = {
 """Type of a hyperparameter -> the other fields of its specification."""
 
 
+_ROOT: KeyPath = ("hyperparameters",)
+
+
 def concrete_values(
-    hyperparameters: Mapping[str, Any],
-    findings: Diagnostics,
-    *,
-    require_concrete: bool,
-    needs_counts: bool,
-    path: KeyPath = ("hyperparameters",),
+    hyperparameters: Mapping[str, Any], findings: Diagnostics, *, require_concrete: bool, needs_counts: bool
 ) -> dict[str, Any]:
-    """Return one value for each hyperparameter, as for one trial.
+    """Return one value for each valid hyperparameter, as for one trial.
 
     With ``require_concrete`` every search space is an error. Otherwise the middle of a range or the first categorical value is
-    used, with a warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher. ``path`` is the key path
-    of ``hyperparameters``.
+    used, with a warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher.
 
     Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """
-    values: dict[str, Any] = {}
-    for name, spec in hyperparameters.items():
-        inner = (*path, str(name))
+
+    def value_of(spec: Any, path: KeyPath) -> Any:
         if not isinstance(spec, Mapping):
-            values[str(name)] = spec
-        elif not is_specification(spec, inner):
-            values[str(name)] = concrete_values(
-                spec, findings, require_concrete=require_concrete, needs_counts=needs_counts, path=inner
+            return spec
+        if not _check_spec(spec, findings, path, needs_counts=needs_counts):
+            return _ABSENT
+        if spec["type"] == "const":
+            return spec["val"]
+        sample = _sample(spec)
+        if require_concrete:
+            given = f"{dotted(path)}={render(sample).strip(chr(34))}"
+            fix = f"Pass --config {given}, or write one value into the file."
+            findings.problem(
+                path, f"a search space ({spec['type']})", "one value, because one trial runs", fix
             )
-        elif _check_spec(spec, findings, inner, needs_counts=needs_counts):
-            if spec["type"] == "const":
-                values[str(name)] = spec["val"]
-                continue
-            values[str(name)] = sample = _sample(spec)
-            if require_concrete:
-                fix = f"Pass --config {dotted(inner)}={render(sample).strip(chr(34))}, or write one value into the file."
-                findings.problem(
-                    inner, f"a search space ({spec['type']})", "one value, because one trial runs", fix
-                )
-            else:
-                findings.warn(
-                    inner, f"is a search space ({spec['type']}); checked with {render(sample)} only"
-                )
+        else:
+            findings.warn(path, f"is a search space ({spec['type']}); checked with {render(sample)} only")
+        return sample
+
+    return _converted(hyperparameters, _ROOT, value_of)
+
+
+def normalised_specs(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters in Determined's full form: ``{type: const, val: …}``."""
+
+    def spec_of(spec: Any, _path: KeyPath) -> dict[str, Any]:
+        return dict(spec) if isinstance(spec, Mapping) else {"type": "const", "val": spec}
+
+    return _converted(hyperparameters, _ROOT, spec_of)
+
+
+_ABSENT = object()
+
+
+def _converted(
+    group: Mapping[str, Any], path: KeyPath, convert: Callable[[Any, KeyPath], Any]
+) -> dict[str, Any]:
+    """Return a group of hyperparameters with each specification or constant converted."""
+    values: dict[str, Any] = {}
+    for name, spec in group.items():
+        inner = (*path, str(name))
+        is_group = isinstance(spec, Mapping) and not is_specification(spec, inner)
+        value = _converted(spec, inner, convert) if is_group else convert(spec, inner)
+        if value is not _ABSENT:
+            values[str(name)] = value
     return values
 
 
-def normalised_specs(
-    hyperparameters: Mapping[str, Any], path: KeyPath = ("hyperparameters",)
-) -> dict[str, Any]:
-    """Return hyperparameters in Determined's full form: ``{type: const, val: …}``."""
-    specs: dict[str, Any] = {}
+def specifications(
+    hyperparameters: Mapping[str, Any], path: KeyPath = _ROOT
+) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    """Yield (path, specification) of each hyperparameter that has one."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
-        if not isinstance(spec, Mapping):
-            specs[str(name)] = {"type": "const", "val": spec}
-        elif is_specification(spec, inner):
-            specs[str(name)] = dict(spec)
-        else:
-            specs[str(name)] = normalised_specs(spec, inner)
-    return specs
+        if isinstance(spec, Mapping):
+            yield from ([(inner, spec)] if is_specification(spec, inner) else specifications(spec, inner))
 
 
 def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
@@ -116,22 +130,14 @@ def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
 
 def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
     """Return whether any hyperparameter is a search space."""
-    return next(searched_values(hyperparameters, {}), None) is not None
+    return any(spec["type"] != "const" for _, spec in specifications(hyperparameters))
 
 
-def searched_values(
-    hyperparameters: Mapping[str, Any], values: Any, path: KeyPath = ("hyperparameters",)
-) -> Iterator[tuple[KeyPath, Any]]:
+def searched_values(hyperparameters: Mapping[str, Any], values: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yield (path, value) of each searched hyperparameter; a missing value is None."""
-    for name, spec in hyperparameters.items():
-        inner = (*path, str(name))
-        if not isinstance(spec, Mapping):
-            continue
-        value = values.get(name) if isinstance(values, Mapping) else None
-        if not is_specification(spec, inner):
-            yield from searched_values(spec, value, inner)
-        elif spec["type"] != "const":
-            yield inner[1:], value
+    for path, spec in specifications(hyperparameters):
+        if spec["type"] != "const":
+            yield path[1:], value_at(values, path[1:])
 
 
 def _is_known(kind: object) -> bool:

@@ -21,54 +21,38 @@ _SECRET_HINTS = ("key", "token", "secret", "passw")
 _PATH: KeyPath = ("data", "dstrial", "loggers")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _check_texts(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        return None if all(isinstance(one, str) for one in value.values()) else "a mapping of texts"
+    return "a text" if isinstance(value, str) and not value.strip() else None
 
 
-def _rule(expected: str, fix: str, is_right: Callable[[Any], bool], **fields: Any) -> Rule:
-    return Rule(("any",), check=lambda value: None if is_right(value) else expected, fix=fix, **fields)
-
-
-_TEXT = _rule("a text", "Write one, or leave the option out.", _is_text)
-_TEXTS = _rule(
-    "a list of texts",
-    "Write [baseline], for example.",
-    lambda value: isinstance(value, list) and all(map(_is_text, value)),
-)
-_NAMED_TEXTS = _rule(
-    "a mapping of texts",
-    "Write {team: vision}, for example.",
-    lambda value: isinstance(value, Mapping) and all(map(_is_text, value.values())),
-)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoggerKind:
-    """Options that one kind of logger accepts, and its secret's variable."""
-
-    options: Section
-    secret: str  # how users provide the secret, for messages
-
-
-def _kind(secret: str, **options: Rule) -> LoggerKind:
-    return LoggerKind(Section(options, fills_in=False), secret)
-
-
-LOGGERS: Mapping[str, LoggerKind] = {
-    "wandb": _kind(
-        "WANDB_API_KEY",
-        **dict.fromkeys(("project", "entity", "group", "name", "dir"), _TEXT),
-        tags=_TEXTS,
-        mode=Rule(("string",), enum=("online", "offline")),
+_TEXT = Rule(("string",), check=_check_texts, fix="Write one, or leave the option out.")
+LOGGERS: Mapping[str, Section] = {
+    "wandb": Section(
+        {
+            **dict.fromkeys(("project", "entity", "group", "name", "dir"), _TEXT),
+            "tags": Rule(("list",), items=_TEXT, fix="Write [baseline], for example."),
+            "mode": Rule(("string",), enum=("online", "offline")),
+        },
+        fills_in=False,
     ),
-    "mlflow": _kind(
-        "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-        **dict.fromkeys(("experiment_name", "tracking_uri", "run_name"), _TEXT),
-        tags=_NAMED_TEXTS,
+    "mlflow": Section(
+        {
+            **dict.fromkeys(("experiment_name", "tracking_uri", "run_name"), _TEXT),
+            "tags": Rule(("mapping",), check=_check_texts, fix="Write {team: vision}, for example."),
+        },
+        fills_in=False,
     ),
-    "trackio": _kind("HF_TOKEN", **dict.fromkeys(("project", "group", "space_id"), _TEXT)),
+    "trackio": Section(dict.fromkeys(("project", "group", "space_id"), _TEXT), fills_in=False),
 }
-"""Name of a logger -> its kind. The logger's package and dstrial's extra have the same name."""
+"""Name of a logger -> its options. The logger's package and dstrial's extra have the same name."""
+_SECRETS = {
+    "wandb": "WANDB_API_KEY",
+    "mlflow": "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+    "trackio": "HF_TOKEN",
+}
+"""Name of a logger -> variables with its secret, for messages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,62 +112,53 @@ def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
 def _read(given: Any, findings: Diagnostics) -> tuple[LoggerSpec, ...]:
     if given is None:
         return ()
-    if not isinstance(given, Sequence) or isinstance(given, str):
+    if not isinstance(given, list):
         expected = f"a list with {', '.join(LOGGERS)}, or with {{NAME: {{…}}}} where one has options"
         findings.problem(KEY, render(given), expected, "Write [wandb], for example.")
         return ()
-    specs: list[LoggerSpec] = []
+    specs: dict[str, LoggerSpec] = {}
     for index, entry in enumerate(given):
-        spec = _entry(entry, (*_PATH, index), findings)
-        if spec is None:
-            continue
-        if any(other.name == spec.name for other in specs):
-            findings.problem(
-                (*_PATH, index), f"{spec.name} again", "each logger once", "Remove one of the two."
-            )
-        else:
-            specs.append(spec)
-    return tuple(specs)
+        path = (*_PATH, index)
+        spec = _entry(entry, path, findings)
+        if spec is not None and spec.name in specs:
+            findings.problem(path, f"{spec.name} again", "each logger once", "Remove one of the two.")
+        elif spec is not None:
+            specs[spec.name] = spec
+    return tuple(specs.values())
 
 
 def _entry(entry: Any, path: KeyPath, findings: Diagnostics) -> LoggerSpec | None:
-    options: Any = {}
-    name = entry
-    if isinstance(entry, Mapping) and len(entry) == 1:
-        ((name, options),) = entry.items()
-        options = {} if options is None else options
+    is_pair = isinstance(entry, Mapping) and len(entry) == 1
+    name, options = next(iter(entry.items())) if is_pair else (entry, None)
     if not isinstance(name, str):
         expected = "a logger's name, or a mapping of one name to its options"
-        findings.problem(
-            path, render(entry), expected, "Write wandb, or {mlflow: {experiment_name: digits}}."
-        )
+        fix = "Write wandb, or {mlflow: {experiment_name: digits}}."
+        findings.problem(path, render(entry), expected, fix)
         return None
     if name not in LOGGERS:
-        fix = "Remove it."
+        close = difflib.get_close_matches(name, LOGGERS, n=1)
+        fix = f"Write {close[0]} instead." if close else "Remove it."
         if name == "tensorboard":
             fix = "Remove it: TensorBoard's files are written by every run."
-        elif close := difflib.get_close_matches(name, LOGGERS, n=1):
-            fix = f"Write {close[0]} instead."
         findings.problem(path, render(name), f"one of {', '.join(LOGGERS)}", fix)
         return None
+    known, where, options = LOGGERS[name], (*path, name), {} if options is None else options
     if not isinstance(options, Mapping):
-        fix = f"Write {name}, or {{{name}: {{{next(iter(LOGGERS[name].options.keys))}: …}}}}."
-        findings.problem((*path, name), render(options), "a mapping of options", fix)
+        fix = f"Write {name}, or {{{name}: {{{next(iter(known.keys))}: …}}}}."
+        findings.problem(where, render(options), "a mapping of options", fix)
         return None
-    where = (*path, name)
-    secret_keys = {key for key, value in options.items() if _has_secret(name, str(key), value)}
-    for key in secret_keys:
-        fix = f"Take it out, and set {LOGGERS[name].secret} in the environment."
-        findings.problem(
-            (*where, str(key)), "a secret in the config", "secrets from the environment only", fix
-        )
-    rest = {key: value for key, value in options.items() if key not in secret_keys}
-    check_keys(LOGGERS[name].options, rest, DIALECT, findings, where)
-    return LoggerSpec(name, {str(key): value for key, value in rest.items() if value is not None})
+    options = {str(key): value for key, value in options.items() if value is not None}
+    for key in [key for key, value in options.items() if _is_secret(known, key, value)]:
+        fix = f"Take it out, and set {_SECRETS[name]} in the environment."
+        expected = "secrets from the environment only"
+        findings.problem((*where, key), "a secret in the config", expected, fix)
+        del options[key]
+    check_keys(known, options, DIALECT, findings, where)
+    return LoggerSpec(name, options)
 
 
-def _has_secret(name: str, key: str, value: Any) -> bool:
+def _is_secret(known: Section, key: str, value: Any) -> bool:
     names = SecretNames()
-    if key in LOGGERS[name].options.keys:
+    if key in known.keys:
         return isinstance(value, str) and names.has_variable("", value)
     return names.has_field(key, value) or any(hint in key.lower() for hint in _SECRET_HINTS)

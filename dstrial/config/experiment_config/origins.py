@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
-from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource
+from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate
 from dstrial.config.documents import DEFAULT_LIMITS, Document, TextLimits, read_yaml_text
 from dstrial.config.dotted_keys import leaves, value_at
@@ -20,7 +20,7 @@ from dstrial.config.experiment_config.config import ExperimentConfig, check_expe
 from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
 from dstrial.config.schema import DIALECT, EXPERIMENT
-from dstrial.config.secrets import MASK, SecretNames
+from dstrial.config.secrets import SecretNames, masked
 
 LABEL = "experiment config"
 TEMPLATE_ORIGIN = "template"
@@ -120,23 +120,8 @@ def checked_again(
     )
 
 
-def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckResult]]:
-    """Return hyperparameter -> (DeepSpeed config, its check), the main config first."""
-    if config.deepspeed is None or config.deepspeed_check is None:
-        return dict(config.other_deepspeed)
-    return {MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
-
-
 def explained_rows(
     source: DeepSpeedSource, checked: CheckResult, names: SecretNames
 ) -> tuple[ExplainedValue, ...]:
     """Return the rows of :func:`explain` for a DeepSpeed config, with secrets masked."""
-    return tuple(
-        dataclasses.replace(row, value=MASK) if _is_secret(row, names) else row
-        for row in explain(source, checked)
-    )
-
-
-def _is_secret(row: ExplainedValue, names: SecretNames) -> bool:
-    name = row.key.rpartition(".")[2]
-    return row.value not in ('""', "null", "true", "false") and names.has_field(name, row.value)
+    return explain(source, dataclasses.replace(checked, effective=masked(checked.effective, names)))

@@ -28,18 +28,17 @@ from dstrial.config.experiment_config.check import check_searcher
 from dstrial.config.experiment_config.config import check_experiment
 from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
-    add_variables,
     check_variables,
     images,
 )
 from dstrial.config.experiment_config.hyperparameters import (
     concrete_values,
-    is_specification,
     normalised_specs,
+    specifications,
 )
-from dstrial.config.experiment_config.storage import complete_storage, merged_storage
+from dstrial.config.experiment_config.storage import complete_storage
 from dstrial.config.keys import check_keys
-from dstrial.config.merge import merge_template
+from dstrial.config.merge import merge_policies, merge_template
 from dstrial.config.schema import DIALECT, EXPERIMENT, SEARCHERS
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
@@ -56,34 +55,8 @@ _MAX_AT_ONCE = 10_000
 _MAX_BYTES_AT_ONCE = 64 * 2**20
 _MAX_GRID_POINTS = 10**9
 _CAPPED_POINTS = 10**18
-_ADJECTIVES = [
-    "agile",
-    "bold",
-    "calm",
-    "clever",
-    "eager",
-    "gentle",
-    "keen",
-    "lucid",
-    "quick",
-    "steady",
-    "vivid",
-    "warm",
-]
-_NOUNS = [
-    "badger",
-    "comet",
-    "falcon",
-    "harbor",
-    "lantern",
-    "maple",
-    "orchid",
-    "otter",
-    "pebble",
-    "river",
-    "sparrow",
-    "tulip",
-]
+_ADJECTIVES = ("agile", "bold", "calm", "clever", "eager", "keen", "lucid", "quick", "vivid")
+_NOUNS = ("badger", "comet", "falcon", "harbor", "maple", "orchid", "otter", "river", "tulip")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,14 +111,19 @@ def check_submission(
     document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
 
-    def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Diagnostics) -> None:
-        _check_fields(raw, findings)
+    def check_more(raw: dict[str, Any], findings: Diagnostics) -> None:
+        _check_grid(raw, findings)
+        _check_concurrency(raw, findings)
+        check_variables(raw, findings)
+        _check_project(raw, findings)
         exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
 
     if isinstance(document.value, dict):
-        if template is not None:
-            document.value.update(merge_template(template, document.value))
-        _add_defaults(document.value, defaults)
+        below: dict[str, Any] = {"checkpoint_storage": defaults.checkpoint_storage}
+        if defaults.environment_variables:
+            below["environment"] = {"environment_variables": [*defaults.environment_variables]}
+        for one in (template or {}, below):
+            document.value.update(merge_template(one, document.value))
     searcher = _strip_searcher(document.value) if is_detached else {}
     experiment = check_experiment(
         document,
@@ -166,14 +144,6 @@ def check_submission(
         exceeds_slots=any(exceeds),
         template=template,
     )
-
-
-def _check_fields(raw: dict[str, Any], findings: Diagnostics) -> None:
-    _check_time(raw["searcher"], findings)
-    _check_grid(raw, findings)
-    _check_concurrency(raw, findings)
-    check_variables(raw, findings)
-    _check_project(raw, findings)
 
 
 def _check_slots(
@@ -216,7 +186,12 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
         config["reproducibility"]["experiment_seed"] = int(time.time())
     config["searcher"].update(searcher)
     config["checkpoint_storage"] = complete_storage(config["checkpoint_storage"])
-    config["log_policies"] = _log_policies(given.get("log_policies") or [])
+    # Disabled policies stay, so that the stored config means the same when it is submitted again.
+    config["log_policies"] = [
+        {"name": None, "action": None, "pattern": None, **policy}
+        for policy in merge_policies(list(_LOG_POLICIES), given.get("log_policies") or [])
+        if policy.get("pattern") or policy.get("name")
+    ]
     config["labels"] = sorted({str(label) for label in config["labels"] or []})
     config["environment"]["image"] = images(config["environment"].get("image"), NO_IMAGE)
     return config
@@ -259,7 +234,6 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
     raw = check_keys(EXPERIMENT, given, DIALECT, findings)
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
-    _check_time(raw["searcher"], findings)
     hyperparameters = raw["hyperparameters"]
     needs_counts = raw["searcher"]["name"] == "grid"
     concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
@@ -268,64 +242,25 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
     return {"hyperparameters": normalised_specs(hyperparameters), "searcher": raw["searcher"]}
 
 
-def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
-    storage = config.get("checkpoint_storage")
-    if storage is None or isinstance(storage, dict):
-        config["checkpoint_storage"] = merged_storage(storage or {}, defaults.checkpoint_storage)
-    if not defaults.environment_variables:
-        return
-    environment = config.get("environment")
-    if environment is None:
-        environment = config["environment"] = {}
-    if isinstance(environment, dict):
-        add_variables(environment, defaults.environment_variables)
-
-
-def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
-    name = searcher["name"]
-    is_timed = searcher.get("max_time") is not None and searcher.get("time_metric") is not None
-    if (
-        name in SEARCHERS
-        and SEARCHERS[name].is_timed
-        and searcher.get("max_length") is not None
-        and not is_timed
-    ):
-        findings.problem(
-            "searcher.max_time",
-            "not given",
-            f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set",
-            "Add max_time: 1000 and time_metric: batches, for example.",
-        )
-
-
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check the number of trials that a search creates at once."""
     # The master keeps these trials in memory and writes them in one commit.
     if findings.problems:
         return
     searcher = raw["searcher"]
-    keys, limit = SEARCHERS[searcher["name"]], searcher.get("max_concurrent_trials") or 0
-    if "max_trials" in keys.keys:
-        num_trials = searcher["max_trials"]
-    elif "max_concurrent_trials" in keys.keys:
-        num_trials = _num_grid_points(raw["hyperparameters"])
-    else:
-        num_trials = 1
+    keys, limit = SEARCHERS[searcher["name"]].keys, searcher.get("max_concurrent_trials") or 0
+    if "max_concurrent_trials" not in keys:
+        return
+    num_trials = searcher["max_trials"] if "max_trials" in keys else _num_grid_points(raw["hyperparameters"])
     # If no limit is given, some searchers start fewer trials than this.
     at_once = min(limit or num_trials, num_trials)
-    size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
-    if at_once * size > _MAX_BYTES_AT_ONCE:
-        findings.problem(
-            "searcher.max_concurrent_trials",
-            f"{limit}, with which up to {at_once} trials of {size} bytes of hyperparameters each begin at once",
-            f"at most {_MAX_BYTES_AT_ONCE} bytes of hyperparameters at once",
-            f"Set it to {max(_MAX_BYTES_AT_ONCE // size, 1)} or less, or move long values into files of the model definition.",
-        )
-    if at_once > _MAX_AT_ONCE:
+    num_bytes = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 1
+    most = min(_MAX_AT_ONCE, max(_MAX_BYTES_AT_ONCE // num_bytes, 1))
+    if at_once > most:
         findings.problem(
             "searcher.max_concurrent_trials",
             f"{limit}, with which up to {at_once} trials begin at once",
-            f"at most {_MAX_AT_ONCE} at once",
+            f"at most {most} with {num_bytes} bytes of hyperparameters at once",
             "Set it to the number of trials that can really run, 16 for example.",
         )
 
@@ -344,15 +279,10 @@ def _check_grid(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         )
 
 
-def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] = ("hyperparameters",)) -> int:
+def _num_grid_points(hyperparameters: Mapping[str, Any]) -> int:
     num_points = 1
-    for name, spec in hyperparameters.items():
-        inner = (*path, str(name))
-        if not isinstance(spec, Mapping):
-            continue
-        if not is_specification(spec, inner):
-            num_points *= _num_grid_points(spec, inner)
-        elif spec["type"] == "categorical":
+    for _, spec in specifications(hyperparameters):
+        if spec["type"] == "categorical":
             num_points *= len(spec["vals"])
         elif spec["type"] == "int":
             num_points *= min(spec["count"], spec["maxval"] - spec["minval"] + 1)
@@ -370,29 +300,6 @@ def _check_project(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         findings.problem(
             missing[0], "not given", f"a name, as there is a {other}", f"Add {missing[0]}, or remove {other}."
         )
-
-
-def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
-    """Merge log policies into the default policies by name.
-
-    A policy with a null pattern disables the default of the same name.
-    """
-    named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
-    unnamed = []
-    for policy in given:
-        name = policy.get("name")
-        if name is None:
-            unnamed.append(dict(policy))
-        else:
-            is_off = set(policy) == {"name"}
-            named[name] = {**({} if is_off else named.get(name, {})), **policy}
-    merged = [*named.values(), *unnamed]
-    # Disabled policies stay, so that the stored config means the same when it is submitted again.
-    return [
-        {"name": None, "action": None, "pattern": None, **policy}
-        for policy in merged
-        if policy.get("pattern") or policy.get("name")
-    ]
 
 
 def random_name(what: str) -> str:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.auto_values import AutoValues
+from dstrial.config.deepspeed_rules.check import CheckResult
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, locate, render
 from dstrial.config.dotted_keys import value_at
+from dstrial.config.experiment_config.entrypoint import ScriptSource
 from dstrial.errors import ConfigProblem
 
 _GIVEN_TWICE = {"lr_scheduler_type": "scheduler", "optim": "optimizer"}
@@ -22,19 +23,27 @@ _RECONCILES = "get_hf_args_with_overwrites"
 
 
 def check_trainer_flags(
-    filler: AutoValues,
-    trees: Sequence[ast.Module],
-    source: DeepSpeedSource | None,
+    script: ScriptSource,
+    searcher: Mapping[str, Any],
+    deepspeed: tuple[DeepSpeedSource, CheckResult] | None,
     context_dir: Path,
     findings: Diagnostics,
 ) -> None:
-    """Warn of arguments that the Trainer rejects or ignores with this config.
+    """Warn of arguments that the Trainer rejects or ignores with these configs."""
+    batch = None if deepspeed is None else deepspeed[1].batch
+    steps = script.arguments.value("max_steps") or ""
+    if steps.isdecimal() and int(steps) and isinstance(searcher["max_length"], (Mapping, int)):
+        length = TrainerLength.of(int(steps), 0)
+        problems = length_problems(searcher, length, batch.train_batch_size if batch else 1)
+        findings.warnings.extend(map(str, problems))
+    if deepspeed is not None:
+        _check_beside_deepspeed(script, deepspeed[0], context_dir, findings)
 
-    ``source`` is the experiment's DeepSpeed config. ``trees`` are syntax trees of the script and its imported modules.
-    """
-    words = filler.arguments
-    if source is None:
-        return
+
+def _check_beside_deepspeed(
+    script: ScriptSource, source: DeepSpeedSource, context_dir: Path, findings: Diagnostics
+) -> None:
+    words = script.arguments
     for name, section in _GIVEN_TWICE.items():
         if words.find(name) is not None and source.merged.get(section) is not None:
             place = locate(source.lines, (section,), source.label)
@@ -42,7 +51,7 @@ def check_trainer_flags(
                 "entrypoint",
                 f"has --{name}, which has no effect beside {section} ({place}). Remove one of the two",
             )
-    nodes = (node for tree in trees for node in ast.walk(tree))
+    nodes = (node for tree in script.trees for node in ast.walk(tree))
     if any(getattr(node, "id", getattr(node, "attr", None)) == _RECONCILES for node in nodes):
         return
     for name in ("fp16", "bf16"):
@@ -55,11 +64,7 @@ def check_trainer_flags(
                 'Change one of them, or write "auto" in the DeepSpeed config',
             )
     named = words.value("deepspeed")
-    if (
-        named is not None
-        and source.path is not None
-        and (context_dir / named).resolve() != source.path.resolve()
-    ):
+    if named and source.path and (context_dir / named).resolve() != source.path.resolve():
         findings.warn(
             "entrypoint",
             f"has --deepspeed {named}, but hyperparameters.deepspeed_config is {source.label}, which is the one checked here. "

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--search", help="PID:START_TICKS of the search that writes the tasks")
     options = parser.parse_args(arguments)
     import dstrial.launch.imported_ahead  # noqa: F401  # already imported in a fork
-    from dstrial.config import load_experiment
+    from dstrial.config.experiment_config.config import load_experiment
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     tasks = None if options.tasks is None else options.tasks.absolute()

@@ -1,6 +1,6 @@
 """The table of DeepSpeed keys that ZeRO stages read, with the values to try.
 
-``dstrial.config.check_deepspeed`` decides which values may be combined.
+``dstrial.config.deepspeed_rules.check`` decides which values may be combined.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dstrial.config import CheckResult, zero_keys_without_effect
+from dstrial.config.deepspeed_rules.check import CheckResult
+from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
 from dstrial.dsat.core.candidate import Candidate
 
 ZERO = "zero_optimization"

@@ -1,6 +1,6 @@
 """The search space: structures (ZeRO stage and knob settings) and micro batches.
 
-``dstrial.config.check_deepspeed`` alone decides whether a configuration is legal and whether a key has any effect.
+``dstrial.config.deepspeed_rules.check`` alone decides whether a configuration is legal and whether a key has any effect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.config import CheckResult, ParallelDims, check_deepspeed, merge_deepspeed
+from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
+from dstrial.config.merge import merge_deepspeed
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import (
     HYPERPARAMETERS,
     BatchSizeGrid,

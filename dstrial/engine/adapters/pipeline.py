@@ -35,6 +35,13 @@ class PipelineAdapter(EngineAdapter):
         data_parallel_world_size: int | None = None,
     ) -> None:
         super().__init__(engine, data_parallel_rank, data_parallel_world_size)
+        if shared := engines.layers_sharing_across_stages(engine.module):
+            one, other = shared
+            raise TrialContractError(
+                f"layers {one} and {other} of the PipelineModule share a parameter and lie on stages {shared[one]} and "
+                f"{shared[other]}, each of which would train a copy of its own; expected a TiedLayerSpec for both. Write "
+                "TiedLayerSpec('shared', LayerClass, ...) in place of the two modules."
+            )
         self.topology = engine.mpu
         self.pipeline_stages = int(engine.grid.get_pipe_parallel_world_size())
         # One call of train_batch or eval_batch runs the schedule over all micro batches of a batch.
@@ -76,6 +83,7 @@ class _Binding:
     Attributes:
         shape: name of the activation shape that the stages' buffers have, equal on all ranks; None if unknown.
         weights: during a validation round, the number of real records in each micro batch; otherwise None.
+        input_shapes: shapes of the first micro batch's input tensors since buffers were reset; None before it.
     """
 
     engine: PipelineEngine
@@ -84,6 +92,7 @@ class _Binding:
     validation_iterator: Iterator[Any] | None = None
     shape: str | None = _TRAINING_SHAPE
     weights: tuple[int, ...] | None = None
+    input_shapes: list[tuple[int, ...]] | None = None
 
     def install(self) -> None:
         """Replace methods of this engine instance; its class stays unchanged."""
@@ -106,7 +115,7 @@ class _Binding:
         self._require_data("train_batch", self.engine.data_iterator if iterator is None else iterator)
         self._use_shape(_TRAINING_SHAPE)
         try:
-            loss: torch.Tensor = type(self.engine).train_batch(self.engine, iterator)
+            loss: torch.Tensor = type(self.engine).train_batch(self.engine, self._of_one_shape(iterator))
         except StopIteration as ended:
             raise self._ran_out("train_batch", self.engine.micro_batches) from ended
         return loss
@@ -149,7 +158,7 @@ class _Binding:
         try:
             output = type(self.engine).eval_batch(
                 self.engine,
-                iterator,
+                self._of_one_shape(iterator),
                 return_logits=return_logits,
                 compute_loss=compute_loss,
                 reduce_output=reduce_output,
@@ -196,7 +205,29 @@ class _Binding:
         """Reset the stages' activation buffers unless they already have ``shape``."""
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
+            self.input_shapes = None
         self.shape = shape
+
+    def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
+        """Check the inputs' shapes if the stages' buffers have a fixed shape."""
+        if iterator is None or self.engine.module.dynamic_shape:
+            return iterator
+        return self._checked(iterator)
+
+    def _checked(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for item in iterator:
+            inputs = item[0] if isinstance(item, tuple | list) and item else item
+            parts = inputs if isinstance(inputs, tuple | list) else (inputs,)
+            shapes = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
+            if self.input_shapes is None:
+                self.input_shapes = shapes
+            elif shapes != self.input_shapes:
+                raise DataError(
+                    f"on {describe_rank(self.engine)} a micro batch has inputs of shapes {shapes} after {self.input_shapes}; "
+                    "expected one shape, because the stages of a pipeline keep their buffers. Pad the records, use "
+                    "drop_last=True, or build PipelineModule(dynamic_shape=True)."
+                )
+            yield item
 
     def _require_data(self, call: str, iterator: Iterator[Any] | None) -> None:
         """Raise an error if this stage reads records and the call has no iterator."""

@@ -91,6 +91,10 @@ class SavedEngine:
         place = self._places[name]
         return place if place.tied_to in (None, name) else self.place(place.tied_to)
 
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter's weights are in the files; frozen ones may not be."""
+        return self.place(name).name not in self.layout.frozen_checksums
+
     def is_optimized(self, name: str) -> bool:
         return self.place(name).group_idx is not None
 
@@ -336,6 +340,8 @@ class SavedEngine:
     def _source(self, place: ParameterPlace, key: str, piece: Shard) -> torch.Tensor:
         if place.group_idx is None and place.is_cut:
             fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"] or {}
+            if place.name not in fragments and not self.holds(place.name):
+                return self._module_tensor(place.name, place.model_part)  # raises
             if place.name not in fragments:
                 raise CheckpointLayoutError(
                     f"{self._directory} does not hold {place.name!r}, which requires a gradient and which no optimizer owns: "
@@ -454,6 +460,11 @@ class SavedEngine:
                 )
             return self._tied[key][rest]
         module: Mapping[str, torch.Tensor] = self._model_file(part, 0)["module"]
+        if not self.holds(name):
+            raise CheckpointLayoutError(
+                f"{self._directory} does not hold the frozen parameter {name!r}, only what is trained; expected all weights. "
+                "Take it from the base model that the run was started with."
+            )
         if name not in module:
             raise CheckpointLayoutError(
                 f"{self._directory}: {name!r} is not in the module's state; expected it there, where only experts of a "

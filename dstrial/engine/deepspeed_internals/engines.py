@@ -59,7 +59,6 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "curriculum_learning_enabled": Callable,  # type: ignore[dict-item]
     "data_parallel_group": object,
     "device": object,
-    "dp_world_size": int,
     "fp16_enabled": Callable,  # type: ignore[dict-item]
     "global_samples": int,
     "global_steps": int,
@@ -73,6 +72,7 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "save_non_zero_checkpoint": bool,
     "save_zero_checkpoint": bool,
     "seq_dp_world_size": int,
+    "sequence_parallel_size": int,
     "skipped_steps": int,
     "training_dataloader": object,
     "zero_offload_optimizer": Callable,  # type: ignore[dict-item]
@@ -96,6 +96,7 @@ PIPELINE_ATTRIBUTES: Mapping[str, type] = {
 """Undocumented attribute of pipeline engines -> its type (``runtime/pipe/engine.py:92`` and following)."""
 
 PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
+    "dynamic_shape": bool,
     "micro_offset": int,
     "seed_layers": bool,
     "tied_modules": object,
@@ -125,12 +126,16 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
     return config
 
 
-def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
-    """Set an engine's batch size in its parsed config and in its throughput timer.
+def set_batch_sizes(
+    engine: DeepSpeedEngine, train_batch_size: int, micro_batch_size: int, accumulation_steps: int
+) -> None:
+    """Set an engine's batch sizes in its parsed config and in its throughput timer.
 
     Source: ``DeepSpeedEngine.set_train_batch_size``, which does not update ``tput_timer``, ``runtime/engine.py:637``.
     """
     engine._config.train_batch_size = train_batch_size
+    engine._config.train_micro_batch_size_per_gpu = micro_batch_size
+    engine._config.gradient_accumulation_steps = accumulation_steps
     engine.tput_timer.batch_size = engine.train_batch_size()
 
 
@@ -230,6 +235,25 @@ def tied_layers_with_file(module: PipelineModule) -> set[str]:
         for spec in module._layer_specs
         if isinstance(spec, TiedLayerSpec) and spec.forward_fn is None
     }
+
+
+def gradient_clipping(engine: DeepSpeedEngine) -> float:
+    """Return the norm at which gradients are clipped; 0 without clipping."""
+    return float(engine.gradient_clipping())
+
+
+def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
+    """Return layer -> stage of two layers that share a parameter across stages, or {}.
+
+    Only a ``TiedLayerSpec`` keeps them equal. Each stage trains its own copy of what plain modules share.
+    """
+    first: dict[int, int] = {}
+    for idx, layer in enumerate(module._layer_specs):
+        for parameter in layer.parameters() if isinstance(layer, torch.nn.Module) else ():
+            other = first.setdefault(id(parameter), idx)
+            if module.stage_owner(other) != module.stage_owner(idx):
+                return {one: int(module.stage_owner(one)) for one in (other, idx)}
+    return {}
 
 
 def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
+from dstrial.engine.state import loading_with
 from dstrial.errors import CheckpointError, CheckpointLayoutError, RankError, TrialContractError
 from dstrial.ranks.identity import RankIdentity
 from dstrial.trial.context import DeepSpeedTrialContext
@@ -38,7 +39,7 @@ class AcceleratorCheckpoint(Checkpointable):
     def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
         with contextlib.ExitStack() as stack:
             for engine in context.models:
-                stack.enter_context(_loading_with(engine, _load_or_raise(engine, load_path)))
+                stack.enter_context(loading_with(engine, _load_or_raise(engine, load_path)))
             self._accelerator.load_state(str(load_path))
 
     def _engine_tag(self, engine_idx: int) -> str:
@@ -47,7 +48,7 @@ class AcceleratorCheckpoint(Checkpointable):
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
         with contextlib.ExitStack() as stack:
             for engine in context.models:
-                stack.enter_context(_loading_with(engine, _load_nothing))
+                stack.enter_context(loading_with(engine, _load_nothing))
             self._accelerator.load_state(str(load_path))
         self._count_scheduler_steps_of(len(list(load_path.glob(_RANDOM_STATES))))
 
@@ -142,19 +143,6 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
         yield
     finally:
         project.automatic_checkpoint_naming, project.iteration = kept
-
-
-@contextlib.contextmanager
-def _loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[None]:
-    """Replace an engine's ``load_checkpoint`` in the block."""
-    before = vars(engine).get("load_checkpoint")
-    engine.load_checkpoint = load
-    try:
-        yield
-    finally:
-        del engine.load_checkpoint
-        if before is not None:
-            engine.load_checkpoint = before
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from dstrial.config.batch import AUTO, BATCH_KEYS
@@ -56,29 +56,21 @@ class ConvertedKey:
 
 @dataclasses.dataclass(slots=True)
 class Conversion:
-    """The result of a conversion, filled key by key.
+    """The result of a conversion, filled key by key."""
 
-    Attributes:
-        config: the Accelerate config.
-        choices: settings that the Accelerate config does not have.
-        file: content of ``deepspeed_config_file``, used as the DeepSpeed JSON; None without such a file.
-        stage: ZeRO stage.
-        slots: ranks of the job.
-        deepspeed: the DeepSpeed JSON.
-        variables: environment variables of the experiment.
-        overwrites: ``overwrite_deepspeed_args`` of the experiment.
-        keys: every key of the Accelerate config, with its status.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the Accelerate config
     choices: Choices
-    file: Mapping[str, Any] | None
-    stage: int = 0
-    slots: int = 1
-    deepspeed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    variables: dict[str, str] = dataclasses.field(default_factory=dict)
-    overwrites: dict[str, Any] = dataclasses.field(default_factory=dict)
-    keys: list[ConvertedKey] = dataclasses.field(default_factory=list)
+    file: Mapping[str, Any] | None  # content of `deepspeed_config_file`, used as the DeepSpeed JSON
+    stage: int = 0  # ZeRO stage
+    slots: int = 1  # ranks of the job
+    deepspeed: dict[str, Any] = dataclasses.field(default_factory=dict)  # the DeepSpeed JSON
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment variables
+    overwrites: dict[str, Any] = dataclasses.field(default_factory=dict)  # `overwrite_deepspeed_args`
+    keys: list[ConvertedKey] = dataclasses.field(default_factory=list)  # all keys of `config`
+
+
+Rule: TypeAlias = Callable[[Conversion, Any], Place]
+"""Convert the value of a key, changing the conversion; return where the key went."""
 
 
 class _RefusedError(Exception):
@@ -140,74 +132,65 @@ def convert(
 
 
 def _place_of(made: Conversion, key: str, value: Any) -> Place:
-    section, _, name = key.rpartition(".")
+    section = key.rpartition(".")[0]
     if section == _SECTION and not is_deepspeed(made.config):
         return "left", f"accelerate ignores it under distributed_type {made.config['distributed_type']}"
-    general = f"{section}.*"
-    if reason := _NOWHERE.get(key) or _NOWHERE.get(general):
-        return "nowhere", reason
-    is_known = key in _LEFT or general in _LEFT or key in _VARIABLES or key in _TAKEN
-    if not is_known:
+    rule = _RULES.get(key) or _RULES.get(f"{section}.*")
+    if rule is None:
         return "unknown", "no key of accelerate 1.15; it is not taken over"
+    if isinstance(rule, str):
+        return "nowhere", rule
     if value is None or value in ("", {}, []):
         return _NOTHING
-    if made.file is not None and (key == "mixed_precision" or (section == _SECTION and name in _IN_JSON)):
+    if made.file is not None and key in _OF_JSON:
         return "nowhere", "the file of deepspeed_config_file decides, and accelerate refuses both"
-    if key in _TAKEN:
-        return _take(made, key, value)
-    if key in _VARIABLES:
-        variable, wanted, text = _VARIABLES[key]
+    return rule(made, value)
+
+
+def _variable(name: str, wanted: Any = None, text: str = "") -> Rule:
+    """Return the rule of a key that becomes a variable.
+
+    With ``wanted``, only that value sets the variable, to ``text``; otherwise every value sets it.
+    """
+
+    def rule(made: Conversion, value: Any) -> Place:
         if wanted is not None and value != wanted:
             return _NOTHING
-        made.variables[variable] = text or (str(value).lower() if isinstance(value, bool) else str(value))
-        return "variable", variable
-    reason, *nothing = _LEFT.get(key) or _LEFT[general]
-    return _NOTHING if value in nothing else ("left", reason.format(value=value))
+        made.variables[name] = text or (str(value).lower() if isinstance(value, bool) else str(value))
+        return "variable", name
+
+    return rule
 
 
-def _take(made: Conversion, key: str, value: Any) -> Place:
-    """Convert a key of ``_TAKEN``, changing ``made``; return the key's new place."""
-    if key == "mixed_precision":
-        return _take_precision(made, value)
-    if key == "fp16":
-        if value is not True or "mixed_precision" in made.config:
-            return "nowhere", "an old key, which asks for nothing here"
-        raise _RefusedError("mixed_precision; fp16 is the old key", "Write mixed_precision: fp16.")
-    if key.startswith(f"{_SECTION}."):
-        return _take_into_json(made, key.removeprefix(f"{_SECTION}."), value)
-    if key.startswith("dynamo"):
+def _dynamo(name: str) -> Rule:
+    # `TorchDynamoPlugin` reads each `dynamo` key as a variable ACCELERATE_DYNAMO_….
+    variable = f"ACCELERATE_DYNAMO_{name.upper()}"
+
+    def rule(made: Conversion, value: Any) -> Place:
         if str(value).upper() == "NO":
             return _NOTHING
-        # `TorchDynamoPlugin` reads each `dynamo` key as a variable ACCELERATE_DYNAMO_….
-        variable = f"ACCELERATE_DYNAMO_{key.rpartition('.')[2].removeprefix('dynamo_').upper()}"
         made.variables[variable] = str(value)
         return "variable", f"{variable}, with which Accelerate compiles DeepSpeed's engine"
-    if key == "compute_environment":
-        if value != "LOCAL_MACHINE":
-            raise _RefusedError(
-                "LOCAL_MACHINE", "Make a file for a machine of your own with `accelerate config`."
-            )
-        return "nowhere", "LOCAL_MACHINE is what every experiment runs on"
-    if key == "use_cpu":
-        if value is not True:
-            return _NOTHING
-        made.variables["DS_ACCELERATOR"] = "cpu"
-        return (
-            "variable",
-            "DS_ACCELERATOR=cpu, because Accelerate's own ACCELERATE_USE_CPU turns DeepSpeed off",
-        )
-    if key == "num_processes":
-        if value == -1:
-            return "left", "open in the file too; resources.slots_per_trial is 1 until you set it"
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise _RefusedError("an integer of at least 1", "Correct it.")
-        made.slots = value
-        return "yaml", "resources.slots_per_trial, which counts the slots of all machines"
-    assert key == "distributed_type", key
+
+    return rule
+
+
+def _left(reason: str, *nothing: Any) -> Rule:
+    """Return the rule of a key that the user must handle, unless it is ``nothing``."""
+    return lambda _made, value: _NOTHING if value in nothing else ("left", reason.format(value=value))
+
+
+def _compute_environment(_made: Conversion, value: Any) -> Place:
+    if value != "LOCAL_MACHINE":
+        fix = "Make a file for a machine of your own with `accelerate config`."
+        raise _RefusedError("LOCAL_MACHINE", fix)
+    return "nowhere", "LOCAL_MACHINE is what every experiment runs on"
+
+
+def _distributed_type(made: Conversion, value: Any) -> Place:
     if (kind := str(value)) in _OTHER_TYPES:
-        raise _RefusedError(
-            f"DEEPSPEED ({_OTHER_TYPES[kind]})", "Run `accelerate config` and choose DeepSpeed."
-        )
+        fix = "Run `accelerate config` and choose DeepSpeed."
+        raise _RefusedError(f"DEEPSPEED ({_OTHER_TYPES[kind]})", fix)
     if is_deepspeed(made.config):
         return "yaml", "hyperparameters.deepspeed_config"
     why = (
@@ -216,7 +199,29 @@ def _take(made: Conversion, key: str, value: Any) -> Place:
     return "json", f"zero_optimization.stage {made.stage}, {why}"
 
 
-def _take_precision(made: Conversion, value: Any) -> Place:
+def _num_processes(made: Conversion, value: Any) -> Place:
+    if value == -1:
+        return "left", "open in the file too; resources.slots_per_trial is 1 until you set it"
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _RefusedError("an integer of at least 1", "Correct it.")
+    made.slots = value
+    return "yaml", "resources.slots_per_trial, which counts the slots of all machines"
+
+
+def _use_cpu(made: Conversion, value: Any) -> Place:
+    if value is not True:
+        return _NOTHING
+    made.variables["DS_ACCELERATOR"] = "cpu"
+    return "variable", "DS_ACCELERATOR=cpu, because Accelerate's own ACCELERATE_USE_CPU turns DeepSpeed off"
+
+
+def _old_fp16(made: Conversion, value: Any) -> Place:
+    if value is not True or "mixed_precision" in made.config:
+        return "nowhere", "an old key, which asks for nothing here"
+    raise _RefusedError("mixed_precision; fp16 is the old key", "Write mixed_precision: fp16.")
+
+
+def _precision(made: Conversion, value: Any) -> Place:
     precision = "no" if value is False else str(value).lower()
     if precision not in ("no", "fp16", "bf16", "fp8"):
         raise _RefusedError("no, fp16, bf16 or fp8", "Correct it.")
@@ -232,138 +237,125 @@ def _take_precision(made: Conversion, value: Any) -> Place:
     return "json", "bf16.enabled, and ACCELERATE_MIXED_PRECISION=fp8: Accelerate's fp8 runs on top of bf16"
 
 
-def _take_into_json(made: Conversion, name: str, value: Any) -> Place:
-    """Write a key of the ``deepspeed_config`` section into the DeepSpeed JSON."""
-    stage, zero = made.stage, made.deepspeed["zero_optimization"]
-    if name == "deepspeed_config_file":
-        return _NOTHING if made.file is None else ("json", "its whole content")
-    if name == "zero_stage":
-        return "json", "zero_optimization.stage"
-    if name == "gradient_clipping" and value == AUTO:
-        return "nowhere", "Accelerate fills in 1.0, which is DeepSpeed's default too"
-    if name in (_STEPS, "gradient_clipping"):
+def _top_level(name: str) -> Rule:
+    def rule(made: Conversion, value: Any) -> Place:
+        if value == AUTO and name == "gradient_clipping":
+            return "nowhere", "Accelerate fills in 1.0, which is DeepSpeed's default too"
         made.deepspeed[name] = value
         return "json", name
-    if name == "zero3_save_16bit_model":
-        if stage != 3:
-            return "nowhere", f"for ZeRO stage 3 only, and this is stage {stage}"
-        zero["stage3_gather_16bit_weights_on_model_save"] = value is True
-        return "json", "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    if name.endswith("_nvme_path"):
-        section = name.removesuffix("_nvme_path")
-        if made.config[_SECTION].get(f"{section}_device") != "nvme" or stage != 3:
+
+    return rule
+
+
+def _save_16bit(made: Conversion, value: Any) -> Place:
+    if made.stage != 3:
+        return "nowhere", f"for ZeRO stage 3 only, and this is stage {made.stage}"
+    made.deepspeed["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = value is True
+    return "json", "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+def _offload_path(section: str) -> Rule:
+    def rule(made: Conversion, value: Any) -> Place:
+        if made.config[_SECTION].get(f"{section}_device") != "nvme" or made.stage != 3:
             return "nowhere", "nothing is offloaded to NVMe"
-        zero.setdefault(section, {})["nvme_path"] = str(value)
+        made.deepspeed["zero_optimization"].setdefault(section, {})["nvme_path"] = str(value)
         return "json", f"zero_optimization.{section}.nvme_path"
-    section = name.removesuffix("_device")
-    if value == "none":
-        return _NOTHING
-    if stage not in ((3,) if section == "offload_param" else (1, 2, 3)):
-        stages = "stage 3" if section == "offload_param" else "stage 1, 2 or 3"
-        return "left", f"DeepSpeed offloads this in {stages} only, and this is stage {stage}"
-    extra = ""
-    if value == "nvme" and stage != 3:
-        value = "cpu"
-        extra = f': "cpu", because DeepSpeed offloads to NVMe in stage 3 only (this is stage {stage})'
-    zero.setdefault(section, {})["device"] = value
-    return "json", f"zero_optimization.{section}.device{extra}"
+
+    return rule
 
 
-# Keys of the section `deepspeed_config` that are ignored if `deepspeed_config_file` is given.
-_IN_JSON = (
-    "zero_stage",
-    _STEPS,
-    "gradient_clipping",
-    "zero3_save_16bit_model",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_nvme_path",
-)
-_TAKEN = frozenset(
-    {
-        "compute_environment",
-        "distributed_type",
-        "num_processes",
-        "use_cpu",
-        "mixed_precision",
-        "fp16",
-        "dynamo_backend",
-        "dynamo_config",
-        *(
-            f"dynamo_config.dynamo_{name}"
-            for name in ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
-        ),
-        *(f"{_SECTION}.{name}" for name in ("deepspeed_config_file", *_IN_JSON)),
-    }
-)
-"""Keys that ``_take`` converts."""
+def _offload_device(section: str, minimum: int) -> Rule:
+    def rule(made: Conversion, value: Any) -> Place:
+        stage, extra = made.stage, ""
+        if value == "none":
+            return _NOTHING
+        if stage < minimum:
+            stages = "stage 3" if minimum == 3 else "stage 1, 2 or 3"
+            return "left", f"DeepSpeed offloads this in {stages} only, and this is stage {stage}"
+        if value == "nvme" and stage != 3:
+            value = "cpu"
+            extra = f': "cpu", because DeepSpeed offloads to NVMe in stage 3 only (this is stage {stage})'
+        made.deepspeed["zero_optimization"].setdefault(section, {})["device"] = value
+        return "json", f"zero_optimization.{section}.device{extra}"
+
+    return rule
+
+
+_OF_JSON: Mapping[str, Rule] = {
+    "mixed_precision": _precision,
+    f"{_SECTION}.zero_stage": lambda _made, _value: ("json", "zero_optimization.stage"),
+    f"{_SECTION}.{_STEPS}": _top_level(_STEPS),
+    f"{_SECTION}.gradient_clipping": _top_level("gradient_clipping"),
+    f"{_SECTION}.zero3_save_16bit_model": _save_16bit,
+    f"{_SECTION}.offload_optimizer_device": _offload_device("offload_optimizer", 1),
+    f"{_SECTION}.offload_param_device": _offload_device("offload_param", 3),
+    f"{_SECTION}.offload_optimizer_nvme_path": _offload_path("offload_optimizer"),
+    f"{_SECTION}.offload_param_nvme_path": _offload_path("offload_param"),
+}
+"""Keys that are ignored if ``deepspeed_config_file`` is given."""
 
 _OTHER_TYPES: Mapping[str, str] = {
     "FSDP": "torch's FSDP shards in another way than DeepSpeed; make a file with DeepSpeed, ZeRO stage 3",
     "MEGATRON_LM": "Megatron-LM parallelism is set in code; make a file with DeepSpeed",
-    **dict.fromkeys(("XLA", "TPU"), "DeepSpeed does not run on TPUs"),
-    "MULTI_NEURON": "DeepSpeed does not run on Neuron devices",
+    **dict.fromkeys(("XLA", "TPU", "MULTI_NEURON"), "DeepSpeed runs on no TPU and no Neuron device"),
 }
-_VARIABLES: Mapping[str, tuple[str, Any, str]] = {
-    "debug": ("ACCELERATE_DEBUG_MODE", True, "true"),
-    "enable_cpu_affinity": ("ACCELERATE_CPU_AFFINITY", True, "1"),
-    f"{_SECTION}.zero3_init_flag": ("ACCELERATE_DEEPSPEED_ZERO3_INIT", None, ""),
-    f"{_SECTION}.deepspeed_moe_layer_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None, ""),
-}
-"""Key -> (environment variable, the key's value that sets it, text). None: every value sets it. "": the text is the value."""
-
-_FILTER = (
+_FILTER = _left(
     "not part of an experiment: disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for `dstrial up`",
     "none",
 )
-_FP8 = ("set the variable ACCELERATE_FP8_… of Accelerate in environment.environment_variables",)
-_PARALLELISM = ("set tensor_parallel or sequence parallelism in DeepSpeed's own JSON", 1, False)
-_LEFT: Mapping[str, tuple[Any, ...]] = {
-    "num_machines": (
+_OTHER_LIBRARY = "settings of another library than DeepSpeed"
+_ONE_LAUNCHER = "dstrial.launch starts the ranks, on the machines that the master or the cluster gives"
+_RULES: Mapping[str, Rule | str] = {
+    **_OF_JSON,
+    "compute_environment": _compute_environment,
+    "distributed_type": _distributed_type,
+    "num_processes": _num_processes,
+    "use_cpu": _use_cpu,
+    "fp16": _old_fp16,
+    "debug": _variable("ACCELERATE_DEBUG_MODE", True, "true"),
+    "enable_cpu_affinity": _variable("ACCELERATE_CPU_AFFINITY", True, "1"),
+    "dynamo_backend": _dynamo("backend"),
+    "dynamo_config": _NOTHING[1],
+    **{
+        f"dynamo_config.dynamo_{name}": _dynamo(name)
+        for name in ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
+    },
+    _SECTION: _left("its keys are below it"),
+    f"{_SECTION}.deepspeed_config_file": lambda made, _value: (
+        _NOTHING if made.file is None else ("json", "its whole content")
+    ),
+    f"{_SECTION}.zero3_init_flag": _variable("ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+    f"{_SECTION}.deepspeed_moe_layer_cls_names": _variable("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
+    f"{_SECTION}.deepspeed_exclusion_filter": _FILTER,
+    f"{_SECTION}.deepspeed_inclusion_filter": _FILTER,
+    f"{_SECTION}.deepspeed_hostfile": "the master or the cluster knows its machines; num_processes gives the slots",
+    f"{_SECTION}.deepspeed_multinode_launcher": _ONE_LAUNCHER,
+    **dict.fromkeys(("machine_rank", "main_process_ip", "rdzv_backend", "same_network"), _ONE_LAUNCHER),
+    **dict.fromkeys(("main_process_port", "mpirun_config", "mpirun_config.*"), _ONE_LAUNCHER),
+    "main_training_function": "used by notebooks and TPUs only; the entrypoint is a script",
+    "num_machines": _left(
         "`dstrial up` serves the slots of one machine; on a Determined cluster the slots of a trial are dealt out over as many "
         "machines as it takes",
         1,
     ),
-    "gpu_ids": (
+    "gpu_ids": _left(
         "the master deals out slots; set CUDA_VISIBLE_DEVICES={value} for `dstrial up` to offer only these",
         "all",
     ),
-    **dict.fromkeys(("fp8_config", "fp8_config.*"), _FP8),
-    **dict.fromkeys(("parallelism_config", "parallelism_config.*"), _PARALLELISM),
-    _SECTION: ("its keys are below it",),
-    f"{_SECTION}.deepspeed_exclusion_filter": _FILTER,
-    f"{_SECTION}.deepspeed_inclusion_filter": _FILTER,
+    **dict.fromkeys(
+        ("fp8_config", "fp8_config.*"),
+        _left("set the variable ACCELERATE_FP8_… of Accelerate in environment.environment_variables"),
+    ),
+    **dict.fromkeys(
+        ("parallelism_config", "parallelism_config.*"),
+        _left("set tensor_parallel or sequence parallelism in DeepSpeed's own JSON", 1, False),
+    ),
+    **dict.fromkeys(("downcast_bf16", "command_file", "commands", "tpu_name", "tpu_zone"), "for TPUs only"),
+    **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), "for TPUs only"),
+    **dict.fromkeys(("fsdp_config", "fsdp_config.*"), _OTHER_LIBRARY),
+    **dict.fromkeys(("megatron_lm_config", "megatron_lm_config.*"), _OTHER_LIBRARY),
 }
-"""Key that the user must handle -> (reason, values without effect …). ``section.*`` means all keys of a section."""
-
-_ONE_LAUNCHER = "dstrial.launch starts the ranks, on the machines that the master or the cluster gives"
-_TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
-_NOWHERE: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            f"{_SECTION}.deepspeed_multinode_launcher",
-            "machine_rank",
-            "main_process_ip",
-            "rdzv_backend",
-            "same_network",
-        ),
-        _ONE_LAUNCHER,
-    ),
-    f"{_SECTION}.deepspeed_hostfile": "the master or the cluster knows its machines; num_processes gives the slots",
-    "main_process_port": "dstrial.launch takes a free port",
-    "main_training_function": "used by notebooks and TPUs only; the entrypoint is a script",
-    **dict.fromkeys(("downcast_bf16", "command_file", "commands", *_TPU_KEYS), "for TPUs only"),
-    **dict.fromkeys(
-        ("fsdp_config", "fsdp_config.*", "megatron_lm_config", "megatron_lm_config.*"),
-        "settings of another library than DeepSpeed",
-    ),
-    **dict.fromkeys(
-        ("mpirun_config", "mpirun_config.*"),
-        "dstrial.launch starts the ranks; under your own mpirun, start the script itself with it",
-    ),
-}
-"""Key without a counterpart -> reason. ``section.*`` means all keys of a section."""
+"""Key of accelerate 1.15 -> its rule, or why it has no counterpart; ``section.*`` means all keys of a section."""
 
 _TEMPLATE = """\
 # Made of {source} by `dstrial convert accelerate`. Lines marked CHOOSE wait for your decision.

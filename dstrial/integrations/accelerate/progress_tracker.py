@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 from determined import pytorch
 
-from dstrial.config import Length
 from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.schema import Length
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.loop.boundaries import (
     Boundary,

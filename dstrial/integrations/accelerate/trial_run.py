@@ -12,9 +12,9 @@ from typing import Any
 
 from determined import pytorch
 
-from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
+from dstrial.config.merge import overwrite_deepspeed_config
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (

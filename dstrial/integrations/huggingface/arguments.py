@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dstrial.config import ParallelDims
 from dstrial.config.auto_values import MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.batch import keep_batch
 from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_settings

@@ -159,7 +159,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.startup.require_resumed(step, is_attached=self.trainer is not None)
         self._in_training = True
         self._has_finished = step >= state.max_steps > 0
-        self._checkpoints.begin(args, state, model)
+        self._checkpoints.begin(self.trainer, args, state, model)
         self._reporter.start(state)
         self._losses.start(step)
         if facts.is_rewrite:

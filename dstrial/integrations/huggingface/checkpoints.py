@@ -25,6 +25,12 @@ from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import hash_files, share_of
 from dstrial.engine.files import engine_files
 from dstrial.engine.parameter_table import collect_layout
+from dstrial.engine.partial_training import (
+    frozen_checksums,
+    is_peft_model,
+    leave_out_frozen,
+    leaves_out_frozen,
+)
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
 from dstrial.local.checkpoint_store import run_on_all_ranks
@@ -68,11 +74,17 @@ class TrainerCheckpoints:
         self._stale_steps: frozenset[int] = frozenset()
         self._model: Any = None
         self._shares = True
+        self._frozen_checksums: dict[str, str] | None = None  # computed at the first save
         self.last_step = -1
 
-    def begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Record the model; find earlier attempts' directories of steps after this one."""
+    def begin(self, trainer: Any, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Record the model; find earlier attempts' directories of steps after this one.
+
+        ``trainer`` may be None.
+        """
         self._model = model
+        if leaves_out_frozen(self._description.exp_conf) and (engine := self._engine(trainer, args)):
+            leave_out_frozen(engine)
         output_dir = pathlib.Path(str(args.output_dir))
         found = {
             int(path.name.removeprefix("checkpoint-"))
@@ -196,6 +208,11 @@ class TrainerCheckpoints:
         tag = self._distributed.broadcast(tag)
         if tag is None:
             return None
+        # The Trainer itself saves PEFT's models without their frozen parameters.
+        if leaves_out_frozen(self._description.exp_conf) or is_peft_model(engine.module):
+            if self._frozen_checksums is None:
+                self._frozen_checksums = frozen_checksums(engine, layout, self._distributed.allgather)
+            layout = dataclasses.replace(layout, frozen_checksums=self._frozen_checksums)
         return dataclasses.replace(layout, folder=f"{directory.name}/{tag}")
 
     def _metadata(self, step: int, layout: Layout | None, plain: EngineRecord) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank, latest_tag
 from dstrial.engine.parameter_names import named_buffers
 from dstrial.engine.parameter_table import collect_layout
+from dstrial.engine.partial_training import without_frozen
 from dstrial.engine.reshape import load_reshaped
 from dstrial.errors import CheckpointError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
@@ -151,6 +152,7 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
         saved = opened_checkpoint.layouts[0]
         now = collect_layout(engine, distributed.allgather)
         differences = plan_load(opened_checkpoint.root, [saved], [now])
+        stack.enter_context(without_frozen(engine, saved, now, distributed.allgather))
         if not differences:
             stack.enter_context(engines.ignoring_load_universal([engine]))
             _load_as_it_is(engine, opened_checkpoint)
@@ -174,8 +176,8 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
 def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint) -> None:
     path = str(opened_checkpoint.trainer_directory)
     tag = latest_tag(path, is_universal=bool(engine.load_universal_checkpoint()))
-    loaded, _ = type(engine).load_checkpoint(
-        engine, path, tag=tag, load_optimizer_states=True, load_lr_scheduler_states=True
+    loaded, _ = engine.load_checkpoint(
+        path, tag=tag, load_optimizer_states=True, load_lr_scheduler_states=True
     )
     if loaded is None:
         raise CheckpointError(

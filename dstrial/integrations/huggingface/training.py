@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import TrainOutput
 
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import optimizers
 from dstrial.engine.parameter_names import named_buffers, plain_name
+from dstrial.engine.partial_training import checksum, require_same_frozen
 from dstrial.errors import CheckpointLayoutError
 from dstrial.integrations.huggingface.callback import DetCallback, LeaveTrainingError
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
@@ -22,6 +25,9 @@ from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 if TYPE_CHECKING:
     from transformers import Trainer
 
+logger = logging.getLogger("dstrial.integrations.huggingface")
+
+_LARGE_BYTES = 2**30  # below it a whole model on each rank is no matter
 _WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -53,6 +59,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
     if callback not in trainer.callback_handler.callbacks:
         trainer.add_callback(callback)
     callback.trainer = trainer
+    _warn_of_whole_model(trainer)
     opened = callback.startup.opened
     kwargs["resume_from_checkpoint"] = callback.checkpoint_path
     with contextlib.ExitStack() as stack:
@@ -68,6 +75,19 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
             callback.end(left.step, int(trainer.state.max_steps))
             trainer.is_in_train = False
             return TrainOutput(left.step, 0.0, {})
+
+
+def _warn_of_whole_model(trainer: Trainer) -> None:
+    """Warn if every rank has made a large model whole that ZeRO 3 will partition."""
+    num_bytes = sum(one.numel() * one.element_size() for one in trainer.model.parameters())
+    if (
+        is_deepspeed_zero3_enabled() and num_bytes >= _LARGE_BYTES and trainer.is_world_process_zero()
+    ):  # what was made in zero.Init has no elements
+        logger.warning(
+            "every rank has made the whole model, %.1f GiB, before ZeRO 3 partitions it. To make only a rank's part, make the "
+            "TrainingArguments before the model, and the model with from_pretrained() or from_config()",
+            num_bytes / 2**30,
+        )
 
 
 @contextlib.contextmanager
@@ -129,10 +149,18 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
             f"checkpoint {opened_checkpoint.root} has no parameter {missing[0]!r}; expected those of the model. Start from the "
             "weights of the same model, or without them."
         )
+    saved = opened_checkpoint.layouts[0] if opened_checkpoint.layouts else None
+    left_out = {} if saved is None else saved.frozen_checksums
+    dtypes = {} if saved is None else {place.name: getattr(torch, place.dtype) for place in saved.parameters}
+    built: dict[str, str] = {}
     for name, parameter in parameters.items():
         with _whole(parameter):
-            if not _is_cut(parameter) or torch.distributed.get_rank() == 0:
+            if name in left_out:
+                built[name] = checksum(parameter.to(dtypes[name]))
+            elif not _is_cut(parameter) or torch.distributed.get_rank() == 0:
                 parameter.data.copy_(source[name])
+    if saved is not None:
+        require_same_frozen(saved, built)
     with torch.no_grad():
         for name, buffer in named_buffers(model).items():
             if name in source:

@@ -10,8 +10,13 @@ from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.launch.stalls.stacks import Place, Wait
 from dstrial.ranks.heartbeat import Beat, Phase
 
-STOPPED_AFTER_S = 10.0  # a stopped process is reported after this long, whatever the timeout
-FIRST_FACTOR = 8  # timeouts for the first phase of a kind, which may compile: 16 minutes by default
+STOPPED_AFTER_S = 10.0  # a stopped process is a stall after this time, whatever the timeout
+FIRST_FACTOR = 8  # timeout of the first phase of a kind, in timeouts: it may compile; 16 minutes by default
+
+_LEAF_MODULES = (
+    "ZeRO 3 gathers the weights of a module that not all ranks have called, such as an expert without tokens on some rank. Call "
+    "deepspeed.utils.set_z3_leaf_modules(model, [class of the block of experts]) before deepspeed.initialize."
+)
 
 _PHASES = {
     Phase.BATCH: ("batch", "in train_batch"),
@@ -25,7 +30,7 @@ _PHASES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StallSettings:
-    """The keys of ``data.dstrial`` about stalls."""
+    """The settings ``stall_timeout`` and ``stall_action`` of ``data.dstrial``."""
 
     timeout_s: float = TrainingChecks().stall_timeout
     action: Literal["report", "restart"] = "report"
@@ -81,7 +86,7 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The position of each rank, the straggler if known, and a hint."""
+    """Where each rank is, as text; the straggler if known; and a hint for the user."""
 
     text: str
     straggler: int | None
@@ -129,8 +134,8 @@ def find_stall(
 
 def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
     """Return the rank for which the others wait; of several, the one farthest behind."""
-    # On an accelerator a rank may wait for others without a visible call. So a computing rank is the straggler only if the
-    # stack of another rank shows a wait.
+    # On an accelerator, a wait for other ranks may not show in the stack. So a rank that seems to compute is the straggler
+    # only if the stack of another rank shows a wait.
     is_awaited = len(views) == 1 or any(_waits(place) for place in places.values())
     for is_straggler in (
         lambda view: view.is_stopped,
@@ -146,9 +151,9 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
 
 
 def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
-    """Describe the position of each rank, the straggler first.
+    """Return a text on where each rank is, the straggler first, and a hint.
 
-    ``places`` has only ranks with a stack; the text has no full stop.
+    ``places`` has only ranks with a stack. The text has no full stop.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     straggler = find_straggler(views, places)
@@ -169,7 +174,7 @@ def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosi
 
 
 def sentence(stall: Stall, diagnosis: Diagnosis) -> str:
-    """Return the log line about a stall."""
+    """Return a stall's log line: where the ranks are, for how long, and a hint."""
     unit = _PHASES[stall.kind][0]
     if stall.longest_s is not None:
         so_far = f"the longest {unit} so far took {_seconds(stall.longest_s)}"
@@ -197,8 +202,10 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
         groups.setdefault(f"in {place.operation or 'a collective'}{call} {_where(view)}", []).append(
             view.rank
         )
+    gathers_weights = any(place.gathers_weights for place in places.values())
     if len(groups) == 1:
         hint = "Look at a rank on another machine, or at the network between them."
+        hint = _LEAF_MODULES if gathers_weights and len(views) > 1 else hint
         (where,) = groups
         ranks = f"all {len(views)} ranks are" if len(views) > 1 else f"{_name([views[0].rank])} is"
         return Diagnosis(f"{ranks} {where}", None, hint)
@@ -210,7 +217,7 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
     return Diagnosis(
         f"{'; '.join(texts)}: {named} has left a collective out",
         ahead.rank if is_ahead else None,
-        "Call every collective on all ranks, in the same order.",
+        _LEAF_MODULES if gathers_weights else "Call every collective on all ranks, in the same order.",
     )
 
 
@@ -247,7 +254,7 @@ def _hint(view: RankView, place: Place | None) -> str:
     if view.state == "t":
         return f"End the debugger of process {view.beat.pid}."
     if view.is_stopped:
-        return f"Let it go on with `kill -CONT {view.beat.pid}`."
+        return f"Continue it with `kill -CONT {view.beat.pid}`."
     if _is_blocked(view, place):
         return "Look at the storage and the kernel's log; no signal ends such a process."
     if _waits_for_data(view, place):
@@ -271,7 +278,7 @@ def _waits_for_ranks(place: Place | None) -> bool:
 
 
 def _waits_for_data(view: RankView, place: Place | None) -> bool:
-    # A loader may communicate with other ranks, as the Trainer's does; then the rank waits for them.
+    # A data loader that communicates, such as that of Hugging Face's Trainer, waits for ranks, not for data.
     if _waits(place):
         return False
     return view.beat.waits_for_data or (place is not None and place.wait is Wait.DATA)

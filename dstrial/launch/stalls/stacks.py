@@ -1,6 +1,6 @@
 """Dump the ranks' Python stacks, and find out for what each rank waits.
 
-The signal is sent only to processes with a handler, because it would end others.
+A signal requests a dump. It is sent only to processes with a handler, because it would end others.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control
 _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
 # ZeRO 3 waits here for C++ handles, which have no Python frames.
 _ZERO_GATHERS = "/deepspeed/runtime/zero/partition_parameters.py"
+_ZERO_MODULES = "/deepspeed/runtime/zero/partitioned_param_coordinator.py"
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _FETCH = "/torch/utils/data/_utils/fetch.py"
 _MASTER = ("/determined/common/api/",)
 _REPORT_WRITER = "/dstrial/loop/metric_sinks.py"
 _DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
-# C++ functions without Python frames: only the calling line shows them. On the CPU they take no time.
+# These calls wait for the device in C++, without a Python frame: only the source line shows them.
 _DEVICE_CALL = re.compile(r"\.(?:item|cpu|tolist|numpy|synchronize|nonzero)\(")
 _BACKWARD = "_engine_run_backward"
 _OURS = str(Path(__file__).parents[2])
@@ -83,16 +84,18 @@ class Wait(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """The position of a rank in the code, and for what it waits.
+    """Where a rank is in the code, and for what it waits.
 
-    ``frame`` is the innermost call of the user's code, else of dstrial's code. If ``worker_pid`` is not 0, the frame is in that
-    loader worker.
+    ``frame`` is the innermost call of the user's code, else of dstrial's code. If ``worker_pid`` is not 0, the frame is in the
+    data loader's worker with this pid. ``gathers_weights``: whether ZeRO 3 gathers the weights of a
+    module in forward or backward.
     """
 
     wait: Wait
     operation: str = ""
     frame: Frame | None = None
     worker_pid: int = 0
+    gathers_weights: bool = False
 
     @property
     def call(self) -> str:
@@ -134,7 +137,7 @@ def _size(path: Path) -> int:
 
 
 def parse_stacks(text: str) -> list[ThreadStack]:
-    """Return the threads of one or more dumps of faulthandler."""
+    """Return the stacks of all threads in one or more dumps of faulthandler."""
     found: list[tuple[int, list[Frame]]] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)
@@ -154,7 +157,7 @@ def thread_names(text: str) -> dict[int, str]:
 
 
 def stack_of(stacks: Sequence[ThreadStack], thread_id: int) -> ThreadStack | None:
-    """Return the stack of one thread, or of the oldest thread if it is missing."""
+    """Return the stack of a thread, else of the oldest thread; None without stacks."""
     for stack in reversed(stacks):
         if stack.thread_id == thread_id:
             return stack
@@ -166,7 +169,10 @@ def place_of(
     thread_id: int,
     source_line: Callable[[str, int], str] = lambda _file, _line: "",
 ) -> Place | None:
-    """Return the position of a thread; None without a stack."""
+    """Return where a thread is and for what it waits; None without a stack.
+
+    ``source_line`` returns the text of (file, line); with it, waits for the device are recognised.
+    """
     stack = stack_of(stacks, thread_id)
     if stack is None or not stack.frames:
         return None
@@ -186,13 +192,13 @@ def place_of(
     if wait is Wait.UNKNOWN and _DEVICE_CALL.search(source_line(stack.frames[0].file, stack.frames[0].line)):
         wait = Wait.DEVICE
     frame = next(filter(_is_users, stack.frames), None) or next(filter(_is_ours, stack.frames), None)
-    return Place(wait, operation, frame)
+    return Place(wait, operation, frame, gathers_weights=_has(stack.frames, _ZERO_MODULES))
 
 
 def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
-    """Return the position in the loader worker that reads data; else ``place``.
+    """Return the place of the rank's loader worker that reads data, else ``place``.
 
-    Workers are forks of the rank and append their stacks to the rank's file, one after the other.
+    Workers are forks of the rank. Each of them appends its stacks to the rank's file ``path``.
     """
     for pid in children(rank_pid)[:_MAX_WORKERS]:
         # A child that is not a fork of the rank may use the signal for another purpose.
@@ -206,7 +212,7 @@ def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
 
 
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
-    """Return (kind of wait, name) from the calls inside the innermost user frame."""
+    """Return (kind of wait, collective) from the calls below the innermost user frame."""
     num_inner = next((idx for idx, frame in enumerate(frames) if _is_users(frame)), len(frames))
     inner = frames[:num_inner]
     if _has(inner[:2], _ZERO_GATHERS, "wait"):

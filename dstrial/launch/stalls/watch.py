@@ -1,6 +1,6 @@
 """Poll the ranks' heartbeats; report a stall with straggler and stacks.
 
-Lines go to the launcher's log, the state to the allocation's ``stalled.json``. ``diagnosis`` makes the decisions.
+The launcher's log gets the report, ``stalled.json`` in the allocation's directory the current stall. ``diagnosis`` decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dstrial.launch.stalls.stacks import (
     stack_of,
     thread_names,
 )
-from dstrial.launch.watches import ShownFile
+from dstrial.launch.watches import StatusFile
 from dstrial.local.run_directory import shown_path
 from dstrial.process_state import kernel_function, read_state
 from dstrial.ranks.heartbeat import MAIN_LANE, SAVE_LANE, Beat, Phase, read_beat
@@ -50,14 +50,14 @@ _MAX_FRAMES = 25
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedRanks:
-    """This machine's ranks by slot, with their heartbeats.
+    """The heartbeats and stack files of this machine's ranks, for stall detection.
 
     ``stacks_files`` maps each rank to the file to which it writes its stacks; full dumps are stored in ``kept_stacks``. If
     ``has_other_nodes``, the straggler may be on another machine.
     """
 
     beats: mmap.mmap | bytearray
-    ranks: Mapping[int, int]
+    ranks: Mapping[int, int]  # slot in ``beats`` -> rank
     stacks_files: Mapping[int, Path]
     kept_stacks: Path | None = None
     has_other_nodes: bool = False
@@ -65,7 +65,7 @@ class WatchedRanks:
 
 @dataclasses.dataclass(slots=True)
 class _LaneState:
-    """The last heartbeat of one lane, and the time at which it last changed."""
+    """The last heartbeat of a rank's lane (main or save), and when its phase changed."""
 
     beat: Beat
     since_s: float
@@ -73,10 +73,10 @@ class _LaneState:
 
 
 class StallWatch:
-    """Detects stalls; one thread calls ``poll`` periodically.
+    """Detects and reports stalls of ranks; one thread calls ``poll`` periodically.
 
-    ``end_ranks`` is called with the straggler, if known, and the log line. ``end_left`` kills the rank of a slot whose program
-    has ended but whose process does not exit.
+    ``end_ranks`` gets the straggler, if known, and the log line, and ends all ranks. ``kill_hanging`` gets the slot of a rank
+    whose program has ended but whose process does not exit, and kills that rank.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class StallWatch:
         settings: StallSettings,
         print_line: Callable[[str], None],
         end_ranks: Callable[[int | None, str], None],
-        end_left: Callable[[int], None],
+        kill_hanging: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watched = watched
         self._settings = settings
         self._print_line = print_line
         self._end_ranks = end_ranks
-        self._end_left = end_left
+        self._kill_hanging = kill_hanging
         self._clock = clock
         self._polled_s = clock()
         self._now_s = 0.0  # time watched
@@ -104,8 +104,8 @@ class StallWatch:
         self._reported_batch = 0
         self._has_deferred = False
         self._has_ended_ranks = False
-        self._shown = ShownFile("stalled.json")
-        self._left: set[int] = set()
+        self._status_file = StatusFile("stalled.json")
+        self._killed_slots: set[int] = set()
 
     def poll(self) -> None:
         if self._has_ended_ranks:
@@ -139,7 +139,7 @@ class StallWatch:
             for slot in self._watched.ranks:
                 self._view(slot, MAIN_LANE)
             self._end_stall(has_live_ranks=False)
-        self._shown.show(None)
+        self._status_file.write(None)
 
     def _end_stall(self, *, has_live_ranks: bool) -> None:
         stall, self._stall = self._stall, None
@@ -147,7 +147,7 @@ class StallWatch:
         if stall is not None and self._reported_s is not None and has_gone_on:
             self._print_line(f"{stall.prefix} no longer; training is at batch {self._farthest()}")
         self._reported_s, self._has_deferred = None, False
-        self._shown.show(None)
+        self._status_file.write(None)
 
     def _farthest(self) -> int:
         return max((one.beat.batch for (_, lane), one in self._seen.items() if lane == MAIN_LANE), default=0)
@@ -188,7 +188,7 @@ class StallWatch:
         return seen
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Return the stacks of responsive ranks, by rank; store the dumps."""
+        """Return the stacks by rank, without ranks that are stopped; store the dumps."""
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}
@@ -218,7 +218,7 @@ class StallWatch:
         self._print_line(line)
         if not stall.is_certain:
             return
-        self._shown.show({"text": diagnosis.text, "since_s": time.time() - stall.lasted_s})
+        self._status_file.write({"text": diagnosis.text, "since_s": time.time() - stall.lasted_s})
         self._print_stacks(views, stacks)
         self._restart(diagnosis, line)
 
@@ -253,9 +253,9 @@ class StallWatch:
 
     def _end_if_late(self, slot: int, view: RankView) -> None:
         """Kill a rank whose program ended long ago; report the threads that keep it alive."""
-        if view.age_s <= EXIT_TIMEOUT_S or slot in self._left:
+        if view.age_s <= EXIT_TIMEOUT_S or slot in self._killed_slots:
             return
-        self._left.add(slot)
+        self._killed_slots.add(slot)
         path = self._watched.stacks_files[view.rank]
         stacks = self._dump([view]).get(view.rank, [])
         names = thread_names(path.read_text(errors="replace")) if path.exists() else {}
@@ -276,4 +276,4 @@ class StallWatch:
             self._print_line(f"stack of {name} of rank {view.rank}, most recent call first:")
             for frame in one.frames[:_MAX_FRAMES]:
                 self._print_line(f"  {frame}")
-        self._end_left(slot)
+        self._kill_hanging(slot)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from determined import pytorch
@@ -14,10 +13,9 @@ from torch.utils import data
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.errors import DataError
 from dstrial.loop.data.order import BatchGeometry, GlobalBatches, ReplicaSampler, epoch_order
+from dstrial.loop.data.passes import LoaderPasses, ResumeMode, position_for
 from dstrial.loop.data.records import SeededRecords, loader_length, require_determined_loader, torch_loader
 from dstrial.ranks.heartbeat import heartbeat
-
-logger = logging.getLogger("dstrial.loop")
 
 
 class CountingIterator:
@@ -47,8 +45,8 @@ class CountingIterator:
         except StopIteration:
             raise DataError(
                 f"the training loader of rank {self._rank} ended in batch {self.drawn // self._per_batch}, after "
-                f"{self.drawn} micro batches; expected records until the end of training. Give it a __len__ so that it is "
-                "repeated, or make it repeat without end."
+                f"{self.drawn} micro batches, and a new iterator over it has none; expected records until the end of training. "
+                "Return a loader that can be iterated again, such as a DataLoader, instead of a generator."
             ) from None
         except RuntimeError as error:
             if "DataLoader timed out" not in str(error):
@@ -69,37 +67,52 @@ class TrainingStream:
     """Reads this rank's training records; ``loader`` is None on ranks that read none."""
 
     def __init__(
-        self, loader: Any, adapter: EngineAdapter, rank: int, seed: int, checks_disabled: bool
+        self,
+        loader: Any,
+        adapter: EngineAdapter,
+        rank: int,
+        seed: int,
+        checks_disabled: bool,
+        resume_mode: ResumeMode = "exact",
     ) -> None:
-        self._loader = loader
+        self._loader = loader.loader if type(loader).__name__ == "RepeatingLoader" else loader
         self._rank = rank
         self._seed = seed
+        self._resume_mode = resume_mode
         self._replica = adapter.data_parallel_rank
         self._micro_batches_per_batch = adapter.micro_batches_per_batch
-        self._full_batch_records = (
-            adapter.micro_batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_world_size
+        self._division = (
+            adapter.data_parallel_world_size,
+            adapter.micro_batches_per_batch,
+            adapter.micro_batch_size,
         )
+        self._full_batch_records = math.prod(self._division)
         self._batches: GlobalBatches | None = None
+        self.passes: LoaderPasses | None = None
         self.epoch_length: int | None = None
         self.notes: list[str] = []
         if isinstance(loader, pytorch.DataLoader):
             self._take_apart(loader, adapter)
         elif loader is not None:
             require_determined_loader(loader, "build_training_data_loader", checks_disabled)
-            length = loader_length(loader)
-            if length is not None:
-                self.epoch_length = length // adapter.micro_batches_per_batch
-                if self.epoch_length == 0:
-                    raise DataError(
-                        f"the training loader of rank {rank} has {length} micro batches; expected at least "
-                        f"{adapter.micro_batches_per_batch}, the micro batches of one batch. Use more records or "
-                        "fewer gradient_accumulation_steps."
-                    )
-                rest = length % adapter.micro_batches_per_batch
-                if rest:
-                    self.notes.append(
-                        f"{rest} micro batches at the end of every pass do not fill a batch and are not trained"
-                    )
+            self.passes = self._in_passes(loader_length(self._loader))
+
+    def _in_passes(self, length: int | None) -> LoaderPasses:
+        """Return the passes over a loader of the user's own; set the epoch length."""
+        if length is None:
+            return LoaderPasses(self._loader, None, 0, self._rank)
+        self.epoch_length, rest = divmod(length, self._micro_batches_per_batch)
+        if self.epoch_length == 0:
+            raise DataError(
+                f"the training loader of rank {self._rank} has {length} micro batches; expected at least "
+                f"{self._micro_batches_per_batch}, the micro batches of one batch. Use more records or "
+                "fewer gradient_accumulation_steps."
+            )
+        if rest:
+            self.notes.append(
+                f"{rest} micro batches at the end of every pass do not fill a batch and are not trained"
+            )
+        return LoaderPasses(self._loader, length - rest, rest, self._rank)
 
     def _take_apart(self, loader: pytorch.DataLoader, adapter: EngineAdapter) -> None:
         if loader.batch_size is None:
@@ -156,12 +169,27 @@ class TrainingStream:
             return self._batches.num_records(first_batch, end_batch)
         return (end_batch - first_batch) * self._full_batch_records
 
-    def open(self, drawn: int) -> CountingIterator | None:
-        """Return an iterator after ``drawn`` micro batches; None on a rank without loader."""
+    def open(self, drawn: int, saved: Sequence[Mapping[str, Any]] = ()) -> CountingIterator | None:
+        """Return an iterator after ``drawn`` micro batches; None on a rank without loader.
+
+        ``saved``: what ``positions`` returned when the checkpoint was written, on this rank or, in another rank layout, on all.
+
+        Raises:
+            DataError: the position of a loader of the user's own cannot be restored.
+        """
         if self._loader is None:
             return None
+        if drawn and (self._batches is None) != bool(saved):
+            raise DataError(
+                "the checkpoint was written with a training loader that is "
+                f"{'not ' if saved else ''}dstrial.DataLoader, and now it is {'' if saved else 'not '}one; expected the same "
+                "kind. Restore the loader, or start a new run from the checkpoint's weights."
+            )
         if self._batches is None:
-            return CountingIterator(self._skip(drawn), drawn, self._rank, self._micro_batches_per_batch)
+            assert self.passes is not None
+            if saved:
+                self.passes.restore(*position_for(saved, self._division, self._replica, self._resume_mode))
+            return CountingIterator(self.passes, drawn, self._rank, self._micro_batches_per_batch)
         loader = self._loader
         in_workers = loader.num_workers > 0
         sampler: data.Sampler[Any] = ReplicaSampler(self._batches, self._replica, drawn, in_workers)
@@ -175,28 +203,17 @@ class TrainingStream:
             self._micro_batches_per_batch,
         )
 
-    def _skip(self, drawn: int) -> Iterator[Any]:
-        if drawn:
-            per_pass = (self.epoch_length or 0) * self._micro_batches_per_batch
-            to_skip = drawn % per_pass if per_pass else drawn
-            logger.warning(
-                "the training loader is not dstrial.DataLoader: it is resumed by reading and dropping %d micro batches, "
-                "and its order is as reproducible as the loader itself",
-                to_skip,
-            )
-            items = self._repeat()
-            for _ in range(to_skip):
-                next(items)
-            return items
-        return self._repeat()
+    def positions(self) -> list[dict[str, Any]]:
+        """Return the position for a checkpoint; [] without a loader of the user's own."""
+        if self.passes is None:
+            return []
+        return [{"replica": self._replica, "division": self._division, **self.passes.position()}]
 
-    def _repeat(self) -> Iterator[Any]:
-        if self.epoch_length is None or type(self._loader).__name__ == "RepeatingLoader":
-            return iter(self._loader)
-        per_pass = self.epoch_length * self._micro_batches_per_batch
-        return (
-            item for loader in itertools.repeat(self._loader) for item in itertools.islice(loader, per_pass)
-        )
+    def close(self) -> None:
+        """Release a loader of the user's own; nothing is read afterwards."""
+        if self.passes is not None:
+            self.passes.close()
+            self._loader = None
 
 
 class _Flattened(data.Sampler[Any]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,11 @@ from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.validation_plan import ValidationRound
 from dstrial.errors import DataError
 from dstrial.loop.data.order import epoch_order
+from dstrial.loop.data.passes import random_state_kept
 from dstrial.loop.data.records import loader_length, require_determined_loader, torch_loader
+from dstrial.ranks.startup_phase import begin_phase
+
+logger = logging.getLogger("dstrial.loop")
 
 
 def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
@@ -83,10 +89,26 @@ class ValidationStream:
             require_determined_loader(loader, "build_validation_data_loader", checks_disabled)
             length = loader_length(loader)
             if length is None:
-                raise DataError(
-                    "the validation loader has no __len__; expected to know where validation ends. Give it one."
-                )
+                length = self._counted()
             self.extent = Extent(num_micro_batches=length)
+
+    def _counted(self) -> int:
+        """Read a loader without a length once, and return its number of micro batches."""
+        if iter(self._loader) is self._loader:
+            raise DataError(
+                "the validation loader is an iterator without __len__; expected to know where validation ends, and to read it in "
+                "each validation. Return a loader that can be iterated again, such as a DataLoader."
+            )
+        began_s = time.monotonic()
+        begin_phase("counting the micro batches of the validation loader, which has no length")
+        with random_state_kept():
+            length = sum(1 for _ in self._loader)
+        logger.info(
+            "the validation loader has no length: counted %d micro batches in %.1f s",
+            length,
+            time.monotonic() - began_s,
+        )
+        return length
 
     def full_loader(self) -> Any:
         """Return a loader over every record, for ``evaluate_full_dataset`` on the chief."""
@@ -136,6 +158,11 @@ class ValidationStream:
             items = iter(self._loader)
         for size, is_ragged in unplanned_sizes(num_micro_batches, self._adapter.micro_batches_per_evaluation):
             held = list(itertools.islice(items, size)) if items is not None else []
+            if items is not None and len(held) < size:
+                raise DataError(
+                    f"the validation loader ended before its length of {num_micro_batches} micro batches; expected as many in "
+                    "each validation. Correct __len__, or drop it."
+                )
             sizes = tuple(self._count_records(item) for item in held) or (1,) * size
             yield round_of(sizes, is_ragged=is_ragged), iter(held) if items is not None else None
 

@@ -1,7 +1,7 @@
 """The interface between the scheduler and the back ends that run allocations.
 
-A back end runs allocations on nodes; a node is a machine with slots. An allocation survives the master: the next master refers
-to it by the same :class:`RunRef`, which follows from the allocation's row alone.
+A back end runs allocations on nodes; a node is a machine with slots. Allocations survive a restart of the master: the new
+master builds the same :class:`RunRef` from the allocation's row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.nodes import OWN_NODE, node_of
 
 Cause = Literal["exited", "lost", "unreachable", "preempted", "refused"]
-"""How an allocation ended on a node: its entrypoint ended; it was lost with its supervisor; the node did not answer for too
-long; it was ended because another node's part had failed; it was never started there."""
+"""Why an allocation ended on a node. "exited": its entrypoint exited; "lost": its supervisor was killed or its node removed;
+"unreachable": the node did not answer for too long; "preempted": the master killed it, after a failure on another node for
+example; "refused": the node could not start it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,16 +28,16 @@ class Node:
     """A machine that offers slots."""
 
     id: int  # 0 for the master's own machine, ``nodes.id`` of the database for the others
-    name: str  # as the user and ``det agent list`` call it
-    address: str  # at which the other nodes reach it
+    name: str  # for users, and in ``det agent list``
+    address: str  # its address for the other nodes
     slots: tuple[Slot, ...]  # with ids that are unique in the cluster
-    why_down: str | None  # why nothing can be started there now; None if something can
+    why_down: str | None  # why it cannot start allocations now; None if it can
     since_us: int  # time of its last change between up and down
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
-    """An allocation's slots on one node, by cluster-wide ids."""
+class NodeAllocation:
+    """An allocation's slots on one node, as cluster-wide ids."""
 
     node_id: int
     slots: tuple[int, ...]
@@ -44,21 +45,21 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRef:
-    """Name an allocation to back ends."""
+    """Reference to an allocation, for calls of back ends."""
 
     allocation_id: str
-    directory: Path  # of its files on the master's machine
-    shares: tuple[Share, ...]  # at least one, in rank order
-    supervisor: SupervisorHandle | None = None  # on the master's own machine, once the row has it
+    directory: Path  # its files on the master's machine
+    allocated: tuple[NodeAllocation, ...]  # at least one, in rank order
+    supervisor: SupervisorHandle | None = None  # on the master's machine, once the allocation's row has it
 
     @property
     def is_on_own_node(self) -> bool:
-        return all(share.node_id == OWN_NODE for share in self.shares)
+        return all(on_node.node_id == OWN_NODE for on_node in self.allocated)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SupervisorHandle:
-    """Identify a supervisor; ``start_time`` is the kernel's, with its boot id."""
+    """Identity of a supervisor process: pid, and the kernel's start time and boot id."""
 
     pid: int
     start_time: str
@@ -69,22 +70,22 @@ class NodeExit:
     """How an allocation ended on one node."""
 
     node_id: int
-    exit_code: int  # of the entrypoint there, as a shell sees it
+    exit_code: int  # of the entrypoint there, as in a shell
     signal: int | None
     cause: Cause
-    text: str | None = None  # reason, if the exit code does not tell it
+    text: str | None = None  # reason, if the exit code alone is not enough
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationExit:
-    """How an allocation ended."""
+    """How an allocation ended, on all nodes together."""
 
-    exit_code: int  # of the entrypoint that failed first, as a shell sees it
+    exit_code: int  # of the entrypoint that failed first, as in a shell
     signal: int | None
     time_us: int
-    explanation: str | None  # what the exit code means, None for 0
-    was_lost: bool  # a supervisor or its node died without a record, and the entrypoint with it
-    nodes: tuple[NodeExit, ...] = ()  # exits of all nodes but the master's own, in the order of arrival
+    explanation: str | None  # meaning of the exit code, None for 0
+    was_lost: bool  # whether a supervisor or its node was lost, so that there is no record of the exit
+    nodes: tuple[NodeExit, ...] = ()  # exits on all nodes except the master's own, in order of arrival
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,15 +102,15 @@ class Note:
 
     text: str
     level: str
-    tells_progress: bool = False  # whether the last reported batch belongs to it
+    tells_progress: bool = False  # whether the trial's last reported batch is appended
 
 
 class SlotsGoneError(MasterError):
-    """An allocation lost its slots before it began; the allocation is not at fault."""
+    """An allocation lost its slots before its start, which is no failure of the trial."""
 
 
 Key: TypeAlias = int | str
-"""What wants slots: a trial's number, or a command's task id."""
+"""Id of a trial (its number) or of a command (its task id) that requests slots."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,119 +121,121 @@ class ResourceRequest:
     num_slots: int  # at least 1
     is_on_one_node: bool  # whether the slots must be on one node
     excluded_nodes: frozenset[int]  # ids of nodes that must not be used
-    # returns a title for people and the experiment's config
+    # returns a title for users and the experiment's config
     describe: Callable[[], tuple[str, Mapping[str, Any]]]
     fewer: tuple[int, ...] = ()  # acceptable smaller numbers of slots, largest first
-    may_wait: bool = False  # whether it is accepted though it needs more nodes than there are now
+    may_wait: bool = False  # whether it may wait for more nodes than the cluster has now
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a job cannot run, as a problem of the experiment's config."""
+    """Why an engine cannot run a job, as a problem of the experiment's config."""
 
     key: str  # dotted path in the config
-    got: str  # the value there, for people
+    got: str  # the value there, for users
     expected: str  # what would be accepted, without a full stop
     fix: str  # one imperative sentence
-    is_for_nodes: bool = False  # whether nodes are missing, which may change when others join
+    is_for_nodes: bool = False  # whether the cluster lacks nodes, which may change when others join
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What a back end has for waiting requests."""
+    """A back end's answer to waiting requests for slots."""
 
-    # requests that may begin, with slot ids in rank order
+    # requests that have got slots: their slot ids in rank order
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
-    # requests whose jobs have failed too often, with the reason
+    # requests that fail because their jobs have failed too often, with the reason
     refused: Mapping[Key, str] = dataclasses.field(default_factory=dict)
     # new messages for waiting requests, each once
     messages: Mapping[Key, str] = dataclasses.field(default_factory=dict)
 
 
 class Backend(Protocol):
-    """Runs allocations.
+    """Runs allocations on nodes; the interface that the scheduler calls.
 
-    The scheduler's thread calls all methods; any thread may call ``nodes``, ``job_text`` and ``unsatisfiable_reasons``. Only
-    ``unsatisfiable_reasons`` waits for another machine.
+    Only the scheduler's thread calls the methods, except ``nodes``, ``job_text`` and ``unsatisfiable_reasons``, which are
+    thread-safe. Only ``unsatisfiable_reasons`` may block on another machine.
     """
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return all nodes, including those that are down. A slot keeps its id for ever."""
+        """Return all nodes, including those that are down. Ids of slots never change."""
 
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
-        """Return which requests have got slots; None if :meth:`nodes` are free for all.
+        """Return slots for waiting requests; None if the master itself assigns the slots.
 
-        Called at each poll of the queue, also when nothing waits. ``requests`` has the most urgent first.
+        Called at each poll of the queue, even if ``requests`` is empty; it has the most urgent request first. A back end with an
+        engine submits and cancels the engine's jobs here.
         """
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why an engine rejects a request; empty if it does not, or if unknown.
+        """Return why the engine rejects a request; empty if it accepts, or if unknown.
 
-        May wait some seconds for the engine.
+        May block for some seconds.
         """
 
     def job_text(self, key: Key) -> str:
-        """Return the state of the engine's job for a key; empty without one."""
+        """Return the state, for users, of a trial's or command's engine job; "" if none."""
 
     def leaving_reason(self, run: RunRef) -> str | None:
-        """Return why a run must give its slots back soon; None if it need not."""
+        """Return why a run will lose its slots soon; None if it will not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Start an allocation; return its supervisor, None if :meth:`find` has it later.
+        """Start an allocation; return its supervisor, None if only :meth:`find` knows it.
 
         Raises:
-            SlotsGoneError: its slots are gone.
-            DstrialError: it cannot be started; a node's refusal that arrives later is an exit.
+            SlotsGoneError: the allocation's slots are gone.
+            DstrialError: the allocation cannot be started. A node that refuses it later reports that as an exit.
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the supervisor of a run, also of one that another master started."""
+        """Return a run's supervisor, also if an earlier master started it, or None."""
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return known supervisors by node: one a share, once all have started."""
+        """Return a run's known supervisors by node id; all nodes' once all have started."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how a run ended, None while it runs; kill the processes of a lost run."""
+        """Return how a run ended, None while it runs; kill what is left of a lost run."""
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return where the output is, first of all that of the node that failed first."""
+        """Return the directories with a run's output, the first failed node's first."""
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return new lines for the run's log, each once."""
+        """Return new lines for the run's log; each is returned once."""
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return uuids of checkpoints that were begun and not reported."""
+        """Return uuids of checkpoints that a run began to save and has not reported."""
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send the entrypoints SIGTERM; other processes are killed after them."""
+        """Send SIGTERM to a run's entrypoints; its other processes are killed afterwards."""
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         """Kill every process of a run.
 
-        ``leaves_record=False`` also kills supervisors, which wait for room to write on a full disk: the run is then lost.
+        With ``leaves_record=False`` supervisors are killed, too, and the run counts as lost: on a full disk a supervisor would
+        wait until it can write its record.
         """
 
     def resident_bytes(self, run: RunRef) -> int:
-        """Return the memory of a run; 0 if unknown."""
+        """Return the resident memory of a run's processes; 0 if unknown."""
 
     def forget(self, run: RunRef) -> None:
         """Delete the files of an ended run, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes within some seconds; after :meth:`find` of all that runs.
+        """Connect to the nodes within some seconds; called after :meth:`find` of all runs.
 
-        Called again, after a backoff, if it raises.
+        If it raises, it is called again after a backoff.
         """
 
     def poll(self, *, is_busy: bool) -> None:
-        """Do periodic work; ``is_busy`` while anything runs."""
+        """Do periodic work; ``is_busy`` says whether any allocation runs."""
 
     def close(self) -> None:
-        """Disconnect; allocations continue."""
+        """Disconnect from the nodes; allocations continue."""
 
 
 class OwnNodes:
-    """Methods of a back end without an engine."""
+    """Methods of a back end without an engine: the master itself assigns slots."""
 
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         del requests
@@ -252,14 +255,16 @@ class OwnNodes:
 
 
 def run_of(allocation: Allocation) -> RunRef:
-    """Build a :class:`RunRef`; without slots it runs on the master's own machine."""
-    shares: dict[int, list[int]] = {}
+    """Build an allocation's :class:`RunRef`; one without slots runs on the own node."""
+    allocated: dict[int, list[int]] = {}
     for slot_id in allocation.slots:
-        shares.setdefault(node_of(slot_id), []).append(slot_id)
-    parts = tuple(Share(node_id, tuple(ids)) for node_id, ids in shares.items())
+        allocated.setdefault(node_of(slot_id), []).append(slot_id)
+    parts = tuple(NodeAllocation(node_id, tuple(ids)) for node_id, ids in allocated.items())
     supervisor = (
         SupervisorHandle(allocation.supervisor_pid, allocation.supervisor_start)
         if allocation.supervisor_pid is not None and allocation.supervisor_start is not None
         else None
     )
-    return RunRef(allocation.id, Path(allocation.directory), parts or (Share(OWN_NODE, ()),), supervisor)
+    return RunRef(
+        allocation.id, Path(allocation.directory), parts or (NodeAllocation(OWN_NODE, ()),), supervisor
+    )

@@ -1,4 +1,4 @@
-"""Finds this machine's devices through their vendors' libraries, without torch."""
+"""Find this machine's devices through their vendors' libraries, without torch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ _KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One device that a trial can be given."""
+    """A device, or CPU core, that one rank of a trial uses."""
 
     id: int  # index of the device, from 0
     kind: SlotKind
     brand: str
-    uuid: str  # permanent name; a CPU slot's own name otherwise
-    # its name in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
-    # ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index. Empty otherwise.
+    uuid: str  # permanent name of a device; ``cpu-N`` for a CPU slot
+    # value for ``CUDA_VISIBLE_DEVICES``: NVML's index, equal to CUDA's under
+    # ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index; "" if not NVIDIA's
     visible_as: str = ""
 
 
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
-    """Return the accelerators of this machine, or CPU slots without them.
+    """Return a slot per accelerator of this machine, or per CPU core if it has none.
 
-    ``num`` limits accelerators; of CPU slots, which ``DS_ACCELERATOR=cpu`` selects, there may be more than cores.
+    ``DS_ACCELERATOR=cpu`` selects CPU slots, too. ``num`` limits the accelerators, or sets the number of CPU slots, which may
+    exceed that of cores.
 
     Raises:
-        MasterError: ``num`` is negative, or more than there are accelerators without ``DSTRIAL_SHARE_DEVICE=1``.
+        MasterError: ``num`` is negative, or exceeds the accelerators without ``DSTRIAL_SHARE_DEVICE=1``.
     """
     if num is not None and num < 0:
         raise MasterError(
@@ -61,7 +62,7 @@ def find_slots(num: int | None = None) -> tuple[Slot, ...]:
 
 
 def shared_slots(accelerators: Sequence[Slot], num: int) -> tuple[Slot, ...]:
-    """Return more slots than devices: each device in turn, several times."""
+    """Return ``num`` slots on fewer devices, assigned round-robin."""
     logger.warning(
         "%s=1: %d slots of %d devices. Ranks that share a device train over gloo, through host memory: that is for tests and "
         "small experiments.",
@@ -90,12 +91,12 @@ def _cuda() -> Iterator[Slot]:
 
 
 def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
-    """Yield NVIDIA's devices in NVML's order; a GPU in MIG mode yields its instances.
+    """Yield a slot per NVIDIA device, and per instance of a GPU in MIG mode.
 
-    ``visible`` is ``CUDA_VISIBLE_DEVICES``: indices and prefixes of UUIDs, None for all. The index of a GPU in MIG mode stands
-    for all its instances.
+    The slots are in NVML's order. ``visible`` is ``CUDA_VISIBLE_DEVICES``, with indices and prefixes of UUIDs; None for all. The
+    index of a GPU in MIG mode selects all its instances.
 
-    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES": ``MIG-<UUID>``, as ``nvmlDeviceGetUUID`` has it for an instance.
+    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES": ``MIG-<UUID>``, which ``nvmlDeviceGetUUID`` returns for an instance.
     """
     found: list[tuple[str, str, str, str]] = []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -132,19 +133,19 @@ def _is_divided(nvml: Any, handle: Any) -> bool:
     try:
         current, _pending = nvml.nvmlDeviceGetMigMode(handle)
     except nvml.NVMLError:
-        return False  # neither this device nor an old driver knows MIG
+        return False  # the device or the driver does not support MIG
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 
 
 def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
     for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        # Instances are numbered with gaps.
+        # Numbers of instances have gaps.
         with contextlib.suppress(nvml.NVMLError_NotFound):
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
 
 
 def _rocm() -> Iterator[Slot]:
-    """Yield AMD devices: nodes with SIMD units in the kernel driver's topology."""
+    """Yield a slot per AMD device: a node with SIMD units in the driver's topology."""
     if not Path("/dev/kfd").exists():
         return
     index = 0

@@ -1,7 +1,7 @@
-"""The interface to engines with a queue of their own: Slurm and Ray.
+"""The interface to engines, which queue jobs and choose nodes: Slurm and Ray.
 
-An engine chooses nodes after slots were requested. So each allocation is a *job* of the engine (a batch job, a placement group):
-it is submitted when the trial waits, and cancelled when the allocation has ended.
+Each allocation is one *job* of the engine: a batch job of Slurm, a placement group of Ray. The master submits the job when the
+trial is queued, and cancels it when the allocation has ended.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import Refusal
 
 JobState = Literal["pending", "running", "leaving", "ended"]
-"""Of an engine's job: it waits; it has its nodes; it loses them soon; it has none any more."""
+"""State of an engine's job: queued; it has its nodes; it will lose them soon; it has lost them."""
 
-MAX_PENDING = 32  # jobs in an engine's queue; further requests wait with the master
+MAX_PENDING = 32  # maximum number of dstrial's jobs in an engine's queue; the master queues the others
 
 
 class EngineRefusedError(MasterError):
-    """An engine rejects a job; the message says why and what to do."""
+    """The engine rejects a job; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A request for nodes."""
+    """A request to an engine for a job."""
 
-    key: str  # ``trial-7`` or ``command-<task id>``; another master finds the job by it
-    title: str  # of the job in the engine's own lists
+    key: str  # ``trial-7`` or ``command-<task id>``; a restarted master finds the job by its key
+    title: str  # the job's title in the engine's own lists
     num_slots: int  # on all nodes together, at least 1
     is_on_one_node: bool = False  # whether the slots must be on one node
     excluded_nodes: frozenset[str] = frozenset()  # names of nodes that must not be used
-    wants_devices: bool = False  # whether a slot is an accelerator; else a processor core
+    wants_devices: bool = False  # whether a slot is an accelerator; else a CPU core
     # the user's ``slurm`` section of the experiment's config
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeCapacity:
-    """All slots of a node, used or not; a node that is not up may return."""
+    """Number of a node's slots, free or not, and whether the node is up."""
 
     num_slots: int
     is_up: bool = True
@@ -56,22 +56,22 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineJob:
-    """A job as its engine sees it."""
+    """The state of a job, as its engine reports it."""
 
-    id: str  # the engine's; one word for a shell
-    key: str  # of its request
+    id: str  # the engine's id, without characters that a shell interprets
+    key: str  # key of its ``JobRequest``
     state: JobState
-    text: str  # state for people, with the engine's reason: ``job 12: pending (Resources: …)``
-    parts: tuple[Part, ...] = ()  # in rank order; empty unless it runs or leaves
+    text: str  # state for users, with the engine's reason: ``job 12: pending (Resources: …)``
+    parts: tuple[Part, ...] = ()  # in rank order; empty unless the state is running or leaving
 
 
 class Engine(Protocol):
-    """An engine with a queue; its methods raise ConnectionError if it does not answer.
+    """An engine with a queue; the methods raise ConnectionError if it does not answer.
 
-    One thread, never the scheduler's, calls it and may wait some seconds; any thread may call ``unsatisfiable_reasons``.
+    Methods may block for some seconds. One thread, not the scheduler's, calls them; ``unsatisfiable_reasons`` is thread-safe.
 
     Attributes:
-        name: as its users write it, ``Slurm``.
+        name: the engine's name for users, ``Slurm``.
     """
 
     name: str
@@ -81,44 +81,44 @@ class Engine(Protocol):
         ...
 
     def job_name(self, job_id: str) -> str:
-        """Return a job's name for people: ``job 12``."""
+        """Return a job's name for users: ``job 12``."""
         ...
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why such a job could not run on the nodes that are up; empty if it may.
+        """Return why a job does not fit on the nodes that are up; empty if it fits.
 
         Raises:
-            OSError: the engine does not answer, or does not know now.
+            OSError: the engine does not answer, or cannot tell now.
         """
         ...
 
     def submit(self, request: JobRequest) -> str:
-        """Queue a job; return its id.
+        """Submit a job to the engine; return its id.
 
         Raises:
-            EngineRefusedError: it is rejected.
+            EngineRefusedError: the engine rejects the job.
         """
         ...
 
     def max_pending(self, num_slots: int) -> int:
-        """Return how many jobs, of at most ``num_slots``, may wait with the engine.
+        """Return how many pending jobs, each of ``num_slots`` or fewer, are allowed.
 
-        The rest waits with the master, in its order.
+        The master queues the others, and submits them in the order of its own queue.
         """
         ...
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return jobs of this state directory's masters; ended ones may be missing."""
+        """Return this state directory's jobs in the engine; ended ones may be missing."""
         ...
 
     def cancel(self, job_id: str) -> None:
-        """Release a job's nodes or its place in the queue. Idempotent."""
+        """Cancel a pending or running job. Idempotent."""
         ...
 
     def transport(self, job_id: str) -> Transport:
-        """Return how to start programs on a running job's nodes."""
+        """Return the transport that starts programs on a running job's nodes."""
         ...
 
     def close(self) -> None:
-        """Disconnect; jobs stay."""
+        """Disconnect from the engine; jobs continue."""
         ...

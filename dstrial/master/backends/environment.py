@@ -1,4 +1,4 @@
-"""Environment, ports and cluster-info files, as in Determined's containers.
+"""Environment, ports and cluster-info files of tasks, as Determined sets them.
 
 Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
 """
@@ -31,9 +31,9 @@ TRACEBACKS_DIR_VARIABLE = (
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
-# One environment string may have 128 KiB; the cluster-info files have no such limit.
+# Linux limits a variable to 128 KiB. Larger values are in the cluster-info files only.
 _MAX_VALUE_BYTES = 100_000
-# A trial's reports wait about a second between tries for as long as the master is away.
+# Retries of a trial's reports: about every second, for as long as the master is unreachable.
 _RETRIES = {
     "total": 1_000_000,
     "backoff_factor": 0.25,
@@ -42,7 +42,7 @@ _RETRIES = {
     "status_forcelist": [502, 503, 504],
 }
 _OWN_FILES = Path(__file__).parent
-# Determined's first port of each kind.
+# First port of each range, Determined's own numbers.
 _FIRST_PORTS = {
     "C10D_PORT": 29400,
     "DTRAIN_SSH_PORT": 12350,
@@ -52,12 +52,12 @@ _FIRST_PORTS = {
 }
 _NUM_PORTS = 2000  # size of each range
 TENSORBOARD_PORTS = {"TENSORBOARD_PORT": 2600}
-# The variable that HIP reads. A second variable, set by the user for the master, would select among the first's devices.
+# Removed from the environment of tasks on AMD devices: each would select again, among the devices of HIP_VISIBLE_DEVICES.
 _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return the trial's config; ``shared_fs`` is a directory: there are no mounts."""
+    """Return a trial's config, with ``shared_fs`` storage as a ``directory``."""
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":
@@ -69,7 +69,7 @@ def trial_config(request: AllocationRequest) -> dict[str, Any]:
 
 
 def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
-    """Return the files of ``info/``, which ``determined.get_cluster_info()`` reads."""
+    """Return the content of the files that ``determined.get_cluster_info()`` reads."""
     files: dict[str, dict[str, Any]] = {
         "cluster.json": {
             "master_url": request.master_url,
@@ -114,19 +114,19 @@ def trial_environment(
     temporary_directory: Path,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment of the entrypoint, over ``base`` or the master's own.
+    """Return the environment of a task's entrypoint, which extends ``base``.
 
-    ``marker`` is a unique value by which its processes are found if its supervisor is lost; ``temporary_directory`` is its
-    ``TMPDIR``, short because sockets lie there.
+    ``base`` is by default the master's environment. ``marker`` is a unique value that identifies the task's processes if its
+    supervisor is lost. ``temporary_directory`` becomes ``TMPDIR``; its path is short, because sockets are created there.
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
-    # TMPDIR is deleted with the allocation; torch's compiled code is kept for the next one.
+    # TMPDIR is deleted with the allocation, so torch's compile cache is put elsewhere.
     env.update(compile_cache())
     env.update(_user_variables(request))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
     env["PATH"] = os.pathsep.join([*bin_dirs, env.get("PATH", os.defpath)])
-    # Puts the directory of our sitecustomize first, too.
+    # Also puts the directory of dstrial's sitecustomize first in PYTHONPATH.
     env.update(determined_imports.variables(env, request.config))
     env["PYTHONUNBUFFERED"] = env.get("PYTHONUNBUFFERED", "1")
     env["TMPDIR"] = str(temporary_directory)
@@ -147,7 +147,7 @@ def trial_environment(
 
 
 def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
-    """Return where ranks leave tracebacks, which last until the experiment is deleted."""
+    """Return the directory of a trial's tracebacks, kept as long as the experiment."""
     return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
 
 
@@ -203,26 +203,26 @@ def _trial_variables(request: AllocationRequest) -> dict[str, str]:
 
 def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dict[str, str]:
     kinds = {slot.kind for slot in request.slots}
-    # Slots that share a device name it once: CUDA sees nothing behind a device that is named again.
+    # Each device is listed once: CUDA ignores all devices after a repeated one.
     names = dict.fromkeys(slot.uuid for slot in request.slots)
     uuids = ",".join(names)
     if "cuda" in kinds:
         shared = {SHARE_VARIABLE: "1"} if len(names) < len(request.slots) else {}
-        # DeepSpeed takes them for integers (0.19.8 cuda_accelerator.py:188) and counts them as NVML does, in the order of the PCI
-        # bus, which is CUDA's only if asked for. A MIG instance has a UUID only; CUDA takes indices or UUIDs, not both.
+        # DeepSpeed parses them as integers (0.19.8 cuda_accelerator.py:188), with NVML's numbers: in PCI bus order, which CUDA
+        # uses only if CUDA_DEVICE_ORDER says so. MIG instances have only UUIDs; CUDA accepts indices or UUIDs, not both.
         indices = dict.fromkeys(slot.visible_as for slot in request.slots)
         visible = ",".join(indices) if all(index.isdecimal() for index in indices) else uuids
         return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
     if "rocm" in kinds:
-        # ROCR_VISIBLE_DEVICES stays unset: HIP would count within its devices.
+        # ROCR_VISIBLE_DEVICES stays unset: HIP's indices would refer to its devices.
         return {"HIP_VISIBLE_DEVICES": uuids}
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": env.get("DS_ACCELERATOR", "cpu"),
-        # A CPU slot is a core. Trials side by side that each use all cores wait for each other at every operation.
+        # A CPU slot is one core. Concurrent trials that each use all cores would slow each other down.
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"),
-        # How Determined's launcher for deepspeed learns the number of ranks where there are no devices to count.
+        # Determined's launcher for DeepSpeed reads the number of ranks here if there are no devices to count.
         "LOCAL_SIZE": str(max(len(request.slots), 1)),
     }
 
@@ -240,19 +240,19 @@ def _user_variables(request: AllocationRequest) -> dict[str, str]:
 
 
 def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return a free port of its range for each environment variable.
+    """Return a free port for each environment variable that names a port.
 
-    The search begins at random, so that two masters of one machine hardly ever choose the same port between this check and the
-    trial's own bind.
+    The search of a range starts at a random port. Two masters on one machine could otherwise choose the same port, because the
+    trial binds it later.
 
     Args:
         used: ports of other allocations.
-        first_ports: environment variable -> first port of its range; those of a trial if left out.
+        first_ports: environment variable -> first port of its range; by default the variables of a trial.
     """
     taken = set(used)
     ports: dict[str, int] = {}
     for variable, first in (_FIRST_PORTS if first_ports is None else first_ports).items():
-        start = random.Random().randrange(_NUM_PORTS)  # of no seed that the process was given
+        start = random.Random().randrange(_NUM_PORTS)  # a new generator, which ignores the process's seed
         candidates = (first + (start + offset) % _NUM_PORTS for offset in range(_NUM_PORTS))
         port = next((p for p in candidates if p not in taken and _is_free(p)), None)
         if port is None:
@@ -286,10 +286,10 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def command_for(entrypoint: str | Sequence[str]) -> list[str]:
-    """Return the command line of an entrypoint.
+    """Return the command line that runs an experiment's entrypoint.
 
-    A list is run as it is, a string by ``sh -c``, and ``module:Class`` by ``python3 -m dstrial.launch --trial``, which
-    hands Determined's own trial classes to Determined's harness.
+    A list is run as it is, a string by ``sh -c``, and ``module:Class`` by ``python3 -m dstrial.launch --trial``, which runs
+    trial classes of Determined itself with Determined's harness.
     """
     if not isinstance(entrypoint, str):
         return list(entrypoint)

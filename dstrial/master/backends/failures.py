@@ -1,4 +1,4 @@
-"""Why a trial failed: the first traceback, and the meaning of an exit code."""
+"""Explain why a trial failed, from the tracebacks in its output and its exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-# Reports of launchers about their workers, which are not the reason of a failure.
+# Frames and errors of launchers, which report that a worker failed but not why.
 _LAUNCHER_FRAMES = (
     "torch/distributed/run.py",
     "torch/distributed/launcher/",
@@ -24,7 +24,7 @@ _LAUNCHER_FRAMES = (
     "dstrial/launch/__main__.py",
 )
 _LAUNCHER_ERRORS = ("ChildFailedError", "RankFailedError", "subprocess.CalledProcessError")
-# Messages of ranks that only lost the connection to another rank.
+# Messages of ranks that failed because they lost the connection to another rank.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -34,7 +34,7 @@ _CONSEQUENCES = (
     "DistBackendError: NCCL error",
 )
 _REPORT = re.compile(r"rank (?P<rank>\d+) failed first \(")  # dstrial.launch.failures, RankFailure.headline
-# Errors of dstrial are printed as a message without frames.
+# dstrial prints its own errors as a message without a traceback.
 _MESSAGE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): \S")
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 _INSTALLED = re.compile(
@@ -45,19 +45,19 @@ _VARIABLE_PARTS = re.compile(
     r"0x[0-9a-fA-F]+|/tmp/\S+|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|\d+"
 )
 _MEANINGS = {
-    77: "a worker ended without saying so to Determined's launcher",
-    78: "a worker died or never started, as Determined's launcher saw it",
-    79: "a worker died, as Determined's launcher saw it",
-    80: "the trial's output could not be passed on",
+    77: "a worker exited without notifying Determined's launcher",
+    78: "a worker died or never started, according to Determined's launcher",
+    79: "a worker died, according to Determined's launcher",
+    80: "the trial's output could not be forwarded",
     126: "the entrypoint could not be executed; is the file executable?",
     127: "the entrypoint's command was not found; is it on PATH, and is the package installed?",
 }
 _SIGNALS = {
     signal.SIGKILL: "killed by SIGKILL: out of host memory, or killed by a user",
-    signal.SIGSEGV: "SIGSEGV: native code accessed memory that is not its own",
-    signal.SIGABRT: "SIGABRT: native code gave up, see the lines above",
+    signal.SIGSEGV: "SIGSEGV: invalid memory access in native code",
+    signal.SIGABRT: "SIGABRT: native code aborted, see the lines above",
     signal.SIGBUS: "SIGBUS: often a full /dev/shm",
-    signal.SIGTERM: "SIGTERM: asked to end from outside",
+    signal.SIGTERM: "SIGTERM: terminated from outside",
     signal.SIGINT: "SIGINT: interrupted",
     signal.SIGILL: "SIGILL: this processor lacks an instruction that a package was built with",
     signal.SIGFPE: "SIGFPE: an arithmetic error in native code",
@@ -65,12 +65,12 @@ _SIGNALS = {
 
 
 def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None:
-    """Return the meaning of an exit status; None for 0 and for an ordinary status.
+    """Return the meaning of an exit code; None for 0 and for ordinary codes like 1.
 
-    Determined's ``pid_client`` passes the signal of a rank on as a negative status, a shell as 128 and its number.
+    If a signal ended a rank, the code is 128 + signal (shells), or -signal modulo 256 (Determined's ``pid_client``).
     """
     if signal_number is None and 256 - exit_code in _SIGNALS:
-        signal_number = 256 - exit_code  # a negative status is cut to eight bits
+        signal_number = 256 - exit_code  # a negative code, truncated to eight bits
     elif signal_number is None and exit_code > 128:
         signal_number = exit_code - 128
     if signal_number is not None:
@@ -90,10 +90,11 @@ class _Block:
 
 
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return the traceback of the rank that failed first, with chained ones.
+    """Return the first traceback that shows why a trial failed; None without one.
 
-    A launcher's report about its workers, and a rank that only lost its connection to another, count only if there is nothing
-    else; then a launcher's error message without a traceback. ``lines`` are rank (None without a tag) and text, in print order.
+    Chained tracebacks are included. Tracebacks of launchers, and of ranks that only lost the connection to another rank, are
+    returned only if there is no other; the last choice is a launcher's error message. ``lines`` are pairs of rank (None for a
+    line without a tag) and text, in print order.
     """
     found: list[str] = []
     messages: list[str] = []
@@ -134,10 +135,10 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:
-    """Return which rank failed, why and where, in one line.
+    """Return which rank failed, why and where, in one line; None if unknown.
 
-    For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None if unknown. The lines are those of
-    ``first_traceback``, which found ``traceback`` in them.
+    For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``. ``traceback`` is the result of
+    ``first_traceback`` for the same ``lines``.
     """
     rank: str | None = None
     report: list[str] = []
@@ -155,7 +156,7 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
-    """Return a traceback's message and innermost place; of other text its first line."""
+    """Return a traceback's message and innermost user frame, or a text's first line."""
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), None)
     if start is None:
         return next(line for line in lines if line)
@@ -170,7 +171,7 @@ def _in_one_line(lines: Sequence[str]) -> str:
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return which signal ended the first failed rank, as torchrun (exit 1) prints it."""
+    """Return from torchrun's output which signal ended the first failed rank, or None."""
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)
         if found is not None:
@@ -181,7 +182,7 @@ def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def is_of_launcher(traceback: str) -> bool:
-    """Return whether a traceback only reports that a rank failed, and not why."""
+    """Return whether a traceback is a launcher's, which says not why a rank failed."""
     return not _is_of_user(traceback)
 
 
@@ -197,5 +198,5 @@ def _is_root_cause(traceback: str) -> bool:
 
 
 def fingerprint(traceback: str) -> str:
-    """Hash a traceback without addresses, numbers, temporary paths and ids."""
+    """Return a traceback's hash, equal if only numbers, temporary paths or ids differ."""
     return hashlib.sha256(_VARIABLE_PARTS.sub("#", traceback).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Starts, finds, watches and ends the supervisors of allocations.
+"""Run allocations on this machine: start, find, watch and end their supervisors.
 
-An allocation's directory has everything that a restarted master needs: ``supervisor.json`` has the supervisor's pid and start
-time, ``output.log`` the output, and ``exit.json`` exists once everything has ended.
+An allocation's directory has all state that a restarted master needs: ``supervisor.json`` has the supervisor's pid and start
+time, ``output.log`` the output, and ``exit.json`` exists once all processes have ended.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ logger = logging.getLogger(__name__)
 
 _STARTUP_HOOK = "startup-hook.sh"
 _KILL_TRIES = 80
-_KILL_PERIOD_S = 0.1  # between tries
-_TRACKER_TRIES = 50  # during which resource trackers live on to clean up /dev/shm
-_MAX_BEGUN = 1000  # uuids that are read of a trial's directory; they are deleted from the storage
+_KILL_PERIOD_S = 0.1  # interval of tries
+_TRACKER_TRIES = 50  # tries before resource trackers are killed, too; until then they clean up /dev/shm
+_MAX_BEGUN = 1000  # limit of the uuids read from a trial's directory, whose checkpoints are then deleted
 trial_umask: int | None = None
-"""Umask of entrypoints; None for this process's. A master's own keeps its files private."""
-# Supervisors that are children of this process and have to be reaped.
+"""Umask of entrypoints; None to inherit this process's. The master's own umask keeps its files private."""
+# Supervisors that are children of this process, by pid; they must be reaped.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
@@ -78,19 +78,20 @@ def prepare(
     forks_with_accelerators: bool = False,
     watch: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
-    """Make an allocation's directory, without starting its supervisor.
+    """Create an allocation's directory; ``start`` then starts its supervisor.
 
-    ``watch`` has the ``lease`` and ``agent`` that end it, see ``supervisor.end_reason``.
+    ``watch`` has the paths ``lease`` and ``agent``, which the supervisor of a remote allocation watches
+    (``supervisor.end_reason``).
 
     Raises:
-        MasterError: the directory cannot be made.
+        MasterError: the directory cannot be created.
         RequestError: the model definition cannot be unpacked.
     """
     directory, workdir = request.directory, request.directory / "workdir"
     try:
-        _write_given(request, workdir)
+        _write_inputs(request, workdir)
         marker, temporary = _marker_of(directory), _temporary_of(directory)
-        command = _with_hooks(request, directory)
+        command = _command_with_hooks(request, directory)
         environment = trial_environment(request, marker=marker, temporary_directory=temporary)
         is_warm = is_warm and dstrial_section(request.config).get("warm") is not False
         if not is_warm:
@@ -112,13 +113,13 @@ def prepare(
         temporary.mkdir(mode=0o700)
     except OSError as error:
         raise MasterError(
-            f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
+            f"{directory} cannot be created ({error.strerror}); expected a directory for the trial's files. "
             "Free some space, or start the master with another --state-dir."
         ) from error
 
 
 def _marker_of(directory: Path) -> str:
-    """Return the value by which processes of an allocation are found."""
+    """Return the environment variable's value that marks an allocation's processes."""
     return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
 
 
@@ -126,7 +127,7 @@ def _temporary_of(directory: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"dstrial-{_marker_of(directory)[:10]}"
 
 
-def _write_given(request: AllocationRequest, workdir: Path) -> None:
+def _write_inputs(request: AllocationRequest, workdir: Path) -> None:
     from dstrial.master.backends.model_definition import unpack
 
     directory = request.directory
@@ -135,7 +136,7 @@ def _write_given(request: AllocationRequest, workdir: Path) -> None:
     directory.mkdir(mode=0o700, parents=True)
     workdir.mkdir(mode=0o700)
     unpack(request.model_definition, workdir)
-    # A copy in which the trial does not write, for checkpoints.
+    # A second copy, which the trial does not change, for checkpoints.
     shutil.copytree(workdir, directory / "model", symlinks=True)
     events = directory / "events"
     for name, target in request.links.items():
@@ -154,7 +155,7 @@ def _forkable(
     is_warm: bool,
     has_accelerators: bool,
 ) -> list[str] | None:
-    """Return the interpreter's arguments; None if the task must be a new process."""
+    """Return the interpreter's arguments if the task can be forked, else None."""
     if request.task_type != TRIAL or not is_warm:
         return None
     if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
@@ -162,7 +163,7 @@ def _forkable(
     return forkable_words(command, environment, request.interpreter or sys.executable)
 
 
-def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
+def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
     """Return the command that runs hooks, `task_venv` if needed, and the entrypoint."""
     command = command_for(request.entrypoint)
     files = directory / "workdir"
@@ -213,7 +214,7 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, str(directory), line],
-                # By the marker it is found even before it has written its record.
+                # The marker identifies the supervisor before it has written its record.
                 env={
                     **os.environ,
                     MARKER_VARIABLE: _marker_of(directory),
@@ -230,11 +231,11 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
                 "Install dstrial again."
             ) from error
     for pid, child in list(_children.items()):
-        # A child may still have been ending when its record was read.
+        # Reap supervisors that were still exiting when their record was read.
         if child.poll() is not None:
             _children.pop(pid, None)
     _children[process.pid] = process
-    # Python's start takes longer: the supervisor has started nothing yet.
+    # In time: the supervisor's Python is still starting, so it has no children yet.
     _restore_limit(process.pid)
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
@@ -246,7 +247,7 @@ def _restore_limit(pid: int) -> None:
 
 
 def find(directory: Path) -> SupervisorHandle | None:
-    """Return the supervisor that works in a directory, None without one."""
+    """Return the running supervisor of an allocation's directory, or None."""
     try:
         handle = read_record(directory / "supervisor.json", SupervisorHandle)
         works_in = Path(f"/proc/{handle.pid}/cwd").readlink()
@@ -255,12 +256,12 @@ def find(directory: Path) -> SupervisorHandle | None:
     except (ValueError, ProcessLookupError) as error:
         logger.warning("no valid record of a supervisor: %s", error)
         return None
-    # A trial may have forged the record; no other process may be killed by it.
+    # A trial may have forged the record: check that the process is this directory's supervisor.
     return handle if works_in == directory.resolve() and is_alive(handle) else None
 
 
 def is_alive(handle: SupervisorHandle) -> bool:
-    """Return whether the process lives; False for another one with its pid."""
+    """Return whether the supervisor runs; False if its pid was reused."""
     child = _children.get(handle.pid)
     if child is not None and child.poll() is not None:
         _children.pop(handle.pid, None)
@@ -268,10 +269,10 @@ def is_alive(handle: SupervisorHandle) -> bool:
 
 
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
-    """Return how the allocation ended, None while its supervisor lives.
+    """Return how an allocation ended; None while its supervisor runs.
 
-    Its other processes, which could write the record, are killed before it is read. Without a record the allocation is lost;
-    with an invalid record it has failed.
+    The allocation's other processes are killed before the exit record is read, because they could forge it. Without a record the
+    allocation is lost; with an invalid record it has failed.
     """
     if handle is not None and is_alive(handle):
         return None
@@ -302,17 +303,18 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Send the entrypoint's group SIGTERM; other processes are killed after its end."""
+    """Make a supervisor send SIGTERM to the entrypoint; it kills the rest afterwards."""
     _signal(handle, signal.SIGTERM)
 
 
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    A living supervisor kills the others and writes its record. Without one, processes with the allocation's marker in their
-    environment and those in the supervisor's session are killed here.
+    A running supervisor is asked to kill the others and write its record. Without one, this function kills the processes in the
+    supervisor's session and those with the allocation's marker in their environment.
 
-    ``leaves_record=False`` also kills the supervisor, which on a full disk would wait for room: the allocation is lost.
+    With ``leaves_record=False`` the supervisor is killed, too, so that the allocation is lost: on a full disk a supervisor would
+    wait until it can write its record.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
@@ -322,7 +324,7 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
         with contextlib.suppress(OSError, ValueError):
             handle = read_record(directory / "supervisor.json", SupervisorHandle)
     for kill_try in range(_KILL_TRIES):
-        left = _marked(f"{MARKER_VARIABLE}={_marker_of(directory)}")
+        left = _pids_with_variable(f"{MARKER_VARIABLE}={_marker_of(directory)}")
         left |= set() if handle is None else _in_session(handle)
         if not left:
             return
@@ -336,7 +338,7 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
 
 
 def resident_bytes(handle: SupervisorHandle) -> int:
-    """Return an allocation's memory; shared memory counts once a process."""
+    """Return the resident bytes of an allocation; each process counts shared memory."""
     page, total = os.sysconf("SC_PAGE_SIZE"), 0
     for pid in supervisor.descendants(handle.pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -345,7 +347,7 @@ def resident_bytes(handle: SupervisorHandle) -> int:
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return uuids of checkpoints that were begun and may not have been reported."""
+    """Return uuids of checkpoints that an allocation's trial began to save."""
     saving = directory / SAVING_DIRECTORY
     with contextlib.suppress(OSError):
         if not saving.is_symlink():
@@ -359,7 +361,7 @@ def remove(directory: Path) -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Delete a directory, including what its trial has made read-only."""
+    """Delete a directory, including read-only content."""
     try:
         remove_tree(directory, is_forced=True)
     except OSError as error:
@@ -367,8 +369,8 @@ def _delete(directory: Path) -> None:
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
-    """Signal exactly this process: the pid may be reused, the descriptor is not."""
-    # A stopped process handles a signal only after SIGCONT.
+    """Signal a supervisor through a pidfd, which is safe if its pid was reused."""
+    # A stopped process handles other signals only after SIGCONT.
     try:
         descriptor = os.pidfd_open(handle.pid)
     except OSError:  # a sandbox without it, or too many open files
@@ -386,7 +388,7 @@ def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
         os.close(descriptor)
 
 
-def _marked(assignment: str) -> set[int]:
+def _pids_with_variable(assignment: str) -> set[int]:
     wanted = assignment.encode()
     found = set()
     for entry in Path("/proc").iterdir():
@@ -398,9 +400,9 @@ def _marked(assignment: str) -> set[int]:
 
 
 def _in_session(supervisor_: SupervisorHandle) -> set[int]:
-    """Return the processes in a lost supervisor's session.
+    """Return the pids in a lost supervisor's session.
 
-    Within one boot the kernel does not reuse a session's number while the session has processes.
+    Within one boot the kernel does not reuse a session's id while the session has processes.
     """
     boot = (supervisor.start_time(os.getpid()) or "").partition("/")[0]
     is_of_this_boot = supervisor_.start_time.partition("/")[0] == boot
@@ -411,7 +413,7 @@ def _in_session(supervisor_: SupervisorHandle) -> set[int]:
 
 
 def _environ(process: Path) -> bytes:
-    """Return a process's initial environment; its first thread may have ended."""
+    """Return a process's initial environment, even if its first thread has ended."""
     for directory in (process, *(process / "task").iterdir()):
         with contextlib.suppress(ProcessLookupError):
             return (directory / "environ").read_bytes()
@@ -427,7 +429,7 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
 class LocalBackend(OwnNodes):
     """Runs allocations on the master's own machine.
 
-    ``is_warm`` allows forks. ``on_exit`` is called, in a thread of its own, when a supervisor ends.
+    ``is_warm`` allows forks. ``on_exit`` is called in a separate thread when a supervisor ends.
     """
 
     def __init__(
@@ -469,7 +471,7 @@ class LocalBackend(OwnNodes):
         return self._handles[run.allocation_id]
 
     def _watch_exit(self, handle: SupervisorHandle) -> None:
-        """Call ``on_exit`` when a process has ended; without a thread, ends are polled."""
+        """Try to start a thread that calls ``on_exit`` at a supervisor's end."""
 
         def wait() -> None:
             self._watched.add(handle)
@@ -478,13 +480,13 @@ class LocalBackend(OwnNodes):
             self._watched.discard(handle)
             try:
                 self._on_exit()
-            except Exception:  # the end is found by the next poll
-                logger.exception("nobody was notified of the end of a process")
+            except Exception:  # the scheduler's next poll finds the end
+                logger.exception("notifying the scheduler of a supervisor's end failed")
 
         with contextlib.suppress(OSError, RuntimeError), contextlib.ExitStack() as unwatched:
             descriptor = os.pidfd_open(handle.pid)
             unwatched.callback(os.close, descriptor)
-            if is_alive(handle):  # else the descriptor may be another process's
+            if is_alive(handle):  # else the descriptor may belong to a process with the reused pid
                 ended = select.poll()
                 ended.register(descriptor, select.POLLIN)
                 threading.Thread(target=wait, name="dstrial-exit", daemon=True).start()
@@ -506,7 +508,7 @@ class LocalBackend(OwnNodes):
         return (Output(OWN_NODE, run.directory),)
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return nothing: a local run has no connection to report on."""
+        """Return nothing: notes report on connections to other machines."""
         del run
         return ()
 
@@ -531,10 +533,10 @@ class LocalBackend(OwnNodes):
         remove(run.directory)
 
     def begin(self) -> None:
-        """Do nothing: there is nothing to connect to."""
+        """Do nothing: the master's own machine needs no connection."""
 
     def poll(self, *, is_busy: bool) -> None:
-        """End fork servers that are idle."""
+        """End idle fork servers, unless ``is_busy``."""
         self._fork_servers.poll(is_busy=is_busy)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Read the lines that a supervisor has written."""
+"""Read the log of an allocation's output, which its supervisor writes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.reports.logs import LogLine
 from dstrial.master.trial_files import open_regular
 
-CHUNK_BYTES = 512 * 1024  # a read: a flooded log delays neither other allocations nor its own end
+CHUNK_BYTES = 512 * 1024  # maximum of one read, so that a large log does not delay other allocations
 
 _NAME = "output.log"
 _PART = re.compile(r"output\.log\.(\d{1,18})\.(\d{1,18})")
-# What is looked through for why a trial failed: a log of gigabytes would hold up all other trials.
+# Parts of a log that are searched for why a trial failed; reading gigabytes would delay all other trials.
 _BEGINNING_BYTES = 4 * 2**20
 _END_BYTES = 12 * 2**20
 _HEAD = re.compile(r"(\d{1,18}) ([oe]) ")
@@ -28,17 +28,17 @@ _STREAMS = {"o": "stdout", "e": "stderr"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRead:
-    """Lines read from a log."""
+    """Result of one read of an allocation's log."""
 
     lines: list[LogLine]
-    end: int  # byte offset behind the lines, for the next read
-    num_lost: int = 0  # lines before them that the supervisor has deleted to make room
-    has_more: bool = False  # whether there may be more to read at once
+    end: int  # byte offset after the lines, for the next read
+    num_lost: int = 0  # number of unread lines before them that the supervisor has deleted
+    has_more: bool = False  # whether another read may return lines immediately
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of the log; ``start`` bytes and ``num_lines`` lines come before it."""
+    """A file of an allocation's log, after ``start`` bytes and ``num_lines`` lines."""
 
     path: Path
     start: int
@@ -46,10 +46,10 @@ class _Part:
 
 
 def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int = 0) -> LogRead:
-    """Return the complete lines from a byte offset, the start of a line.
+    """Return the complete lines of an allocation's log from a byte offset on.
 
-    The log is ``output.log`` and further parts, the oldest of which the supervisor deletes; offsets count bytes of the whole
-    log, and ``num_lines`` the lines before ``offset``.
+    The log has parts: ``output.log``, and later ones, of which the supervisor deletes the oldest. ``offset`` is the start of a
+    line, in bytes of the whole log; ``num_lines`` is the number of lines before it.
     """
     first = _Part(directory / _NAME, 0, 0)
     data = _read(first, offset, max_bytes)
@@ -70,12 +70,12 @@ def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int =
         if data:
             return dataclasses.replace(_complete(data, offset, max_bytes, is_last=is_last), num_lost=num_lost)
         if data is None:
-            break  # Deleted just now: those that are left are looked at anew.
+            break  # Deleted meanwhile: the next call lists the parts again.
     return LogRead([], offset, num_lost)
 
 
 def _read(part: _Part, offset: int, max_bytes: int) -> bytes | None:
-    """Return a part's bytes from an offset on; None if there is no such file."""
+    """Return bytes of a log's part from an offset on; None if the file does not exist."""
     try:
         with open_regular(part.path) as file:
             file.seek(offset - part.start)
@@ -97,7 +97,7 @@ def _complete(data: bytes, offset: int, max_bytes: int, *, is_last: bool) -> Log
 
 
 def log_paths(directory: Path) -> list[Path]:
-    """Return the files of the log, in order; the first may be missing."""
+    """Return the files of an allocation's log, in order; the first may not exist."""
     return [directory / _NAME, *(part.path for part in _further_parts(directory))]
 
 
@@ -106,17 +106,17 @@ def _further_parts(directory: Path) -> list[_Part]:
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             part = _PART.fullmatch(entry.name)
-            # A trial may have put something else there.
+            # A trial may have created another kind of file with such a name.
             if part is not None and entry.is_file(follow_symlinks=False):
                 found.append(_Part(directory / entry.name, int(part[1]), int(part[2])))
     return sorted(found, key=lambda part: part.start)
 
 
 def parse(raw: str) -> LogLine:
-    """Parse a log line: time, stream, the rank of its tag, the level of its prefix.
+    """Parse a line of an allocation's log: time, stream, rank tag and level prefix.
 
-    A line that no supervisor wrote, which a power failure may leave, is text without a time; a time in the future, which a
-    trial may write, becomes now.
+    A line without a valid head, after a power failure for example, becomes text without a time. A time in the future, which a
+    trial could write, becomes now.
     """
     head = _HEAD.match(raw)
     time_us, stream, text = (
@@ -138,13 +138,13 @@ def parse(raw: str) -> LogLine:
 
 
 def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
-    """Yield rank and text of all output; of a large log its first 4 and last 12 MiB."""
+    """Yield rank and text of each line, of a large log from its two ends (16 MiB)."""
     offset = 0
     end = _size(directory)
     is_end = end <= _BEGINNING_BYTES + _END_BYTES
     while True:
         if not is_end and offset >= _BEGINNING_BYTES:
-            # In the middle of a line, whose rest is parsed as a line without a time.
+            # The new offset may be within a line, whose rest is parsed as a line without a time.
             is_end, offset = True, max(offset, end - _END_BYTES)
         read = read_lines(directory, offset, CHUNK_BYTES)
         if not read.lines:

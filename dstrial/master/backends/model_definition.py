@@ -1,4 +1,4 @@
-"""Model definitions: packs the protocol's files as gzip tars, unpacks them safely."""
+"""Model definitions: pack uploaded files as gzip tars, and unpack them safely."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from dstrial.errors import MasterError, RequestError
 
 MAX_MEMBERS = 100_000
 MAX_PATH_BYTES = 1024
-"""Longest path of a member; the directory in which a trial runs has to fit in front of it."""
+"""Longest path of a member; the path of the trial's directory is prepended to it."""
 
 _CHUNK_BYTES = 2**20
 _REGULAR, _DIRECTORY = ord("0"), ord("5")
 
 
 def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
-    """Pack the files of ``POST /experiments``; equal files give equal bytes.
+    """Return the files of ``POST /experiments`` as a gzip tar, reproducibly.
 
-    Marked directories are left out.
+    Directories with a marker file (``context_directory.MARKS``) are excluded.
 
     Args:
-        files: ``path``, ``type`` (48 a file, 53 a directory), ``content`` (base64), ``mtime`` (seconds, a string), ``mode``.
+        files: each with ``path``, ``type`` (48: file, 53: directory), ``content`` (base64), ``mtime`` (seconds, a string) and
+            ``mode``.
 
     Raises:
-        RequestError: 400 for a path that leads out or a member that is no file or directory, 413 for too much.
+        RequestError: 400 for a path outside the directory or a member that is no file or directory, 413 if too large.
     """
     files = list(files)
-    # Determined's client packs them too.
+    # Determined's client also sends directories with a marker file.
     left_out = {
         str(PurePosixPath(path).parent)
         for file in files
@@ -97,11 +98,11 @@ def _member(file: Mapping[str, Any]) -> tuple[tarfile.TarInfo, bytes]:
 
 
 def unpack(tgz: bytes, directory: Path) -> None:
-    """Unpack a model definition; nothing is written outside ``directory``.
+    """Unpack a model definition into a directory; reject members outside of it.
 
     Raises:
-        RequestError: 400 for a damaged or forbidden archive, 413 for one that unpacks to too much.
-        MasterError: this machine cannot hold the files.
+        RequestError: 400 for a damaged or forbidden archive, 413 if its files are too large.
+        MasterError: the files cannot be written, on a full disk for example.
     """
     try:
         for archive, member, _ in _members(tgz):
@@ -138,10 +139,10 @@ class PackedFile:
 
 
 def list_files(tgz: bytes) -> list[PackedFile]:
-    """Return the files of a model definition by path, no links and devices.
+    """Return the regular files of a model definition, sorted by path.
 
     Raises:
-        RequestError: 400 for an archive that is damaged, 413 for one that unpacks to too much.
+        RequestError: 400 for a damaged archive, 413 if its files are too large.
     """
     found: dict[str, PackedFile] = {}
     for archive, member, path in _members(tgz):
@@ -151,10 +152,10 @@ def list_files(tgz: bytes) -> list[PackedFile]:
 
 
 def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
-    """Return the first bytes of a file and its size.
+    """Return the first bytes of a model definition's file, and the file's size.
 
     Raises:
-        RequestError: 400 for a path that leads out, a directory, a link or a damaged archive; 404 where there is nothing.
+        RequestError: 400 for a path outside the directory, a directory, a link or a damaged archive; 404 for a missing file.
     """
     _require_inside(path)
     wanted = str(PurePosixPath(path))
@@ -178,7 +179,7 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
-    """Yield each member of an archive with its path; None for a path that leads out."""
+    """Yield archive, member and its path, or None for a path outside the directory."""
     if not tgz:
         return
     total = 0

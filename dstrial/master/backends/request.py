@@ -1,4 +1,4 @@
-"""The request to start an allocation."""
+"""The request to a back end to start an allocation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ TRIAL = "TRIAL"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """One run of a trial, or of a command, on this machine.
+    """One run of a trial or command, on one node.
 
-    Without a trial its fields are 0, empty or None.
+    The fields of a trial are 0, empty or None for a command.
     """
 
     allocation_id: str  # ``{task_id}.{run_id}``
     task_id: str
     trial_id: int
     experiment_id: int
-    run_id: int  # number of the trial's allocations, with this one
-    directory: Path  # of its files, absolute; made with mode 0700
+    run_id: int  # number of the trial's allocations, including this one
+    directory: Path  # its files, absolute; created with mode 0700
     slots: tuple[Slot, ...]
     ports: dict[str, int]  # free port by environment variable
     config: dict[str, Any]  # the experiment config with defaults
@@ -33,10 +33,10 @@ class AllocationRequest:
     trial_seed: int
     steps_completed: int  # batches completed by ``latest_checkpoint``; 0 without one and for a warm start
     latest_checkpoint: str | None
-    session_token: str  # opens this trial only; ends with the allocation
-    user_token: str  # the submitting user's; ends with the allocation
+    session_token: str  # gives access to this trial only; valid until the allocation ends
+    user_token: str  # the submitting user's; valid until the allocation ends
     username: str
-    master_url: str  # where the trial reports to
+    master_url: str  # address of the master for the trial's reports
     cluster_id: str
     master_id: str
     agent_id: str
@@ -44,21 +44,21 @@ class AllocationRequest:
     model_definition: bytes  # gzip tar of the context directory; empty for none
     entrypoint: str | list[str]
     interpreter: str | None = None  # Python of the trial, absolute; None for the master's
-    startup_hook: str = ""  # shell lines of the master's settings that run first
+    startup_hook: str = ""  # shell lines from the master's settings, run before the entrypoint
     task_type: str = TRIAL  # ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``
     working_directory: str | None = None  # absolute; None for the directory with the model definition
-    log_bytes: int | None = None  # how much output is kept on disk until it is read; None for all
-    storage: str | None = None  # path of the checkpoint storage; None where it has no marker
+    log_bytes: int | None = None  # limit of the output kept on disk until it is read; None for no limit
+    storage: str | None = None  # path of the checkpoint storage; None if it has no marker
     # name in ``events/`` of the directory -> target directory
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    addresses: tuple[str, ...] = ("127.0.0.1",)  # of all nodes of the allocation, in rank order
+    addresses: tuple[str, ...] = ("127.0.0.1",)  # all nodes of the allocation, in rank order
     node_rank: int = 0
-    slot_counts: tuple[int, ...] = ()  # of each node; empty for the slots here alone
+    slot_counts: tuple[int, ...] = ()  # number of slots on each node; empty for this node only
     # environment variables that every other source overrides
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all but the model definition; :meth:`from_json` is the inverse."""
+        """Return all fields except the model definition; inverse of :meth:`from_json`."""
         links = {name: str(path) for name, path in self.links.items()}
         plain = {**dataclasses.asdict(self), "directory": str(self.directory), "links": links}
         del plain["model_definition"]
@@ -76,7 +76,7 @@ class AllocationRequest:
 
     @property
     def venvs_path(self) -> Path:
-        """Directory of shared environments of tasks, beside that of all allocations."""
+        """Directory of virtual environments, shared by all allocations on the node."""
         return self.directory.parent.with_name("venvs")
 
     @property

@@ -1,4 +1,4 @@
-"""Files by which ``dstrial status`` shows hosts, jobs and fork servers."""
+"""Status files that the master writes and ``dstrial status`` shows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _Shown = TypeVar("_Shown")
 class ShownHost:
     name: str
     num_slots: int
-    why_down: str | None  # None while the host can be used
+    why_down: str | None  # None while the host is up
     since_us: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownEngine:
     name: str
-    why_away: str | None  # None while it answers
-    jobs: list[str]  # a line for people per job
+    why_away: str | None  # why the engine does not answer; None while it does
+    jobs: list[str]  # a line for users per job
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,22 +37,22 @@ class ShownServer:
     pid: int
     python: str
     state: str  # ``importing`` or ``ready``
-    num_forks: int  # number of trials that it has started
+    num_forks: int  # number of trials that the server has forked
 
 
 class StatusFile:
-    """Writes a list of records to a file whenever it changes; deletes an old file."""
+    """A file with a list of records, written when the list has changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: list[dict[str, Any]] = []
-        path.unlink(missing_ok=True)  # of a master before this one
+        path.unlink(missing_ok=True)  # an earlier master's file
 
     def write(self, records: Iterable[ShownHost | ShownEngine | ShownServer]) -> None:
         found = [dataclasses.asdict(one) for one in records]
         if found != self._written:
             self._written = found
-            with contextlib.suppress(OSError):  # The next change shows it.
+            with contextlib.suppress(OSError):  # the next change is written again
                 if found:
                     replace_file(self._path, json.dumps(found), sync=False, is_private=True)
                 else:
@@ -63,17 +63,17 @@ class StatusFile:
 
 
 def shown_hosts(state_dir: Path) -> list[ShownHost]:
-    """Return the hosts of a state directory's master; empty without one."""
+    """Read the status of the hosts of a state directory's master; empty if none."""
     return _read(state_dir / HOSTS_NAME, ShownHost)
 
 
 def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the engine of a state directory's master; None without one."""
+    """Read the status of the engine of a state directory's master; None if none."""
     return next(iter(_read(state_dir / ENGINE_NAME, ShownEngine)), None)
 
 
 def shown_servers(state_dir: Path) -> list[ShownServer]:
-    """Return the living fork servers of a state directory's master."""
+    """Read the status of the running fork servers of a state directory's master."""
     return [one for one in _read(state_dir / SERVERS_NAME, ShownServer) if read_state(one.pid) is not None]
 
 

@@ -1,14 +1,14 @@
-"""The process that owns one allocation: a script of the standard library only.
+"""The supervisor: a process that runs an allocation and outlives the master.
 
     python -I -S supervisor.py DIRECTORY [LINE]
 
-or this file as a fork of a fork server that has imported what the entrypoint imports; the entrypoint is then a fork, too. LINE
-is the first line of the log.
+LINE is the first line of the log. A fork server can run this file in a fork, too; the supervisor then forks the entrypoint.
+Standard library only.
 
-The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in its own process group, appends the
-entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. It
-outlives the master. SIGTERM is forwarded to the entrypoint's process group; SIGUSR1 kills everything. If ``spec.json`` names a
-lease or an agent's record, everything is killed, without ``exit.json``, when the lease or the agent ends.
+The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in a new process group, appends the
+entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. SIGTERM
+is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If ``spec.json`` names a lease
+or an agent's record, the supervisor kills all descendants when the lease or the agent ends, and writes no ``exit.json``.
 
 A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. If the size of the log is limited, it is rotated into
 parts named ``output.log.<bytes before it>.<lines before it>``; the first part and the newest ones are kept.
@@ -30,25 +30,25 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_CHUNK_BYTES = 1 << 18  # of output read at once
+_CHUNK_BYTES = 1 << 18  # maximum of one read of output
 _MAX_LINE_BYTES = 8192  # longer lines are split
 _TRACKERS_END_S = 10.0  # grace period of resource trackers, which may still be starting
-_TRAILING_OUTPUT_S = 2.0  # for output in the pipes after the entrypoint's end
-_TABLE_READS = 5  # of /proc, until no parent is missing
-_TICK_S = 0.5  # between checks of the lease and signals
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that may pass when there is room
-_NUM_PARTS = 8  # of a log whose size is limited
+_TRAILING_OUTPUT_S = 2.0  # timeout of output in the pipes after the entrypoint's end
+_TABLE_READS = 5  # attempts to read /proc without missing parents
+_TICK_S = 0.5  # interval of checks of the lease and signals
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end when the disk has space again
+_NUM_PARTS = 8  # parts of a log whose size is limited
 _lease_ends_s: "dict[str, float]" = {}
 
 
 def main(directory: str, line: str = "") -> None:
-    """Run the allocation in ``directory`` to its end."""
+    """Run the allocation in ``directory`` until all its processes have ended."""
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open("spec.json", encoding="utf-8") as file:
         spec: dict[str, Any] = json.load(file)
-    # Cleaners of temporary files skip locked directories (tmpfiles.d(5)); the lock ends with this process.
+    # Lock the temporary directory, so that systemd-tmpfiles does not clean it (tmpfiles.d(5)).
     with contextlib.suppress(OSError):
         fcntl.flock(
             os.open(spec["temporary_directory"], os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB
@@ -60,29 +60,29 @@ def main(directory: str, line: str = "") -> None:
         child, refusal = _start(spec, libc)
     except OSError as error:
         os.write(log, b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
-        _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
+        _write_exit(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
         return
     output = _Output(child, requests, log, spec.get("log_bytes"))
-    output.say(line or refusal)
+    output.log_line(line or refusal)
     status = output.follow(spec.get("lease"), spec.get("agent"))
-    if output.is_given_up:
+    if output.is_orphaned:
         return
-    _leave(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
+    _write_exit(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
 
 
-def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> None:
+def _write_exit(requests: "_Requests", exit_code: int, signal_number: int | None) -> None:
     record = {"exit_code": exit_code, "signal": signal_number, "time_us": _now_us()}
     while True:
         try:
             write_json("exit.json", record)
             return
         except OSError as error:
-            if not requests.may_try_again(error):
+            if not requests.should_retry(error):
                 return
 
 
 class _Requests:
-    """Requests by signals, and a descriptor that becomes readable at each."""
+    """Signal handlers that record requests; ``wakeup`` is readable after each signal."""
 
     def __init__(self, lease: "str | None" = None, agent: "str | None" = None) -> None:
         self._lease = lease
@@ -99,8 +99,8 @@ class _Requests:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def may_try_again(self, error: OSError) -> bool:
-        """Wait briefly for room on a full disk; return whether to retry.
+    def should_retry(self, error: OSError) -> bool:
+        """Sleep if the disk is full; return whether to retry the write.
 
         Other errors are permanent: the trial may have replaced the file or changed its mode.
         """
@@ -120,7 +120,7 @@ class _Requests:
 
 
 class _Fork:
-    """An entrypoint that is a fork, with the needed part of ``Popen``."""
+    """A forked entrypoint, with the attributes of ``Popen`` that the supervisor uses."""
 
     def __init__(self, pid: int, stdout: int, stderr: int) -> None:
         self.pid = pid
@@ -129,7 +129,7 @@ class _Fork:
 
 
 def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[bytes] | _Fork, str]":
-    """Start the entrypoint; return it, and the log line why it is no fork, if any."""
+    """Start the entrypoint; return it, and a log line if a fork was refused."""
 
     def in_child() -> None:
         os.setpgid(0, 0)
@@ -139,7 +139,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
 
-    fork, refusal = _forked(spec)
+    fork, refusal = _start_in_spare(spec)
     if fork is not None:
         return fork, ""
     process = subprocess.Popen(
@@ -154,9 +154,9 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
     return process, refusal
 
 
-def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint from this process's spare, if there is one."""
-    client = sys.modules.get("dstrial.fork_server.client")  # imported by forks only
+def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
+    """Start the entrypoint in this process's spare; None, and why, if that fails."""
+    client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
         return None, ""
     program = client.Program(
@@ -183,7 +183,7 @@ def _forked(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
 
 
 class _Output:
-    """Logs the entrypoint's output, and kills its descendants at its end."""
+    """Logs the entrypoint's output, and kills all descendants at the entrypoint's end."""
 
     def __init__(
         self,
@@ -196,10 +196,10 @@ class _Output:
         self._requests = requests
         self._log = log
         self._part_bytes = None if log_bytes is None else max(log_bytes // _NUM_PARTS, 1)
-        self._parts: list[str] = []  # without the first one
-        self._num_bytes = self._num_lines = 0  # of the whole log
-        self._size = 0  # of the newest part
-        self._rest: dict[int, bytes] = {}
+        self._parts: list[str] = []  # names of the log's parts except the first
+        self._num_bytes = self._num_lines = 0  # size of the whole log
+        self._size = 0  # size of the newest part
+        self._partial_lines: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests.wakeup, selectors.EVENT_READ)
         self._streams: dict[int, bytes] = {}
@@ -209,17 +209,17 @@ class _Output:
                 self._selector.register(stream.fileno(), selectors.EVENT_READ)
                 self._streams[stream.fileno()] = tag
         self._status: int | None = None
-        self.is_given_up = False
+        self.is_orphaned = False
 
     def follow(self, lease: "str | None", agent: "str | None") -> int:
         was_terminated = False
         while True:
             self._wait(_TICK_S)
             self._reap()
-            why = "" if lease is None or self.is_given_up else end_reason(lease, agent)
+            why = "" if lease is None or self.is_orphaned else end_reason(lease, agent)
             if why:
-                self.is_given_up = self._requests.kill = True
-                self.say(f"{why}: everything that runs here is killed")
+                self.is_orphaned = self._requests.kill = True
+                self.log_line(f"{why}: killing all processes")
             if self._requests.kill:
                 kill_descendants(self._is_spared)
             elif self._requests.terminate and not was_terminated:
@@ -227,7 +227,7 @@ class _Output:
                 _signal_group(self._child.pid, signal.SIGTERM)
             if self._status is None:
                 continue
-            if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
+            if was_terminated and not self._requests.kill and _is_group_alive(self._child.pid):
                 continue
             break
         began_s = time.monotonic()
@@ -235,20 +235,20 @@ class _Output:
             passed_s = time.monotonic() - began_s
             awaits_output = bool(self._streams) and passed_s < _TRAILING_OUTPUT_S
             is_patient = passed_s < _TRACKERS_END_S
-            if not kill_descendants(self._is_spared if is_patient else _nobody) and not awaits_output:
+            if not kill_descendants(self._is_spared if is_patient else _spare_none) and not awaits_output:
                 break
             self._wait(0.02)
             self._reap()
             if not self._streams and not descendants(os.getpid()):
                 break
         for descriptor in list(self._streams):
-            self._end(descriptor)
+            self._close_stream(descriptor)
         with contextlib.suppress(OSError):
             os.fsync(self._log)
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Return whether a process may live on to clean up /dev/shm."""
+        """Return whether a process is left running for now, to clean up /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -265,16 +265,16 @@ class _Output:
         except BlockingIOError:
             return
         if not data:
-            self._end(descriptor)
+            self._close_stream(descriptor)
             return
-        data = self._rest.pop(descriptor, b"") + data
+        data = self._partial_lines.pop(descriptor, b"") + data
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         complete, _, rest = data.rpartition(b"\n")
         while len(rest) > _MAX_LINE_BYTES:
             complete = complete + b"\n" + rest[:_MAX_LINE_BYTES] if complete else rest[:_MAX_LINE_BYTES]
             rest = rest[_MAX_LINE_BYTES:]
         if rest:
-            self._rest[descriptor] = rest
+            self._partial_lines[descriptor] = rest
         if complete or data.startswith(b"\n"):
             self._append(descriptor, complete.split(b"\n"))
 
@@ -296,17 +296,17 @@ class _Output:
             try:
                 data = data[os.write(self._log, data) :]
             except OSError as error:
-                # Meanwhile the entrypoint blocks once its pipe is full.
-                if not self._requests.may_try_again(error):
+                # While the supervisor waits, the entrypoint blocks once its pipe is full.
+                if not self._requests.should_retry(error):
                     return
 
     def _begin_part(self) -> None:
-        """Rotate the log; the oldest part but the first is deleted."""
+        """Start a new part of the log; delete the oldest parts except the first."""
         name = f"output.log.{self._num_bytes}.{self._num_lines}"
         try:
             descriptor = _open_part(name)
         except OSError:
-            return  # If the disk is full, for example, the current part grows.
+            return  # on a full disk, for example; the current part grows instead
         os.close(self._log)
         self._log, self._size = descriptor, 0
         self._parts.append(name)
@@ -315,14 +315,14 @@ class _Output:
                 os.unlink(self._parts[0])
             del self._parts[0]
 
-    def say(self, text: str) -> None:
-        """Log a text, unless it is empty, as stderr of the entrypoint."""
+    def log_line(self, text: str) -> None:
+        """Log a line as stderr of the entrypoint, unless it is empty."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
 
-    def _end(self, descriptor: int) -> None:
-        rest = self._rest.pop(descriptor, b"")
+    def _close_stream(self, descriptor: int) -> None:
+        rest = self._partial_lines.pop(descriptor, b"")
         if rest:
             self._append(descriptor, [rest])
         self._selector.unregister(descriptor)
@@ -342,16 +342,16 @@ class _Output:
 
 
 def _open_part(name: str) -> int:
-    # Without O_EXCL a pipe that the trial has put there would block.
+    # O_EXCL, because opening a FIFO that the trial has created there would block.
     return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def descendants(pid: int) -> "list[int]":
-    """Return every living process below ``pid``, parents first."""
+    """Return the running descendants of a process, parents first."""
     for _ in range(_TABLE_READS):
         table = _process_table()
         parents = {process: int(fields[1]) for process, fields in table.items()}
-        # A process that ends during the read is missing, and its children are adopted: read again.
+        # If a parent ended during the read, its children have a new parent: read again.
         if all(parent in parents or parent == 0 for parent in parents.values()):
             break
     below = {process for process, parent in parents.items() if parent == pid}
@@ -363,16 +363,16 @@ def descendants(pid: int) -> "list[int]":
 
 
 def _process_table() -> "dict[int, list[bytes]]":
-    """Return :func:`_stat` of every process by pid."""
+    """Return the fields of :func:`_stat` of every process, by pid."""
     found = {int(name): _stat(name) for name in os.listdir("/proc") if name.isdigit()}
     return {pid: fields for pid, fields in found.items() if fields}
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Kill all descendants but spared ones; return whether there was any.
+    """Kill this process's descendants except spared ones; return whether it had any.
 
-    ``is_spared`` is called just before each signal, as a table read earlier may lack processes. Parents are killed first: a shell
-    that saw its child end would exit with 137 instead of by the signal.
+    ``is_spared`` is called just before each signal, because the process table may be outdated. Parents are killed first: a shell
+    whose child is killed would exit with 137 instead of by the signal.
     """
     found = descendants(os.getpid())
     for pid in found:
@@ -382,16 +382,16 @@ def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
     return bool(found)
 
 
-def _nobody(_: int) -> bool:
+def _spare_none(_: int) -> bool:
     return False
 
 
 def is_tracker(pid: int) -> bool:
-    """Return whether a process is Python's resource tracker.
+    """Return whether a process is Python's multiprocessing resource tracker.
 
-    The tracker deletes semaphores and shared memory once every process that uses them has ended. If it is killed,
-    ``/dev/shm/sem.mp-*`` and ``psm_*`` stay for ever. Source: CPython 3.10 to 3.13 ``multiprocessing/resource_tracker.py``,
-    ``ensure_running``.
+    The tracker deletes semaphores and shared memory after the last process that uses them. If the tracker is killed,
+    ``/dev/shm/sem.mp-*`` and ``psm_*`` are never deleted. Source: CPython 3.10 to 3.13
+    ``multiprocessing/resource_tracker.py``, ``ensure_running``.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -404,9 +404,9 @@ def is_tracker(pid: int) -> bool:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` after the name; empty without a process.
+    """Return the fields of ``/proc/PID/stat`` after the name; empty if it has ended.
 
-    Source: proc(5): state, parent, process group, and the number of threads as the eighteenth.
+    The fields (proc(5)) start with state, parent, process group and session; the eighteenth is the number of threads.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -416,12 +416,12 @@ def _stat(pid: str) -> list[bytes]:
 
 
 def _has_ended(fields: list[bytes]) -> bool:
-    """Return whether all threads have ended; a zombie may have lost only its first."""
+    """Return whether all threads of a process have ended, not only the first."""
     return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
 
 
 def start_time(pid: int) -> str | None:
-    """Return a living process's start as opaque text, unique among uses of its pid."""
+    """Return a process's boot id and start time as one text; None if it has ended."""
     fields = _stat(str(pid))
     if not fields or fields[0] in (b"Z", b"X"):
         return None
@@ -430,16 +430,16 @@ def start_time(pid: int) -> str | None:
 
 
 def end_reason(lease: str, agent: "str | None") -> str:
-    """Return why everything has to end; empty while the lease and the agent live."""
+    """Return why the allocation must be killed; "" while lease and agent are alive."""
     if lease_left_s(lease) < 0:
-        return "nothing has been heard of the master for too long"
+        return "the master has not answered for too long"
     if agent is None:
         return ""
     seen = _read_json(agent)
-    # An agent's successor writes its record before it kills the agent.
+    # A new agent writes its record before it kills the old agent, so read the record again.
     if seen is None or start_time(seen["pid"]) == seen["start_time"] or _read_json(agent) != seen:
         return ""
-    return "the agent that watches the job has ended"
+    return "the agent of the job has ended"
 
 
 def _read_json(path: str) -> "dict[str, Any] | None":
@@ -450,17 +450,17 @@ def _read_json(path: str) -> "dict[str, Any] | None":
 
 
 def lease_left_s(path: str) -> float:
-    """Return the seconds until a lease ends.
+    """Return the seconds until a lease ends; negative if it has ended or is missing.
 
-    A lease is a file whose modification time is its end, in seconds since the boot, including suspended time: that clock never
-    jumps. Setting a modification time needs no room on a full disk.
+    A lease is a file. Its modification time is the lease's end in seconds since the boot (CLOCK_BOOTTIME), a clock that never
+    jumps. A modification time can be set even on a full disk.
     """
     try:
         _lease_ends_s[path] = os.stat(path).st_mtime
     except FileNotFoundError:
         return -1.0
     except OSError:
-        pass  # If a network file system does not answer, the last known end counts.
+        pass  # the file system does not answer: use the last known end
     return _lease_ends_s.get(path, -1.0) - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -469,18 +469,18 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _group_lives(group: int) -> bool:
+def _is_group_alive(group: int) -> bool:
     return any(int(fields[2]) == group and not _has_ended(fields) for fields in _process_table().values())
 
 
 def members_of_session(session: int) -> "set[int]":
-    """Return the living processes of a session."""
+    """Return the pids of a session's running processes."""
     table = _process_table()
     return {pid for pid, fields in table.items() if int(fields[3]) == session and not _has_ended(fields)}
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
-    """Replace a file of the current directory; ``name`` has no directory."""
+    """Atomically replace a file in the current directory."""
     temporary = f".{name}.{os.urandom(8).hex()}"  # a name that a trial cannot guess
     try:
         with open(temporary, "x", encoding="utf-8") as file:

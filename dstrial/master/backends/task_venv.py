@@ -1,11 +1,12 @@
-"""Runs a task in an environment over the base Python; keeps installs by digest.
+"""Run a task in a virtual environment over the base Python; cache installs.
 
-The base Python, which may have no dstrial, runs this file. There are two layers over the base:
+The base Python, which may lack dstrial, runs this file. Two virtual environments extend the base Python:
 
-- ``<root>/DIGEST`` has what requirements and startup hooks install. The first task that needs it fills it under an exclusive
-  lock on ``DIGEST.lock``; once ``DIGEST/complete`` exists, it is used under shared locks and never changes.
-- ``venv`` in the directory of an allocation is the task's own. There the hooks of later tasks install what the shared layer
-  lacks, and so does a task that runs ``pip install`` while it trains.
+- The shared one, ``<root>/DIGEST``, has the packages that requirements and startup hooks install. The first task with this
+  digest fills it under an exclusive lock on ``DIGEST.lock``. Once ``DIGEST/complete`` exists, tasks use it under shared locks,
+  and it never changes.
+- The task's own, ``venv`` in the allocation's directory, sees the shared one. Hooks of later tasks, and a ``pip install`` during
+  training, install other packages there.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 KEPT = ("torch", "deepspeed", "determined", "dstrial")
-"""Packages that stay at the base's versions."""
+"""Packages that must keep the base Python's versions."""
 UNUSED_S = 14 * 24 * 3600.0
-"""Age since its last start at which a shared environment is deleted, seconds."""
+"""Time after the last start of a task in a shared environment at which it is deleted, seconds."""
 
 _COMPLETE = "complete"
 _POLL_S = 0.1
-_LOG_PERIOD_S = 30.0  # between two lines of a task that waits
+_LOG_PERIOD_S = 30.0  # interval of log lines of a task that waits for an environment
 _MIN_DESCRIPTOR = 64  # hooks may use lower ones for redirections
-# Suffixes of files that may define what is installed; changes of other files keep the environment.
+# Suffixes of files that may affect which packages are installed, and so are part of the digest.
 _SUFFIXES = (".txt", ".in", ".toml", ".cfg", ".lock", ".sh", ".whl", ".gz", ".zip", ".bz2", "setup.py")
-# Directories, and files of requirements that may name them.
+# Requirements that name a local directory or another requirements file.
 _LOCAL_REQUIREMENT = re.compile(
     r"^\s*(-[er]|--editable\b|--requirement\b|\.|(\S+\s*@\s*)?file:|(?!.*://)[^#\n]*/)", re.MULTILINE
 )
-# Valid sh and Python: a first line may have no spaces and 127 bytes (pip 23.2.1 _vendor/distlib/scripts.py).
+# Valid as sh and as Python: an interpreter line allows no spaces and 127 bytes (pip 23.2.1 _vendor/distlib/scripts.py).
 _PIP = """#!/bin/sh
 '''exec' "{python}" "$0" "$@"
 ' '''
@@ -60,17 +61,19 @@ sys.exit(main())
 
 
 def main(spec_path: str, filled: str = "", lock: str = "") -> None:
-    """Become the task's command, behind its hooks and in its own environment.
+    """Prepare the task's environments, run its hooks and execute its command.
+
+    To fill a shared environment, hooks run in a shell that then executes this file again, with ``filled`` and ``lock``.
 
     Args:
         spec_path: a JSON file: ``root`` (of shared environments), ``task`` (its name), ``directory`` (of the allocation),
             ``files`` (the model definition), ``hooks`` (paths of shell scripts), ``requirements`` (a path in ``files``, or
             null), ``shell``, ``command``.
-        filled: the shared environment that the task's hooks have just filled.
-        lock: the descriptor of its exclusive lock.
+        filled: the shared environment that the hooks have just filled.
+        lock: the descriptor of the exclusive lock on ``filled``.
     """
     spec: dict[str, Any] = json.loads(Path(spec_path).read_text(encoding="utf-8"))
-    # `python -I` leaves out packages of the account, which the task itself sees.
+    # `python -I` excludes the user's site-packages, which the task itself sees.
     sys.path += [path for path in site_directories() if path not in sys.path]
     try:
         if lock:
@@ -81,7 +84,9 @@ def main(spec_path: str, filled: str = "", lock: str = "") -> None:
             _run_in_own(spec, None, has_filled=True)
         shared = Path(spec["root"], digest_of(spec["hooks"], spec["requirements"], Path(spec["files"])))
         descriptor, is_complete = acquire(shared, spec["task"])
-        _print_line(f"environment {shared.name}: {'shared with' if is_complete else 'made for'} other tasks")
+        _print_line(
+            f"environment {shared.name}: {'shared with' if is_complete else 'created for'} other tasks"
+        )
         if not is_complete:
             shutil.rmtree(shared, ignore_errors=True)
             make(shared)
@@ -101,16 +106,16 @@ def main(spec_path: str, filled: str = "", lock: str = "") -> None:
 
 
 def site_directories() -> list[str]:
-    """Return the running Python's package directories, those of its account last."""
+    """Return the running Python's site-packages directories, the user's last."""
     found = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    # A virtual environment leaves them out (site.py, venv()).
+    # A virtual environment excludes the user's (site.py, venv()).
     if sys.prefix == sys.base_prefix and not os.environ.get("PYTHONNOUSERSITE"):
         found += [path for path in (site.getusersitepackages(),) if Path(path).is_dir()]
     return found
 
 
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
-    """Return the name of the environment that these hooks and requirements fill."""
+    """Return the name of the shared environment: a hash of all that defines it."""
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
     digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
@@ -126,7 +131,7 @@ def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> st
 
 
 def acquire(environment: Path, task: str) -> tuple[int, bool]:
-    """Lock an environment: shared if it is complete, else exclusive, to fill it.
+    """Wait for and lock a shared environment: exclusively to fill it, else shared.
 
     Returns:
         The descriptor of the lock, which the task's processes inherit, and whether the environment is complete.
@@ -142,7 +147,7 @@ def acquire(environment: Path, task: str) -> tuple[int, bool]:
         is_complete = complete.exists()
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(descriptor, (fcntl.LOCK_SH if is_complete else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            # `collect` deletes the lock file, too; another task may have completed the environment meanwhile.
+            # Check again: `collect` may have deleted the lock file, or another task completed the environment.
             if path.stat().st_ino == os.fstat(descriptor).st_ino and complete.exists() == is_complete:
                 os.utime(descriptor)
                 if not is_complete:
@@ -153,8 +158,10 @@ def acquire(environment: Path, task: str) -> tuple[int, bool]:
             log_s = time.monotonic() + _LOG_PERIOD_S
             with contextlib.suppress(FileNotFoundError):
                 holder = path.read_text(encoding="utf-8", errors="replace") or "another task"
-                told = f"waiting for environment {environment.name}, which {holder} makes"
-                _print_line(f"{told} ({time.monotonic() - began_s:.0f} s)")
+                waited_s = time.monotonic() - began_s
+                _print_line(
+                    f"waiting for environment {environment.name}, which {holder} fills ({waited_s:.0f} s)"
+                )
         time.sleep(_POLL_S)
 
 
@@ -174,7 +181,7 @@ def collect(root: Path, unused_s: float) -> list[str]:
     for lock in sorted(root.glob("*.lock")):
         environment = lock.with_suffix("")
         descriptor = os.open(lock, os.O_RDWR)
-        # BlockingIOError: it is in use. After another error the next environment is tried.
+        # BlockingIOError: the environment is in use. After any error, go on with the next environment.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             age_s = time.time() - os.fstat(descriptor).st_mtime
@@ -188,21 +195,21 @@ def collect(root: Path, unused_s: float) -> list[str]:
 
 
 def make(environment: Path, shared: Path | None = None, *, has_commands: bool = False) -> None:
-    """Make a venv that sees the packages of the running Python and of a shared venv.
+    """Create a venv that sees the packages of the running Python and of a shared venv.
 
-    ``has_commands`` gives it the commands of both (``torchrun``), which see what is installed in it.
+    With ``has_commands`` it gets wrappers of the commands of both (``torchrun``), which run with the new venv's Python.
     """
     has_pip = shared is not None or importlib.util.find_spec("pip") is not None
     venv.EnvBuilder(symlinks=True, with_pip=not has_pip).create(environment)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # `--system-site-packages` would lead to packages of the Python that the base itself was made of.
+    # `--system-site-packages` would show the packages of the Python from which a base venv was created.
     visible = [] if shared is None else [str(path) for path in shared.glob("lib/python*/site-packages")]
     lines = [f"import site; site.addsitedir({path!r})\n" for path in [*visible, *site_directories()]]
-    # The name sorts after .pth files of installed packages.
+    # This name sorts after .pth files of installed packages.
     (packages / "zz_dstrial.pth").write_text("".join(lines), encoding="utf-8")
     python = environment / "bin" / "python3"
     for name in ("pip", "pip3", f"pip{sys.version_info[0]}.{sys.version_info[1]}"):
-        # Even if the base has no pip: later entries of PATH may have another Python's.
+        # Also without pip in the base: later entries of PATH may have another Python's pip.
         _write_script(environment / "bin" / name, _PIP.format(python=python))
     if has_commands:
         for source in ([] if shared is None else [shared / "bin"]) + [Path(sys.executable).parent]:
@@ -226,9 +233,9 @@ def _write_script(path: Path, text: str) -> None:
 
 
 def _constraints() -> str:
-    """Return pip constraints that keep the base's packages working.
+    """Return pip constraints that keep the base Python's packages working.
 
-    ``KEPT`` stay at their versions; what they require of other packages, as far as the base meets it, holds as well.
+    Packages in ``KEPT`` are pinned. Their requirements are added as constraints, if the base Python meets them.
     """
     try:
         requirements = importlib.import_module("packaging.requirements")
@@ -267,7 +274,7 @@ def _set_variables(directory: Path) -> None:
 
 
 def _enter(environment: Path, shared: Path | None = None) -> None:
-    """Put an environment's commands before those that it sees."""
+    """Activate an environment: set PATH, VIRTUAL_ENV and DET_PYTHON_EXECUTABLE."""
     entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
     seen = [str(Path(sys.executable).parent), *([] if shared is None else [str(shared / "bin")])]
     places = [place for place, entry in enumerate(entries) if entry in seen]
@@ -278,7 +285,7 @@ def _enter(environment: Path, shared: Path | None = None) -> None:
 
 
 def _install(spec: dict[str, Any], environment: Path) -> None:
-    """Install the requirements; exit with pip's last lines on an error."""
+    """Install a task's requirements; exit with pip's last lines on an error."""
     words = [str(environment / "bin" / "pip"), "install", "-r", spec["requirements"]]
     last: collections.deque[str] = collections.deque(maxlen=8)
     with subprocess.Popen(words, cwd=spec["files"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip:
@@ -303,13 +310,16 @@ def _mark_complete(environment: Path, lock: int) -> None:
 
 
 def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) -> NoReturn:
-    """Run the command, and hooks unless they have just filled the shared layer."""
+    """Execute the command in the task's own environment; run hooks first if needed.
+
+    With ``has_filled``, hooks and requirements have just run for the shared environment and are skipped.
+    """
     own = Path(spec["directory"], "venv")
     make(own, shared, has_commands=True)
     _enter(own, shared)
     if spec["requirements"] and not has_filled:
         text = Path(spec["files"], spec["requirements"]).read_text(encoding="utf-8", errors="replace")
-        # A directory of the model definition may have changed, and a link to it ends with its task.
+        # Local directories are installed for each task: they may have changed, or link to files of an ended task.
         if _LOCAL_REQUIREMENT.search(text):
             _install(spec, own)
     command = list(spec["command"])

@@ -1,4 +1,4 @@
-"""Host and Origin checks, tokens, one-time codes, permissions of allocations."""
+"""Access checks of requests: Host and Origin, tokens, one-time codes, permissions."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ def cookie_of(headers: Headers, wanted: str) -> str | None:
     return None
 
 
-LIFETIME_S = 600.0  # of a login link
+LIFETIME_S = 600.0  # lifetime of a login link
 _MAX_LINKS = 16
 _MAX_GRANTS = 1000
 
 
 class LoginLinks:
-    """In-memory store of unused login-link codes, as digests."""
+    """In-memory store of one-time codes of login links; keeps their digests only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -163,7 +163,7 @@ class LoginLinks:
 
 
 class ServiceGrants:
-    """LRU store of codes that grant access to the services of one task."""
+    """In-memory LRU store of codes; each grants access to one task's services."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
@@ -184,7 +184,7 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Exchange a one-time code for the cookie's code; None if the code is invalid."""
+        """Exchange a URL's one-time code for a cookie's code; None if it is invalid."""
         token = self.token_of(code, task_id)
         if token is None:
             return None

@@ -19,7 +19,7 @@ _MAX_SHOWN_CHARS = 80
 
 
 def camel(name: str) -> str:
-    """Convert a key to camelCase, for example ``stepsCompleted``."""
+    """Convert a key from snake_case to camelCase, for example ``stepsCompleted``."""
     return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
 
 

@@ -35,7 +35,7 @@ _SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return a message with all fields of its class; fields not given are null."""
+    """Return a message of Determined's API with all fields of its class, or null."""
     required, optional = _names_of(bindings_class)
     unknown = fields.keys() - required - optional.keys()
     missing = required - fields.keys()
@@ -74,7 +74,7 @@ class Page:
 
 
 def page_of(total: int, offset: int | None, limit: int | None) -> Page:
-    """Return the range of rows for a page of ``total`` rows.
+    """Return the range of rows of a page, of ``total`` rows.
 
     A negative offset counts from the end. Limit 0 or None means 100, -1 all, -2 none (Determined 0.38.1
     ``master/internal/api/paginate.go``).
@@ -91,7 +91,7 @@ def page_of(total: int, offset: int | None, limit: int | None) -> Page:
 
 
 def to_json(answer: Any) -> bytes:
-    """Serialise a response; mapping keys may be numbers."""
+    """Return a response as JSON, with control characters made visible."""
     body = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(_shown(answer), option=orjson.OPT_NON_STR_KEYS) if _SUSPECT.search(body) else body
 
@@ -178,7 +178,7 @@ def problem(status: int, text: str) -> Problem:
 
 
 def error_response(refusal: Problem) -> Response:
-    """Return an error response as Determined's client expects it: ``{"error": {…}}``."""
+    """Return a problem as Determined's client expects errors: ``{"error": {…}}``."""
     body = {"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}}
     headers = {}
     if refusal.status in (429, 503):
@@ -188,7 +188,7 @@ def error_response(refusal: Problem) -> Response:
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 5.0
+_TOKEN_CHECK_S = 5.0
 
 Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
@@ -225,7 +225,7 @@ async def _events(items: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterat
 
 
 class Stream(StreamingResponse):
-    """Sends chunks until the client disconnects or its token is revoked."""
+    """A streamed response; ends if the client disconnects or its token is revoked."""
 
     is_still_known: Callable[[], Awaitable[bool]] | None = None
 
@@ -254,9 +254,9 @@ class Stream(StreamingResponse):
 
 
 async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the sender logs out, is deactivated, or its token is revoked."""
+    """Wait until the user logs out or is deactivated, or the token is revoked."""
     while await is_still_known():
-        await asyncio.sleep(_ASK_AGAIN_S)
+        await asyncio.sleep(_TOKEN_CHECK_S)
 
 
 def _error_line(error: Exception) -> dict[str, Any]:

@@ -58,16 +58,16 @@ _PARAMETER = re.compile(r"\{[^}]*\}")
 
 
 class Access(enum.Enum):
-    """Access level of a route."""
+    """What a route requires of a request."""
 
-    PUBLIC = enum.auto()  # no token
+    PUBLIC = enum.auto()  # nothing
     USER = enum.auto()  # a user's token, not an allocation's
     ADMIN = enum.auto()  # an administrator's token
     TRIAL = enum.auto()
     """A user's token, or an allocation's for its own trial, task and allocation, for reading its experiment, and for checkpoints
     of its experiment or the one it started from. The resource is recognised by the names of the path parameters."""
 
-    OWNER = enum.auto()  # no token, but the UNIX socket of the state directory
+    OWNER = enum.auto()  # no token, but a connection to the UNIX socket in the state directory
 
 
 PUBLIC, USER, ADMIN, TRIAL, OWNER = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL, Access.OWNER
@@ -81,7 +81,8 @@ Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
 class Route:
     """Method, path, handler and access level of an endpoint.
 
-    Path parameters stand in braces; ``{trial_id:int}`` accepts 32-bit integers. Pages use ``unauthenticated`` instead of a 401.
+    Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. If a request has no valid token,
+    ``unauthenticated`` answers instead of a 401, with a login page for example.
     """
 
     method: str
@@ -101,13 +102,13 @@ def route(
     max_body_bytes: int = MAX_BODY_BYTES,
     unauthenticated: Handler | None = None,
 ) -> Route:
-    """Return a route below ``/api/v1``; a path like ``//info`` is below the root."""
+    """Return a route for a path below ``/api/v1``; ``//info`` means ``/info``."""
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
 
 
 def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
-    """Return a handler that runs in a reader thread, in one snapshot."""
+    """Make a handler of a function that runs in a reader thread, in one snapshot."""
 
     @functools.wraps(handle)
     async def run(request: ApiRequest) -> Answer:
@@ -117,7 +118,7 @@ def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
 
 
 def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handler:
-    """Return a handler that runs in one transaction; None is answered as ``{}``."""
+    """Make a handler of a function that runs in one transaction; None becomes ``{}``."""
 
     @functools.wraps(handle)
     async def run(request: ApiRequest) -> Answer:
@@ -129,7 +130,7 @@ def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handle
 
 @dataclasses.dataclass(slots=True)
 class ApiRequest:
-    """An authenticated request with parsed path parameters."""
+    """A request to a handler, with its identity, parameters and body."""
 
     services: Services
     route: Route
@@ -234,7 +235,7 @@ class ApiRequest:
         return value
 
     def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
-        """Return all values of an enumeration parameter; raise 400 for an unknown one."""
+        """Return all values of a query parameter; raise 400 for one not in ``choices``."""
         allowed = [str(member.value) for member in choices]
         values = self.queries(name)
         if any(value not in allowed for value in values):
@@ -252,12 +253,15 @@ class ApiRequest:
     def ordered(
         self, rows: Iterable[T], keys: Mapping[str, Callable[[T], Any]], choices: type[enum.Enum]
     ) -> list[T]:
-        """Sort rows as the query asks; ``keys[""]`` is the default order."""
+        """Return rows in the order of the query's ``sortBy`` and ``orderBy``.
+
+        ``keys`` are sort keys by ``sortBy``; ``keys[""]`` is the default.
+        """
         sort_by = self.query_choice("sortBy", choices) or ""
         return sorted(rows, key=keys.get(sort_by, keys[""]), reverse=self.is_descending)
 
     def page_of(self, total: int) -> Page:
-        """Return the range of ``total`` rows that the query's offset and limit ask for."""
+        """Return the range of ``total`` rows for the query's ``offset`` and ``limit``."""
         return page_of(total, self.query_int("offset"), self.query_int("limit"))
 
     def page(self, rows: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
@@ -288,9 +292,9 @@ class ApiRequest:
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
-        """Raise 403 if an allocation's token may not access the checkpoint.
+        """Raise 403 if an allocation's token may not read or change a checkpoint.
 
-        It may read and change its experiment's checkpoints, and read the checkpoint that it started from.
+        An allocation may read and change its experiment's checkpoints, and read the checkpoint from which it started.
         """
         if self.allocation is not None and not await self.services.read(
             guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change
@@ -324,7 +328,7 @@ def _forbidden(noun: str, asked: int | str) -> RequestError:
 
 
 def _check_num_values(content: bytes) -> None:
-    """Raise 400 for too many values: parsed, a body of 16 MiB may take 1 GiB."""
+    """Raise 400 if a body has too many values: 16 MiB may need 1 GiB when parsed."""
     if _num_separators(content) <= _MAX_VALUES:
         return
     # The commas may be inside strings, as in a batch of logs. Remove escaped backslashes and quotes first, so that the remaining
@@ -361,7 +365,7 @@ class Api:
     def __init__(self, services: Services, routes: Sequence[Route]) -> None:
         self.routes = tuple(routes)
         self._services = services
-        # Number of segments -> routes, those with words before those with parameters in the same place.
+        # Number of path segments -> routes, sorted so that fixed segments match before parameters.
         self._by_length: dict[int, list[tuple[list[str], Route]]] = collections.defaultdict(list)
         known: set[tuple[str, str]] = set()
         for one in routes:
@@ -429,7 +433,7 @@ class Api:
         path = raw.split(b"?", 1)[0].decode("latin-1")
         segments = path.split("/")[1:]
         methods = []
-        parameters: list[bool] | None = None  # of the first path that matches: no other path is tried
+        parameters: list[bool] | None = None  # which segments of the first match are parameters
         for words, found in self._by_length.get(len(segments), ()):
             if all(
                 word == segment or (segment and word.startswith("{"))
@@ -441,7 +445,7 @@ class Api:
                     break
                 methods.append(found.method)
                 if found.method == scope["method"]:
-                    if unsupported.is_word(found.method, path) and path != found.path:
+                    if unsupported.is_fixed_path(found.method, path) and path != found.path:
                         raise unsupported.refusal(found.method, path)
                     return found, [
                         (name, kind, unquote(segment))

@@ -1,4 +1,4 @@
-"""Converts database rows of experiments, trials and checkpoints to API messages."""
+"""Convert database rows of experiments, trials and checkpoints to API messages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def stored(text: str | None) -> Any:
 
 
 def as_data(value: Any) -> Any:
-    """Wrap user data so that it is sent unchanged, control characters included."""
+    """Wrap user data for a response, so that control characters stay unchanged."""
     return orjson.Fragment(orjson.dumps(value))
 
 
 def shown_config(text: str | None, names: SecretNames) -> Any:
-    """Parse a stored config, or a part of one, and mask its secrets."""
+    """Return a stored config, or a part of one, for a response, with secrets masked."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
 
 
@@ -46,7 +46,7 @@ def shown_state(row: ListedExperiment | ListedTrial) -> str:
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Map API states to stored states; QUEUED, RUNNING and the like become ACTIVE."""
+    """Convert API states to stored states; QUEUED, RUNNING and others become ACTIVE."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -173,7 +173,7 @@ def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | N
 
 
 def sizes_as_texts(resources: str) -> dict[str, str]:
-    """Return stored resources with sizes as strings, the API's 64-bit integers."""
+    """Return a checkpoint's files with sizes as strings, the API's 64-bit integers."""
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 

@@ -21,7 +21,7 @@ _PARAMETER = re.compile(r"\{\w+\}")
 
 
 def refusal(method: str, path: str) -> RequestError:
-    """Return 501 for a request of Determined's client without a route here, else 404."""
+    """Return 501 for a request of Determined's client that has no route, else 404."""
     segments = [segment for segment in path.split("/") if segment]
     if segments[:2] == ["api", "v1"]:
         noun = segments[2] if len(segments) > 2 else ""
@@ -41,17 +41,17 @@ def refusal(method: str, path: str) -> RequestError:
     )
 
 
-def is_word(method: str, path: str) -> bool:
-    """Return whether a path is a fixed endpoint of the client, ``users/setting``.
+def is_fixed_path(method: str, path: str) -> bool:
+    """Return whether Determined's client has this exact path, like ``users/setting``.
 
-    Such a path must not match a route that has a parameter in that place.
+    Such a path must not match a route with a path parameter, ``users/{user_id}``.
     """
     return (method, path) in client_templates()
 
 
 @functools.lru_cache(maxsize=1)
 def _client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return method and path pattern of every request in the generated client."""
+    """Return method and path pattern of every request of Determined's client."""
     return tuple(
         (method, re.compile("[^/]+".join(map(re.escape, _PARAMETER.split(template)))))
         for method, template in client_templates()

@@ -26,7 +26,7 @@ from dstrial.master.web.page import ended_page, login_page, task_state, waiting_
 logger = logging.getLogger("dstrial.master.proxy")
 
 INTERACTIVE = "/det/interactive/"
-"""Path that ``det tensorboard start`` and ``open`` open in the browser: waits for the service, then redirects to it."""
+"""Path that ``det tensorboard start`` and ``open`` show in the browser: waits for the service, then redirects to it."""
 _GRANT = "dstrial-grant="
 _CHUNK_BYTES = 4 * 1024  # at most some hundred HTTP events, which block the event loop for 30 ms
 _MAX_INFORMATIONAL = 10
@@ -35,7 +35,7 @@ _STATUSES = range(200, 600)
 
 
 class ProxyMiddleware:
-    """Handles proxy requests; passes other requests to the API."""
+    """ASGI middleware: forward requests to services of tasks, or call the API."""
 
     def __init__(self, services: Services, api: ASGIApp) -> None:
         self._services = services
@@ -132,11 +132,11 @@ def _with_query(raw: str, query: str) -> str:
 
 
 async def proxy_request(service: targets.Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Forward a request to a service, and the service's response to the client.
+    """Forward a request to a task's service, and the service's response to the client.
 
     Raises:
-        RequestError: 503, nothing listens on the port (yet); 502, the listener belongs to another account, does not speak
-        HTTP, or disconnects, possibly in the middle of a response.
+        RequestError: 503 if nothing listens on the port (yet); 502 if the listener belongs to another account, does not speak
+            HTTP, or disconnects, possibly in the middle of a response.
     """
     reader, writer = await targets.connect(service)
     link = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
@@ -157,7 +157,7 @@ async def proxy_request(service: targets.Service, scope: Scope, receive: Receive
 async def _send_request(
     link: h11.Connection, writer: asyncio.StreamWriter, scope: Scope, receive: Receive
 ) -> None:
-    """Send the request, then wait until the client disconnects."""
+    """Send a client's request to the service, then wait until the client disconnects."""
     headers = [*targets.forwarded(scope["headers"]), (b"connection", b"close")]
     if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
         # Request smuggling: the service may interpret two framings differently (RFC 9112, section 6.3).

@@ -1,4 +1,4 @@
-"""Services of tasks: host names, access checks, forwarded headers.
+"""Find, check and connect to services of tasks; filter forwarded headers.
 
 In a browser a task's services have the URL ``http://TASK.localhost:PORT/proxy/TASK…``, another origin than the master's. Their
 pages therefore cannot send requests to the master as the user, nor set its cookies or service workers.
@@ -47,13 +47,13 @@ _LOOPBACK = "0100007F"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """A port of 127.0.0.1 that an active task offers."""
+    """A port of 127.0.0.1 on which an active task offers a service."""
 
     task_id: str
     port: int
-    is_tcp: bool
+    is_tcp: bool  # whether the service speaks TCP, not HTTP
     is_ready: bool
-    rivals: tuple[int, ...] = ()
+    rivals: tuple[int, ...] = ()  # pids of supervisors of other tasks that offer the same port
 
 
 def task_of_host(headers: Headers) -> str | None:
@@ -73,7 +73,7 @@ def task_of_host(headers: Headers) -> str | None:
 
 
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
-    """Return the service of a raw path; raise 401, 403 or 404."""
+    """Return the service that a request's raw path names; raise 401, 403 or 404."""
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
     if identity.allocation is not None:
@@ -154,14 +154,14 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
         whose = "an unknown account" if account is None else f"user id {account}"
         raise RequestError(
             502,
-            f"port {service.port} of task {service.task_id} is held by {whose}; expected user id {os.geteuid()}, who runs "
-            "the master. Have the task offer another port in environment.proxy_ports.",
+            f"port {service.port} of task {service.task_id} is held by {whose}; expected user id {os.geteuid()}, which "
+            "runs the master. Have the task offer another port in environment.proxy_ports.",
         )
     return reader, writer
 
 
 def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
-    """Return user id and inode of the accepting socket, else of the listener."""
+    """Return user id and inode of the socket that accepted ``own_port``, or listens."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")
     for name in ("tcp", "tcp6"):
@@ -192,9 +192,9 @@ def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def forwarded(
     headers: Collection[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return the headers to forward, without tokens and hop-by-hop headers.
+    """Return a request's headers for a service, without tokens and hop-by-hop ones.
 
-    An upgrade keeps its hop-by-hop headers.
+    ``is_upgrade`` keeps the headers of a WebSocket upgrade.
     """
     kept, dropped = [], _hop_by_hop(headers)
     for name, value in headers:

@@ -1,4 +1,4 @@
-"""Proxies WebSockets: forwards the bytes of a connection after the handshake.
+"""Proxy WebSockets: forward the bytes of a connection after the handshake.
 
 An HTTP service performs the handshake itself. For a raw TCP service (``proxy_tcp``, ``det experiment create --publish``) the
 proxy performs the handshake and wraps the bytes in binary frames with ``wsproto``.
@@ -41,7 +41,7 @@ def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
 
 
 class WebSocketProxy(asyncio.StreamReaderProtocol):
-    """Protocol class for uvicorn: connects a client to a service."""
+    """uvicorn's protocol class for WebSockets: connects a client to a task's service."""
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:
         del config, app_state
@@ -180,7 +180,7 @@ def _refusal(problem: Problem) -> bytes:
 
 
 async def _wait_for_either(*directions: Coroutine[Any, Any, int]) -> int:
-    """Wait until one direction ends, cancel the other, and return the close code."""
+    """Run two copy directions until one ends, cancel the other, return the close code."""
     both = [asyncio.ensure_future(direction) for direction in directions]
     try:
         ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

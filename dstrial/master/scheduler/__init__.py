@@ -1,1 +1,1 @@
-"""Reconciles processes with rows: slots, processes, output, files."""
+"""The scheduler: assign slots; reconcile processes and files with the database."""

@@ -1,4 +1,4 @@
-"""Builds requests to start commands, and ends idle or oversized TensorBoards."""
+"""Build the requests that start commands; end idle or oversized TensorBoards."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 _MIB = 2**20
-_MEMORY_PERIOD_S = 2.0  # between measurements of a TensorBoard's memory
-_CONNECT_TIMEOUT_S = 0.2  # of a probe of a TensorBoard that may not listen yet
+_MEMORY_PERIOD_S = 2.0  # interval of measurements of a TensorBoard's memory
+_CONNECT_TIMEOUT_S = 0.2  # timeout of a probe whether a TensorBoard listens
 
 
 def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
-    """Return a command's ports, as ``choose_ports`` takes them."""
+    """Return a command's port variables, for ``choose_ports``."""
     kind = commands.require(connection, task_id).kind
     return dict(TENSORBOARD_PORTS) if kind == "TENSORBOARD" else {}
 
@@ -37,7 +37,7 @@ def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
 def request(
     services: Services, connection: Connection, allocation: Allocation, common: Mapping[str, Any]
 ) -> AllocationRequest:
-    """Return a command's request; ``common`` are the fields it shares with trials."""
+    """Return the request that starts a command; ``common`` are fields as of trials."""
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
     links: dict[str, Path] = {}
@@ -69,7 +69,7 @@ def request(
 
 
 def _words(entrypoint: str | list[str]) -> list[str]:
-    """Return the command line; a single string is run by the shell."""
+    """Return an entrypoint's command line; a single string is run by ``sh``."""
     if isinstance(entrypoint, str):
         return ["sh", "-c", entrypoint]
     return ["sh", "-c", entrypoint[0]] if len(entrypoint) == 1 else entrypoint
@@ -101,30 +101,30 @@ class CommandWatch:
         if port is None or allocation.kill_us is not None:
             return
         if not allocation.is_ready:
-            if _answers(port):
+            if _is_listening(port):
                 self._services.database.write(lambda tx: life.mark_ready(tx, allocation.id))
             return
-        problem = self._idle(allocation) or self._too_large(allocation, run)
+        problem = self._idle_problem(allocation) or self._memory_problem(allocation, run)
         if problem is not None:
             why = problem
             self._services.database.write(lambda tx: life.kill(tx, allocation.task_id, why))
 
-    def _idle(self, allocation: Allocation) -> str | None:
+    def _idle_problem(self, allocation: Allocation) -> str | None:
         idle_s = self._services.activity.idle_s(allocation.task_id)
         limit_s = self._limits_s.get(allocation.id)
         if limit_s is None:
-            limit_s = self._limits_s[allocation.id] = self._limit_s(allocation.task_id)
+            limit_s = self._limits_s[allocation.id] = self._idle_timeout_s(allocation.task_id)
         if limit_s == 0 or idle_s < limit_s:
             return None
-        return f"nobody has looked at it for {limit_s:g} s (idle_timeout)"
+        return f"it was not used for {limit_s:g} s (idle_timeout)"
 
-    def _limit_s(self, task_id: str) -> float:
+    def _idle_timeout_s(self, task_id: str) -> float:
         with self._services.database.read() as connection:
             config = json.loads(commands.require(connection, task_id).config)
         own_s = None if config["idle_timeout"] is None else seconds_of(config["idle_timeout"])
         return float(self._services.settings.tensorboard_timeout) if own_s is None else own_s
 
-    def _too_large(self, allocation: Allocation, run: RunRef) -> str | None:
+    def _memory_problem(self, allocation: Allocation, run: RunRef) -> str | None:
         limit_mib = self._services.settings.tensorboard_memory_mib
         if time.monotonic() < self._measured_s.get(allocation.id, 0.0):
             return None
@@ -143,7 +143,7 @@ class CommandWatch:
         self._services.activity.forget(allocation.task_id)
 
 
-def _answers(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _CONNECT_TIMEOUT_S):
         return True
     return False

@@ -1,4 +1,4 @@
-"""Assigns free slots to waiting trials and commands, and starts them."""
+"""Assign free slots to waiting trials and commands, and start them."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_PERIOD_S = 1.0  # between polls of the queue if nothing was published
-_NODE_GRACE_US = 5_000_000  # during which a node that is down still counts as capacity
-_EXCLUDED = 2  # of `trials.is_node_excluded`: the trial has failed, and a log policy excludes this machine
+_PERIOD_S = 1.0  # interval of polls of the queue if nothing was published
+_NODE_GRACE_US = 5_000_000  # time during which a node that is down still counts as capacity
+_NODE_EXCLUDED = 2  # `trials.is_node_excluded` of a failed trial for which a log policy excludes nodes
 
 _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
-    """Snapshot of one poll: waiting jobs and slots."""
+    """Snapshot of one poll of the queue: waiting trials and commands, and slots."""
 
     live: list[Allocation]
     capacity: Capacity
-    disabled: frozenset[int] = frozenset()  # nodes
-    largest: int = 0  # most enabled slots of a node
-    is_all_off: bool = False
-    is_idle: bool = False  # nothing waits, and no trial is due for a resize
+    disabled: frozenset[int] = frozenset()  # ids of disabled nodes
+    largest: int = 0  # largest number of enabled slots on a node
+    is_all_off: bool = False  # whether all nodes are disabled
+    is_idle: bool = False  # whether nothing waits, and no trial is due for a resize
     excluded: Sequence[jobs.WaitingTrial] = ()  # trials whose log policies exclude every node
     rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
     entries: list[_Entry] = dataclasses.field(default_factory=list)  # of ``rows``, the most urgent first
@@ -67,7 +67,7 @@ class _Queue:
 
 
 class Dispatcher:
-    """Called by the scheduler's thread."""
+    """Assigns slots to waiting trials and commands; used by the scheduler's thread."""
 
     def __init__(
         self, services: Services, reconciler: Reconciler, storage_wait: StorageWait, retries: Retries
@@ -85,10 +85,9 @@ class Dispatcher:
         self.is_draining = False
 
     def poll(self) -> bool:
-        """Poll the queue if it is due; return whether anything was started.
+        """Poll the queue if that is due; return whether anything was started.
 
-        Every write that may change which trial is next publishes "scheduler". A poll in each iteration would cost processor time
-        in proportion to the waiting trials.
+        A poll is due after a write that published "scheduler", or after ``_PERIOD_S``: its cost grows with the waiting trials.
         """
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
         if self.is_draining or (version == self._version and now_s < self._polled_s + _PERIOD_S):
@@ -141,7 +140,7 @@ class Dispatcher:
         excluded_nodes = {
             row.id: nodes.excluded_for(connection, row.id)
             for row in found
-            if row.is_node_excluded == _EXCLUDED
+            if row.is_node_excluded == _NODE_EXCLUDED
         }
         known = {place.id for place in places}
         excluded = [row for row in found if row.id in excluded_nodes and excluded_nodes[row.id] >= known]
@@ -183,7 +182,7 @@ class Dispatcher:
         trials: Iterable[jobs.WaitingTrial],
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add each trial's request to the queue; ``excluded_nodes`` is by trial."""
+        """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         for row in trials:
             if not self._retries.is_due(row.id):
@@ -208,7 +207,7 @@ class Dispatcher:
                 queue.entries.append((row, one))
 
     def _retry_later(self, row: jobs.WaitingTrial, error: Exception) -> None:
-        """Skip a trial until its backoff is over; fail it after the last attempt."""
+        """Back off a trial that could not be scheduled; fail it after the last attempt."""
         logger.error("trial %d could not be scheduled", row.id, exc_info=error)
         if self._retries.record_failure(row.id):
             self._fail(row, f"the master could not schedule it ({type(error).__name__}: {error})")
@@ -222,7 +221,7 @@ class Dispatcher:
         self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return a trial's slot count; fewer than configured if its checkpoint allows it."""
+        """Return the slots a trial waits for; fewer than configured if needed to resume."""
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -239,9 +238,9 @@ class Dispatcher:
     def _with_choices(
         self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
     ) -> Waiting:
-        """Return a waiting trial with the slot counts that it can start with.
+        """Return ``one`` with the numbers of slots that the trial can start with.
 
-        A trial that waits alone takes all free slots up to ``max_slots``, but not with an engine, whose free slots are unknown.
+        A trial that waits alone may get all free slots up to ``max_slots``, except with an engine, whose free slots are unknown.
         """
         takes_all = len(queue.rows) == 1 and self._services.engine is None
         choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
@@ -249,12 +248,12 @@ class Dispatcher:
             choices = tuple(count for count in choices if count <= one.num_slots)
         if not choices:
             return one
-        # If no choice is its own slot count, wait for the best choice.
+        # If the configured number is no choice, wait for the best choice.
         num_slots = one.num_slots if one.num_slots in choices else choices[0]
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """Fail a trial excluded from every node; without ``launch_error`` it waits.
+        """Fail a trial excluded from every node; let it wait without ``launch_error``.
 
         Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
         """
@@ -262,11 +261,11 @@ class Dispatcher:
             return
         names = [place.name for place in self._backend.nodes()]
         where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
-        why = f"a log policy (exclude_node) keeps it from {where}; nothing is left that it could be started on again"
+        why = f"a log policy (exclude_node) excludes {where}; no agent is left to restart it on"
         self._fail(row, why)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
-        """Request slots from the engine; None where the master has its own."""
+        """Request slots from the engine; return None if there is none."""
         requests = requests_of(waiting, queue.capacity.used_by, queue.disabled, self._describe)
         answer = self._backend.request(requests)
         if answer is not None:
@@ -291,7 +290,7 @@ class Dispatcher:
         return started
 
     def _resize(self, queue: _Queue) -> None:
-        """Preempt trials for a more urgent job, off drained slots, or to grow."""
+        """Stop trials to make room for the next job, to free drained slots, or to grow."""
         capacity = queue.capacity
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next(
@@ -308,7 +307,7 @@ class Dispatcher:
             stops: list[Stop] = []
             if first is not None:
                 urgency = (first[0].priority, first[0].queue_position)
-                stops = self._resizing.make_room(connection, first[1], urgency, capacity, soon)
+                stops = self._resizing.preempt_for(connection, first[1], urgency, capacity, soon)
             elif not soon:
                 if capacity.drained:
                     stops = self._resizing.leave_drained(connection, capacity)
@@ -323,11 +322,11 @@ class Dispatcher:
     def _start(
         self, key: Key, slots: list[int], used_ports: Iterable[int], num_wanted: int | None
     ) -> Allocation | None:
-        """Assign slots to a trial or command and start it; None if it no longer waits.
+        """Start a trial or command on slots; return None if it no longer waits.
 
-        A trial may get fewer slots than ``num_wanted``, its configured number.
+        ``num_wanted`` is a trial's configured number of slots.
         """
-        first_ports: Mapping[str, int] | None = None  # those of a trial
+        first_ports: Mapping[str, int] | None = None  # the ports of a trial
         if isinstance(key, str):
             with self._database.read() as connection:
                 first_ports = command_start.first_ports(connection, key)
@@ -350,7 +349,7 @@ class Dispatcher:
                 else allocations.assign(tx, key, **resources)
             )
             if allocation is not None:
-                _add_parts(tx, allocation.id, slots)
+                _insert_node_allocations(tx, allocation.id, slots)
                 if num_wanted is not None:
                     note_slots(tx, allocation, len(slots), num_wanted)
             return allocation
@@ -388,7 +387,6 @@ class Dispatcher:
         )
 
     def _common_fields(self, row: Allocation, slots: list[int], tokens: dict[str, str]) -> dict[str, Any]:
-        """Return the fields that requests of trials and commands share."""
         services = self._services
         return {
             "allocation_id": row.id,
@@ -410,13 +408,13 @@ class Dispatcher:
 
 
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
-    """Return the slots of a poll; ``off``: disabled slot -> whether it is drained."""
-    # A node that was lost just now counts, so that a short outage shrinks no trial.
-    some_time_ago_us = now_us() - _NODE_GRACE_US
+    """Return free and enabled slots; ``off``: disabled slot -> whether it is drained."""
+    # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
+    grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {
         slot.id
         for place in places
-        if place.why_down is None or place.since_us > some_time_ago_us
+        if place.why_down is None or place.since_us > grace_start_us
         for slot in place.slots
         if slot.id not in off
     }
@@ -440,7 +438,7 @@ def _is_single_node(connection: Connection, experiment_id: int) -> bool:
     return bool((config.get("resources") or {}).get("is_single_node"))
 
 
-def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
+def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
     """Store an allocation's nodes in rank order, except the master's own."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])

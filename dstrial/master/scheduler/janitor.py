@@ -1,4 +1,4 @@
-"""Deletes unneeded files and rows, and makes daily copies of the database."""
+"""The janitor: deletes unneeded files and rows, and copies the database daily."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from dstrial.master.store.reports import logs
 
 logger = logging.getLogger("dstrial.master.janitor")
 
-_PERIOD_S = 3600.0  # between checks for old logs, unused environments and a due copy
+_PERIOD_S = 3600.0  # interval of checks for old logs, unused environments and a due copy
 _RETRY_S = 5.0  # first backoff of a job that failed, or whose storage is unavailable
-# Kinds of jobs that wait until the storage of their experiment is available.
+# Kinds of background jobs that wait until the experiment's checkpoint storage is available.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
-class _StorageAwayError(Exception):
-    """The checkpoint storage of a job is unavailable."""
+class _StorageUnavailableError(Exception):
+    """The checkpoint storage that a background job needs is unavailable."""
 
 
-# Errors of a job that are not retried.
+# Errors of background jobs that are not retried.
 _FINAL = (DstrialError, OSError, IntegrityError, ValueError, LookupError)
 
 
 class Janitor:
-    """The thread that performs background jobs one after another.
+    """A thread that performs background jobs, such as deletions, one after another.
 
-    Every ``period_s`` it also deletes old logs and unused environments, and copies the database if the daily copy is due.
-    ``log_retention_days`` applies to experiments that do not set it; None or -1 keeps logs forever.
+    Every ``period_s`` the thread also deletes old logs and unused environments, and copies the database if the daily copy is due.
+    ``log_retention_days`` is the default for experiments that do not set it; None or -1 keeps logs forever.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Janitor:
         self._logged_away: set[int] = set()  # jobs whose unavailable storage was logged
         self._period_s = period_s
         self._retries = retries or Retries(first_s=_RETRY_S)  # by job
-        self._forget_at_s = time.monotonic()
+        self._next_cleanup_s = time.monotonic()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Release claims of a killed master, and start the thread."""
+        """Release a killed master's claims on checkpoints, and start the thread."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the current job and stop; the next start does the rest."""
+        """Finish the current job and stop the thread; other jobs wait for the next start."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -93,16 +93,16 @@ class Janitor:
                 self._work()
                 self._retries.forget(None)
             except Exception:
-                logger.exception("the janitor has failed and tries again")
+                logger.exception("the janitor failed; retrying")
                 self._retries.record_failure(None)
                 self._event.wait(self._retries.delay_s(None))
                 self._event.clear()
 
     def _work(self) -> None:
-        """Perform the next job, or wait for one."""
-        # By the clock, because a busy master sets the event more often than once per period.
-        if time.monotonic() >= self._forget_at_s:
-            self._forget_at_s = time.monotonic() + self._period_s
+        """Perform the next background job, or wait for one."""
+        # Check the clock, not a timeout of the event: a busy master sets the event more often.
+        if time.monotonic() >= self._next_cleanup_s:
+            self._next_cleanup_s = time.monotonic() + self._period_s
             self._forget_old_logs()
             self._collect_venvs()
             self._copy_database()
@@ -110,16 +110,16 @@ class Janitor:
         with self._database.read() as connection:
             row = background_jobs.next_pending(connection, [key for key in postponed if isinstance(key, int)])
         if row is None:
-            wait_s = min([self._forget_at_s - time.monotonic(), *postponed.values()])
+            wait_s = min([self._next_cleanup_s - time.monotonic(), *postponed.values()])
             self._event.wait(max(0.0, wait_s))
             self._event.clear()
             return
         try:
             self._perform(row)
-        except _StorageAwayError as error:
+        except _StorageUnavailableError as error:
             self._retries.record_failure(row.id, counts=False)
             if row.id not in self._logged_away:
-                logger.warning("%s of experiment %d is put off: %s", row.kind, row.experiment_id, error)
+                logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
             self._logged_away.add(row.id)
         except Exception as error:
             logger.exception("%s of experiment %d has failed", row.kind, row.experiment_id)
@@ -136,7 +136,7 @@ class Janitor:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         trouble = self._storage_trouble(experiment_id)
         if trouble is not None and row.kind in _NEEDS_STORAGE:
-            raise _StorageAwayError(trouble)
+            raise _StorageUnavailableError(trouble)
         if row.kind == "gc":
             self._collect(experiment_id)
         elif row.kind == "delete_checkpoints":
@@ -156,7 +156,7 @@ class Janitor:
             self._delete_experiment(experiment_id)
 
     def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
-        """Drop a failed job; a failed deletion is recorded at its experiment."""
+        """Drop a failed background job; mark an experiment whose deletion failed."""
         experiment_id, why = int(row.experiment_id), str(error)
         logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
 
@@ -176,7 +176,7 @@ class Janitor:
         return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
-        """Delete incomplete checkpoints of an ended allocation."""
+        """Delete an ended allocation's checkpoints that were begun and never reported."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
             left = checkpoints.unknown_of(connection, uuids)
@@ -233,7 +233,7 @@ class Janitor:
         trouble = self._storages.trouble(storage)
         if trouble is not None:  # lost meanwhile: the files may still exist
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
-            raise _StorageAwayError(trouble)
+            raise _StorageUnavailableError(trouble)
         self._database.write(lambda tx: checkpoints.set_resources(tx, uuid, left))
 
     def _delete_experiment(self, experiment_id: int) -> None:
@@ -278,7 +278,7 @@ class Janitor:
                 logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
-        """Make the daily copy unless the database is damaged; retry a failure next time."""
+        """Make the database's daily copy if due, unless the database is damaged."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return

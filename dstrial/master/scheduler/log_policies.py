@@ -1,4 +1,4 @@
-"""``log_policies``: patterns in a trial's output that restrict its restarts."""
+"""Log policies: patterns that restrict a trial's restarts if its output has them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dstrial.master.webhooks import events
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPolicy:
-    """One compiled policy."""
+    """A compiled entry of the config's ``log_policies``."""
 
-    name: str | None  # ``logPolicyMatched``
+    name: str | None  # the trial's ``logPolicyMatched`` after a match
     text: str  # the pattern, as written in the config
     pattern: Any  # compiled; searched in every line
     action: str | None  # ``cancel_retries``, ``exclude_node`` or None
 
 
 def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
-    """Compile the policies of a checked config, except those without a pattern."""
+    """Return the log policies of a validated config, except those without a pattern."""
     found = []
     for policy in config.get("log_policies") or []:
         text, action = policy.get("pattern"), policy.get("action")
@@ -38,7 +38,7 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
 
 
 def matches(policies: Iterable[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
-    """Return the policies that match a line, each with the first such line."""
+    """Return the log policies that match any line, each with its first match."""
     patterns = [(policy, policy.pattern) for policy in policies]
     return events.first_matches(patterns, "".join(texts).splitlines()) if patterns else []
 
@@ -46,7 +46,7 @@ def matches(policies: Iterable[LogPolicy], texts: Iterable[str]) -> list[tuple[L
 def note_matches(
     tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], node_id: int, name: str
 ) -> None:
-    """Store matched policies of a node's output, and log actions once each."""
+    """Store and apply the log policies that matched a node's output; log each once."""
     for policy, line in matched:
         if policy.name is not None:
             trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)

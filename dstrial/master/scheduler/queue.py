@@ -1,4 +1,4 @@
-"""Decides which trials and commands get slots next, and on which nodes; pure.
+"""Decide which trials and commands get slots next, and on which nodes. Pure.
 
 An allocation that fits on one node is never divided, because ranks on one node communicate many times faster. A larger one gets
 as few nodes as possible, with equally many slots on each if possible.
@@ -13,7 +13,7 @@ from dstrial.master.store.nodes import node_of
 
 
 def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
-    """Return slots by their node, both ascending."""
+    """Return slot ids by node id, both ascending."""
     found: dict[int, list[int]] = {}
     for slot_id in sorted(slot_ids):
         found.setdefault(node_of(slot_id), []).append(slot_id)
@@ -21,7 +21,7 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Return whether so many slots exist; ``capacity``: node -> slots, free or not."""
+    """Return whether ``capacity`` (node -> slots) would suffice if all were free."""
     most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
     return num_slots <= most
 
@@ -33,13 +33,13 @@ def place(
     *,
     is_on_one_node: bool = False,
 ) -> list[int] | None:
-    """Return an allocation's slots by rank; None if it must wait.
+    """Return free slots for an allocation, in rank order; None if it must wait.
 
-    ``capacity`` includes slots in use: an allocation that would fit on one node waits for one instead of being divided.
+    ``capacity`` includes slots in use. An allocation that would fit on one node waits for one instead of being divided.
     """
     fitting = [node for node, slots in free.items() if len(slots) >= num_slots]
     if fitting:
-        # Best fit, so that large allocations find the emptier nodes.
+        # Best fit: keep emptier nodes for large allocations.
         node = min(fitting, key=lambda one: (len(free[one]), one))
         return list(free[node][:num_slots])
     if is_on_one_node or num_slots <= max(capacity.values(), default=0):
@@ -72,21 +72,21 @@ class Waiting:
     key: int | str  # a trial's id, or a command's task id
     experiment_id: int  # 0 for a command
     num_slots: int
-    max_slots: int | None  # of its experiment at once; None for any number
-    is_on_one_node: bool = False  # never divided among nodes; true of commands
+    max_slots: int | None  # limit of its experiment's slots in use; None for no limit
+    is_on_one_node: bool = False  # whether the slots must be on one node, as for commands
     excluded_nodes: frozenset[int] = frozenset()  # nodes excluded by a log policy
-    choices: tuple[int, ...] = ()  # possible slot counts, best first; empty for ``num_slots`` only
+    choices: tuple[int, ...] = ()  # possible numbers of slots, best first; empty for ``num_slots`` only
 
 
 def assignments(
     waiting: Sequence[Waiting], free: Collection[int], enabled: Collection[int], used_by: Mapping[int, int]
 ) -> list[tuple[int | str, list[int]]]:
-    """Return the keys of the jobs that start now, with their slots.
+    """Return the keys and slots of the trials and commands that start now.
 
-    ``waiting`` has the most urgent first, ``free`` and ``enabled`` are slot ids. The first job that does not fit blocks the jobs
-    behind it, so that small jobs do not starve a large one. A job blocks no others if it needs no slots, if its experiment is at
-    ``max_slots``, or if no set of enabled slots could ever hold it. A job with choices leaves the smallest choice of each
-    later job with choices free.
+    ``waiting`` has the most urgent first; ``free`` and ``enabled`` are slot ids. The first job that does not fit blocks the later
+    ones, so that small jobs do not starve a large one. A job blocks no others if it needs no slots, if its experiment is at
+    ``max_slots``, or if it would not fit even if all enabled slots were free. A job with ``choices`` leaves enough slots free for
+    the smallest choice of each later job.
     """
     left = by_node(free)
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
@@ -133,7 +133,7 @@ def assignments(
 
 
 def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
-    """Return whether a waiting job could start if other jobs released their slots."""
+    """Return whether a trial or command could start if others released their slots."""
     most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
     if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
         return False

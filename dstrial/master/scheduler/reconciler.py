@@ -1,4 +1,4 @@
-"""Reconciles the processes of live allocations with their rows."""
+"""Reconcile the processes of live allocations with their rows in the database."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_FIRST_POLL_S = 0.05  # poll period of an allocation that prints or stops; doubled by each poll without news
+_FIRST_POLL_S = 0.05  # poll interval of an allocation that prints or stops; doubled by each poll without news
 _LONGEST_POLL_S = 0.5
-_KILL_RETRY_S = 2.0  # between kills of an allocation that has not ended
+_KILL_RETRY_S = 2.0  # interval of kills of an allocation that has not ended
 _STALLED_STOP_S = 30.0  # grace period of ranks that had stalled before the stop request
-_UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
+_UNTRAINED_STOP_US = 5_000_000  # of untrained ranks; a first batch is recorded 0.5 s or more late
 
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """In-memory state of a live allocation; seconds are monotonic."""
+    """The reconciler's state of a live allocation; seconds are monotonic."""
 
     row: Allocation
     run: RunRef
@@ -58,21 +58,21 @@ class _State:
     poll_period_s: float = _FIRST_POLL_S
     policies: tuple[LogPolicy, ...] | None = None
     kill_again_s: float = 0.0
-    is_terminated: bool = False  # a command that has got SIGTERM
-    deadline: tuple[int, float] | None = None  # as stored, and on the monotonic clock
+    is_terminated: bool = False  # whether SIGTERM was sent (commands only)
+    deadline: tuple[int, float] | None = None  # stored deadline, and the same on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
-        """Update the row; a new stop request makes the next poll due."""
+        """Set the allocation's row; make the next poll due at a new stop request."""
         before = self.row
         if row == before:
             return
         self.row, self.run = row, run_of(row)
-        if _requests(before) != _requests(row):
+        if _stop_requests(before) != _stop_requests(row):
             self.poll_at_s, self.poll_period_s = 0.0, _FIRST_POLL_S
 
 
 class Reconciler:
-    """Called by the scheduler's thread."""
+    """Starts, polls and ends live allocations; used by the scheduler's thread."""
 
     def __init__(self, services: Services, storage_wait: StorageWait, retries: Retries) -> None:
         self._services = services
@@ -84,7 +84,7 @@ class Reconciler:
         self._commands = CommandWatch(services)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
-        """Adopt processes of a previous master."""
+        """Find the processes of allocations that a previous master started."""
         for row in rows:
             run = run_of(row)
             handle = self._backend.find(run)
@@ -94,7 +94,7 @@ class Reconciler:
                     self._started(row, run)
 
     def poll(self, rows: Iterable[Allocation], *, is_all_due: bool) -> float:
-        """Poll the allocations that are due; return the seconds until the next one is."""
+        """Poll the allocations that are due; return the seconds until the next poll."""
         states = {}
         for row in rows:
             state = states[row.id] = self._states.get(row.id) or _State(row, run_of(row))
@@ -115,7 +115,7 @@ class Reconciler:
 
     def _poll_one(self, state: _State) -> None:
         row = state.row
-        self._services.note_scheduler(f"polling allocation {row.id}")
+        self._services.record_scheduler_step(f"polling allocation {row.id}")
         is_stopping = row.preempt_us is not None or row.kill_us is not None
         state.poll_period_s = _FIRST_POLL_S if is_stopping else min(state.poll_period_s * 2, _LONGEST_POLL_S)
         has_more = False
@@ -132,14 +132,14 @@ class Reconciler:
     def _give_up(self, state: _State, error: Exception) -> None:
         """End an allocation that cannot be polled, as a failure of its trial."""
         row = state.row
-        why = f"the master could not look after it ({type(error).__name__}: {error}); see `dstrial logs`"
+        why = f"the master failed to poll it ({type(error).__name__}: {error}); see `dstrial logs`"
         logger.error("allocation %s is ended: %s", row.id, why)
         try:
             self._backend.kill(state.run, leaves_record=False)
             exited = life.exited if row.is_command else allocations.allocation_exited
             self._finish(row, state.run, AllocationExit(1, None, now_us(), why, was_lost=False), exited, None)
         except Exception:
-            logger.exception("allocation %s could not be ended and is tried again", row.id)
+            logger.exception("allocation %s could not be ended; retrying", row.id)
 
     def _reconcile(self, state: _State) -> bool:
         """Reconcile one allocation; return whether more output is ready."""
@@ -147,7 +147,7 @@ class Reconciler:
         self._kill_if_asked(state)  # first, as reading files may fail
         # Observe before reading output, so that everything printed before the exit is read.
         exit_ = self._backend.observe(run)
-        if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.shares):
+        if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.allocated):
             self._started(row, run)
         self._add_notes(row, run)
         if exit_ is None:
@@ -160,7 +160,7 @@ class Reconciler:
         return has_more
 
     def _add_notes(self, row: Allocation, run: RunRef) -> None:
-        """Add the back end's messages about an allocation to its log."""
+        """Append the back end's new messages about an allocation to its log."""
         notes = self._backend.notes(run)
         if not notes:
             return
@@ -180,7 +180,7 @@ class Reconciler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Preempt an allocation whose slots the back end will reclaim."""
+        """Preempt an allocation that will lose its slots, according to the back end."""
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.leaving_reason(run)
             if why is not None:
@@ -193,11 +193,11 @@ class Reconciler:
 
     def _stop_if_due(self, state: _State) -> None:
         row = state.row
-        why = None if row.kill_us is not None else _why_late(state)
+        why = None if row.kill_us is not None else _expired_grace_period(state)
         if why is not None:
             self._database.write(lambda tx: release(tx, row, f"it did not stop within {why}", is_kill=True))
         elif (phase := _untrained_phase(row)) is not None:
-            text = f"it is asked to stop before its first batch ({phase})"
+            text = f"it was asked to stop before its first batch ({phase})"
             self._database.write(lambda tx: release(tx, row, text, is_kill=True))
         if row.preempt_us is not None and row.is_command and not state.is_terminated:
             state.is_terminated = True
@@ -252,7 +252,7 @@ class Reconciler:
         return state.policies
 
     def launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
-        """Start an allocation's processes; a failure to start ends it."""
+        """Start an allocation's processes; end the allocation if that fails."""
         run = run_of(row)
         try:
             handle = self._backend.submit(request(), run)
@@ -285,18 +285,18 @@ class Reconciler:
         self._database.write(write)
 
     def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        """Store an exit with its explanation."""
+        """End an allocation; find the explanation of a failed exit in its output."""
         traceback = None
         if exit_.exit_code != 0:
             for output in self._backend.outputs(run):
-                exit_, traceback = _explained(output.directory, exit_)
+                exit_, traceback = _with_explanation(output.directory, exit_)
                 if traceback is not None or exit_.explanation is not None:
                     break
         exited = life.exited if row.is_command else self._trial_exited(row, run, exit_)
         self._finish(row, run, exit_, exited, traceback)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return the transition for a trial's exit."""
+        """Return the function that stores a trial's exit."""
         trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -332,15 +332,16 @@ def release(tx: Transaction, row: Allocation, why: str, *, is_kill: bool) -> Non
         endings.release(tx, row.trial_id, why, is_kill=is_kill)
 
 
-def _requests(row: Allocation) -> tuple[int | None, ...]:
+def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
     return (row.preempt_us, row.preempt_deadline_us, row.kill_us)
 
 
 def _untrained_phase(row: Allocation) -> str | None:
-    """Return the startup phase of ranks asked to stop before their first batch.
+    """Return the startup phase of untrained ranks that ignore a stop request.
 
-    They have nothing to save, and ranks that compile an operator ignore requests for minutes. A rank's file may be stale if its
-    disk is full, but a run with reports has trained.
+    None before the grace period has passed, and for ranks that have trained. Untrained ranks have nothing to save, and ignore the
+    request while they compile an operator, for minutes. On a full disk the ranks' files are stale, but a run with reports has
+    trained.
     """
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None
@@ -348,11 +349,11 @@ def _untrained_phase(row: Allocation) -> str | None:
     return untrained_phase_in(Path(row.directory)) if is_due else None
 
 
-def _why_late(state: _State) -> str | None:
-    """Return the grace period that has run out since the stop request, if one has.
+def _expired_grace_period(state: _State) -> str | None:
+    """Return which grace period since the stop request has expired, or None.
 
-    Ranks that had stalled before the request save nothing and get a shorter one. The monotonic clock measures from when this
-    master first sees the request.
+    Ranks that had stalled before the request cannot save, and get a shorter one. A grace period starts when this master first
+    sees the request, on the monotonic clock.
     """
     row = state.row
     deadline_us = row.preempt_deadline_us
@@ -373,8 +374,8 @@ def _why_late(state: _State) -> str | None:
     return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
 
 
-def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return a failed exit with the error in its output, and the traceback."""
+def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
+    """Return a failed exit with an explanation from the output, and the traceback."""
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))
@@ -390,6 +391,6 @@ def _log_of(row: Allocation) -> LogOwner:
 
 
 def failed_start(error: Exception) -> AllocationExit:
-    """Return the exit of an allocation that could not start; lost without its slots."""
+    """Return the exit of an allocation whose start failed; lost if its slots are gone."""
     was_lost = isinstance(error, SlotsGoneError)
     return AllocationExit(1, None, now_us(), f"could not be started: {error!s}", was_lost)

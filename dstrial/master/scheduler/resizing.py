@@ -1,7 +1,7 @@
-"""Changes the number of slots of running trials.
+"""Change the number of slots of running trials.
 
-A running trial changes by stopping with a checkpoint and restarting. It shrinks if a more urgent job waits or its node is being
-drained; it grows if slots are free and nothing waits.
+A running trial is stopped with a checkpoint and restarted on another number of slots. It shrinks if a more urgent job waits or
+its node is being drained; it grows if slots are free and nothing waits.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from dstrial.master.store.reports.logs import add_master_line
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """A trial with slots that may change their number."""
+    """A running trial whose number of slots may change."""
 
     trial_id: int
     experiment_id: int
     urgency: tuple[int, float]  # (priority, queue position); smaller is more urgent
     slots: tuple[int, ...]
-    choices: tuple[int, ...]  # slot counts its newest checkpoint can resume on, descending
-    max_slots: int | None = None  # of its experiment at once; None for any number
-    is_on_one_node: bool = False  # never divided among nodes
+    choices: tuple[int, ...]  # numbers of slots on which its newest checkpoint can resume, descending
+    max_slots: int | None = None  # limit of its experiment's slots in use; None for no limit
+    is_on_one_node: bool = False  # whether the slots must be on one node
 
     @property
     def num_slots(self) -> int:
         return len(self.slots)
 
     def waiting(self, choices: Sequence[int]) -> Waiting:
-        """Return the trial's request once it has stopped."""
+        """Return the trial as it will wait for slots after it has stopped."""
         return Waiting(
             self.trial_id,
             self.experiment_id,
@@ -68,8 +68,8 @@ def select_preemption_victims(
 ) -> list[Running]:
     """Return the trials to stop so that the first job in the queue can start.
 
-    Only trials of lower priority that can continue with the remaining slots, least urgent first; none if that is not enough.
-    ``free`` are ids of slots that are unused, or will be soon.
+    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if that would not
+    be enough. ``free`` are the ids of slots that are unused, or are being released.
     """
     if _all_fit([first], free, enabled, used_by):
         return []  # slots that are being released suffice
@@ -102,7 +102,7 @@ def _all_fit(
     return len(assignments(waiting, free, enabled, used_by)) == len(waiting)
 
 
-def leaves_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
+def can_leave_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
     """Return whether a trial on ``drained`` slots can continue on other slots."""
     kept = [slot for slot in one.slots if slot not in drained]
     if len(kept) == one.num_slots:
@@ -117,7 +117,7 @@ def leaves_drained(one: Running, drained: Collection[int], free: Collection[int]
 
 
 def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used: int) -> int:
-    """Return the most slots a trial can grow to with the free ones; at least its own."""
+    """Return the largest number of slots to which a trial can grow, or its current."""
     left = by_node({*free, *(slot for slot in one.slots if slot in set(enabled))})
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
     for count in one.choices:
@@ -135,40 +135,40 @@ def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used
 logger = logging.getLogger("dstrial.master.scheduler")
 
 SLOTS_GROUP = "resources"  # metric group with a report for each change of a trial's slots
-_POLL_S = 1.0  # between checks whether a trial can be resized
-_MAX_KNOWN = 10_000  # entries of the cache before it is cleared
+_POLL_S = 1.0  # interval of checks whether a trial can be resized
+_MAX_CACHED = 10_000  # entries of the cache before it is cleared
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capacity:
-    """The slots at one poll of the queue."""
+    """Free, enabled and drained slots at one poll of the scheduler's queue."""
 
     free: frozenset[int]  # enabled and unused
     enabled: frozenset[int]
     drained: frozenset[int]  # disabled; running trials may finish
-    used_by: Mapping[int, int]  # slots by experiment
-    is_settled: bool  # no node was lost within the grace period
+    used_by: Mapping[int, int]  # number of slots in use by experiment
+    is_settled: bool  # whether no node went down within the grace period
 
 
 Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
-    """Cached slot counts that a trial can resume on."""
+class _CacheEntry:
+    """Cache entry: the numbers of slots on which a trial can resume."""
 
-    key: tuple[Any, ...]  # checkpoint, config and excluded counts they hold for
+    key: tuple[Any, ...]  # checkpoint, config and excluded numbers for which the entry is valid
     choices: tuple[int, ...]
     saves: bool  # whether the config sets a checkpoint period
 
 
 class Resizing:
-    """Called by the scheduler's thread."""
+    """Chooses trials to resize, and their slots; used by the scheduler's thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known: dict[tuple[int, int, int], _Known] = {}  # by trial and bounds
-        # Allocation -> its newest checkpoint when growing became possible: it grows after the next checkpoint.
+        self._cache: dict[tuple[int, int, int], _CacheEntry] = {}  # by trial and bounds
+        # Allocation -> its newest checkpoint when it first could grow; it grows after the next checkpoint.
         self._grows_after: dict[str, str] = {}
         self._polled_s = -_POLL_S
 
@@ -188,9 +188,10 @@ class Resizing:
     def choices(
         self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
     ) -> tuple[int, ...]:
-        """Return slot counts to start with, best first; empty for the configured one only.
+        """Return the numbers of slots a trial can start with, best first.
 
-        ``at_most`` is for a trial that may take more than it asks for; None for ``max_slots``.
+        Empty if only the configured number is possible. ``at_most`` limits the choices above that number; None for no limit but
+        the config's.
         """
         if row.section is None:
             return ()
@@ -206,13 +207,13 @@ class Resizing:
         return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
 
     def slots_to_resume_with(self, connection: Connection, row: WaitingTrial, available: int) -> int | None:
-        """Return the most slots that a trial's checkpoint can resume on, if any."""
+        """Return the most available slots that a trial can resume on, or None."""
         at_least = _elasticity(row.section, row.slots_per_trial).at_least or 1
         return next(
             iter(self._choices(connection, row.id, row.experiment_id, at_least, available).choices), None
         )
 
-    def make_room(
+    def preempt_for(
         self,
         connection: Connection,
         first: Waiting,
@@ -220,9 +221,9 @@ class Resizing:
         capacity: Capacity,
         soon: Collection[int],
     ) -> list[Stop]:
-        """Return trials of lower priority to stop so that the first job can start.
+        """Return the trials of lower priority to stop so that ``first`` can start.
 
-        ``soon`` are ids of slots that are being released.
+        ``soon`` are the ids of slots that are being released.
         """
         running = [
             one
@@ -237,22 +238,22 @@ class Resizing:
             enabled=capacity.enabled,
             used_by=capacity.used_by,
         )
-        who = f"trial {first.key}" if isinstance(first.key, int) else f"task {first.key}"
-        why = f"it makes room for {who}, whose priority is higher, and goes on with fewer slots"
+        name = f"trial {first.key}" if isinstance(first.key, int) else f"task {first.key}"
+        why = f"it is preempted by {name}, which has a higher priority, and resumes with fewer slots"
         return [(one.trial_id, why) for one in chosen]
 
     def leave_drained(self, connection: Connection, capacity: Capacity) -> list[Stop]:
-        """Return one trial on drained slots that can continue on others, if any."""
+        """Return a trial to stop because it can continue on slots that are not drained."""
         for row in rows.resizable_trials(connection):
             if capacity.drained.isdisjoint(json.loads(row.slots)):
                 continue
             one = self._running(connection, row)
-            if one is not None and leaves_drained(one, capacity.drained, capacity.free):
-                return [(row.trial_id, "its slots are being drained, and it goes on with others")]
+            if one is not None and can_leave_drained(one, capacity.drained, capacity.free):
+                return [(row.trial_id, "its slots are being drained, and it resumes on others")]
         return []
 
     def grow(self, connection: Connection, capacity: Capacity) -> list[Stop]:
-        """Return at most one trial that can grow onto free slots; nothing waits."""
+        """Return a trial to stop so that it grows onto free slots, if nothing waits."""
         if not capacity.is_settled:
             return []
         for row in rows.resizable_trials(connection):
@@ -266,14 +267,14 @@ class Resizing:
             used = capacity.used_by.get(row.experiment_id, 0)
             target = grown(one, free=capacity.free, enabled=capacity.enabled, used=used)
             if target > num_slots and self._at_next_checkpoint(connection, row, elasticity):
-                why = f"it grows from {num_slots} to {target} slots, which nobody else wants"
+                why = f"it grows from {num_slots} to {target} slots, which are free"
                 return [(row.trial_id, why)]
         return []
 
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
     ) -> bool:
-        """Return whether a trial has just saved, or has no checkpoint period."""
+        """Return whether to stop a trial now: after a new checkpoint, or without a period."""
         latest = checkpoint_rows.latest_completed(connection, row.trial_id)
         if latest is None:
             return False
@@ -282,7 +283,7 @@ class Resizing:
         return not known.saves or uuid != str(latest.uuid)
 
     def stop(self, trial_id: int, why: str) -> None:
-        """Stop a trial with a checkpoint, unless its state has changed meanwhile."""
+        """Ask a trial to save a checkpoint and stop, unless its state has changed."""
 
         def ask(tx: Transaction) -> bool:
             allocation = allocation_rows.live(tx.connection, trial_id)
@@ -300,9 +301,9 @@ class Resizing:
     def _running(
         self, connection: Connection, row: rows.ResizableTrial, at_most: int | None = None
     ) -> Running | None:
-        """Return a trial with its choices; None if it has none or is not elastic.
+        """Return a running trial with its choices; None if it has none or is not elastic.
 
-        Without ``at_most`` the choices are up to its present slots.
+        ``at_most`` limits the choices; by default to the trial's current number of slots.
         """
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))
@@ -325,37 +326,37 @@ class Resizing:
 
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
-    ) -> _Known:
-        """Return the possible slot counts; cached until checkpoint or config change."""
+    ) -> _CacheEntry:
+        """Return a trial's possible numbers of slots, cached per checkpoint and config."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
         key = (None if latest is None else latest.uuid, hash(text), unusable)
         cached_as = trial_id, at_least, at_most
-        known = self._known.get(cached_as)
+        known = self._cache.get(cached_as)
         if known is None or known.key != key:
-            if len(self._known) > _MAX_KNOWN:
-                self._known.clear()
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.clear()
             config = json.loads(text)
             trial = trial_rows.require(connection, trial_id)
             found = resume.choices(connection, trial, config, at_least=at_least, at_most=at_most)
-            known = self._known[cached_as] = _Known(key, found, _saves(config))
+            known = self._cache[cached_as] = _CacheEntry(key, found, _saves(config))
         return known
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Record a changed number of slots in a trial's log and metrics."""
+    """Record in a trial's log and metrics that its number of slots has changed."""
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:
         text = (
-            f"the trial asks for {num_wanted} slots and goes on from its checkpoint with {num_slots}, the most that "
-            "there are for it and that share its batch, which stays as it was"
+            f"the trial requests {num_wanted} slots and resumes from its checkpoint with {num_slots}, the most available "
+            "ones that divide its batch; the batch is unchanged"
         )
         if is_changed:
             text += f"; before it had {before}"
     elif is_changed:
-        text = f"the trial goes on from its checkpoint with {num_slots} slots, after {before}; its batch stays as it was"
+        text = f"the trial resumes from its checkpoint with {num_slots} slots, after {before}; its batch is unchanged"
     else:
         return
     level = "WARNING" if num_slots < num_wanted else "INFO"

@@ -1,4 +1,4 @@
-"""Resource requests to an engine (Slurm, Ray), and its answers."""
+"""Build resource requests to an engine (Slurm, Ray), and apply its answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def requests_of(
     off: frozenset[int],
     describe: Callable[[Key], tuple[str, Mapping[str, Any]]],
 ) -> Iterator[ResourceRequest]:
-    """Return requests of jobs within their ``max_slots``; ``off``: disabled nodes."""
+    """Yield requests of waiting jobs within ``max_slots``; ``off``: disabled nodes."""
     used = dict(used_by)
     for one in waiting:
         in_use = used.get(one.experiment_id, 0)
@@ -49,9 +49,9 @@ def requests_of(
 def request_of_config(
     config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool
 ) -> ResourceRequest | None:
-    """Return the request of a submitted config; None without slots.
+    """Return the request of a submitted config's trials; None if they need no slots.
 
-    ``may_wait``: accept it even if it needs more slots than exist now.
+    ``may_wait`` accepts a config that needs more nodes than the cluster has now.
     """
     resources = config["resources"]
     num_slots = resources["slots_per_trial"]
@@ -69,7 +69,7 @@ def request_of_config(
 
 
 def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
-    """Return the request of a submitted command; None without slots."""
+    """Return the request of a submitted command's config; None if it needs no slots."""
     num_slots = config["resources"]["slots"]
     if num_slots == 0:
         return None
@@ -83,7 +83,7 @@ def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
 
 
 def starts_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
-    """Return the keys of the jobs that start now, with their slots."""
+    """Return keys and slots of the jobs that an engine's answer lets start now."""
     found: list[tuple[Key, list[int]]] = []
     for one in waiting:
         if one.num_slots == 0:
@@ -94,7 +94,7 @@ def starts_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, lis
 
 
 def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and config of a trial or command for the engine's job."""
+    """Return title and config of a trial or command, for its ``ResourceRequest``."""
     if isinstance(key, str):
         command = commands.require(connection, key)
         return f"task {key} ({visible_line(command.description)})", json.loads(command.config)
@@ -107,7 +107,7 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Log the engine's messages, and end jobs that can never start."""
+    """Write the engine's messages to logs; fail refused trials and commands."""
     if not answer.messages and not answer.refused:
         return
 
@@ -139,14 +139,14 @@ async def refuse_unsatisfiable(
 ) -> None:
     """Raise ``ConfigError`` if the engine could never run the requested job.
 
-    ``request`` is None without slots; ``slots_key`` is the config key of the slot count.
+    ``request`` is None for a job without slots; ``slots_key`` is the config key of the slot count.
 
     Raises:
-        ConfigError: with the engine's reasons.
+        ConfigError: with ``findings`` and the engine's reasons.
     """
     if services.engine is None or request is None:
         return
-    # Not in the services' thread pool: this may take seconds, and the pool is for short calls.
+    # Not in the services' thread pool, which is for short calls: this may take seconds.
     for one in await asyncio.to_thread(services.backend.unsatisfiable_reasons, request):
         findings.problem(slots_key if one.key == SLOTS_KEY else one.key, one.got, one.expected, one.fix)
     findings.raise_if_any()

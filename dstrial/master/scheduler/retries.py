@@ -19,12 +19,12 @@ class _Failures:
 
 
 class Retries:
-    """Counts consecutive failures by key.
+    """Counts consecutive failures by key, and computes the backoff before a retry.
 
     Args:
         first_s: delay after the first failure; each further failure doubles it.
         longest_s: longest delay.
-        limit: failures after which the caller gives up.
+        limit: number of failures after which ``record_failure`` returns True.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class Retries:
         self._failures: dict[Hashable, _Failures] = {}
 
     def is_due(self, key: Hashable) -> bool:
-        """Return whether the next attempt may start."""
+        """Return whether a key may be tried again: its backoff is over."""
         failures = self._failures.get(key)
         return failures is None or self._clock() >= failures.due_s
 
     def delay_s(self, key: Hashable) -> float:
-        """Return the seconds until the next attempt; 0 if it is due."""
+        """Return the seconds until a key's next attempt; 0 if it is due."""
         failures = self._failures.get(key)
         return 0.0 if failures is None else max(failures.due_s - self._clock(), 0.0)
 
     def postponed(self) -> dict[Hashable, float]:
-        """Return key -> seconds until its next attempt, for attempts not yet due."""
+        """Return the seconds until the next attempt, of keys whose backoff is not over."""
         return {key: delay_s for key in self._failures if (delay_s := self.delay_s(key))}
 
     def record_failure(self, key: Hashable, *, counts: bool = True) -> bool:
-        """Postpone the next attempt; return whether the limit is reached.
+        """Postpone a key's next attempt; return whether the limit is reached.
 
-        With ``counts`` false the failure is not the key's fault and does not count.
+        With ``counts`` false the failure only postpones: its cause is not the key.
         """
         failures = self._failures.setdefault(key, _Failures(0, 0.0))
         failures.count += counts
@@ -66,12 +66,12 @@ class Retries:
         return failures.count >= self._limit
 
     def forget(self, key: Hashable) -> None:
-        """Reset the key: it has succeeded, or no longer exists."""
+        """Reset a key that has succeeded or no longer exists."""
         self._failures.pop(key, None)
 
 
 def is_shared_fault(error: BaseException, database: Database) -> bool:
-    """Return whether an error, such as a full disk, would hit every trial or job."""
+    """Return whether an error affects all trials and jobs, as a full disk does."""
     if isinstance(error, SqlError) and not isinstance(error, IntegrityError):
         return True
     if isinstance(error, DatabaseDamagedError) or file_limit.is_shortage(error):

@@ -1,7 +1,7 @@
 """The scheduler thread: assigns slots, and reconciles processes with the database.
 
-Every step is idempotent: if the master is killed between a commit and its effect, the next start finds the row and completes it.
-An error of one trial never stops the thread.
+Every step is idempotent: if the master is killed between a commit and its effect, the next master finds the row and repeats the
+step. An error of one trial never stops the thread.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_DRAIN_POLL_S = 0.05  # between checks at shutdown whether all allocations have ended
-_IDLE_TICK_S = 1.0  # longest time between iterations
-_HEARTBEAT_POLL_S = 1.0  # between checks for detached runs without heartbeats
+_DRAIN_POLL_S = 0.05  # interval of checks at shutdown whether all allocations have ended
+_IDLE_TICK_S = 1.0  # longest interval of iterations
+_HEARTBEAT_POLL_S = 1.0  # interval of checks for detached runs without heartbeats
 _CLOCK_JUMP_S = 2.0  # change of the wall clock that counts as a jump
-_OUTPUT_GRACE_S = 15.0  # at shutdown, for storing the output of killed allocations
+_OUTPUT_GRACE_S = 15.0  # time at shutdown for storing the output of killed allocations
 _THREAD = "scheduler"  # key of `_retries` for failures of an iteration
 
 
 class Scheduler:
-    """Runs dispatcher, reconciler and janitor in threads."""
+    """Runs the dispatcher and reconciler in one thread, and the janitor in another."""
 
     def __init__(self, services: Services, retries: Retries | None = None) -> None:
         self._services = services
@@ -78,8 +78,8 @@ class Scheduler:
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Stop all allocations and the threads; experiments keep their state.
 
-        If ``graceful``, trials save a checkpoint first and are killed after ``timeout_s``. Another thread may call it again with
-        ``graceful`` false to kill the trials immediately.
+        If ``graceful``, trials save a checkpoint first and are killed after ``timeout_s``. Meanwhile another thread may call
+        ``stop(graceful=False)`` to kill the trials immediately.
         """
         if not graceful:
             self._is_killing = True
@@ -101,9 +101,9 @@ class Scheduler:
         self._janitor.stop()
 
     def _stop_allocations(self) -> bool:
-        """Stop or kill every allocation; return whether any is left.
+        """Request the stop or kill of every allocation; return whether any is left.
 
-        If the back end cannot start, nothing can be stopped: trials continue, and the next master adopts them.
+        If the back end could not connect, nothing can be stopped: trials continue, and the next master adopts them.
         """
         if not self._is_begun:
             return not self._services.scheduler_problem
@@ -123,10 +123,10 @@ class Scheduler:
             return self._release_without_rows(error)
 
     def _release_without_rows(self, error: Exception) -> bool:
-        """Kill processes although the database cannot be written; return whether any runs.
+        """Kill allocations without writing to the database; return whether any runs.
 
-        Only when killing: trials that may save wait for disk space. The next master treats killed trials as lost, which does not
-        count as a restart.
+        For a database that cannot be written. Trials that may still save are not killed. The next master treats killed trials as
+        lost, which does not count as a restart.
         """
         if not self._is_without_rows:
             self._is_without_rows = True
@@ -139,7 +139,6 @@ class Scheduler:
         return self._has_processes()
 
     def _has_processes(self) -> bool:
-        """Return whether any allocation still has processes."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         return any(self._backend.observe(run_of(row)) is None for row in live)
@@ -148,15 +147,15 @@ class Scheduler:
         while not self._is_stopping:
             try:
                 if not self._is_begun:
-                    self._services.note_scheduler("connecting to the nodes")
+                    self._services.record_scheduler_step("connecting to the nodes")
                     self._backend.begin()
                     self._is_begun = True
                 wait_s = self._tick()
             except Exception as error:
-                logger.exception("the scheduler has failed and tries again")
+                logger.exception("the scheduler failed; retrying")
                 self._services.scheduler_problem = str(error)
                 self._retries.record_failure(_THREAD)
-                # Reconcile at least as often as an idle master.
+                # Retry at least as often as an idle master iterates.
                 wait_s = min(self._retries.delay_s(_THREAD), _IDLE_TICK_S)
             else:
                 self._services.scheduler_problem = ""
@@ -165,19 +164,19 @@ class Scheduler:
             self._event.clear()
 
     def _tick(self) -> float:
-        """Run one iteration; return the seconds until the next."""
-        self._services.note_scheduler("reading the allocations")
+        """Run one iteration of the scheduler; return the seconds until the next."""
+        self._services.record_scheduler_step("reading the allocations")
         version = self._services.pubsub.version("scheduler")  # before the rows are read
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         wait_s = min(self._reconciler.poll(live, is_all_due=version != self._version), _IDLE_TICK_S)
         self._version = version
-        self._services.note_scheduler("assigning slots")
+        self._services.record_scheduler_step("assigning slots")
         if self._dispatcher.poll():
             wait_s = 0.0
         self._heartbeat_timeout.check()
         self._backend.poll(is_busy=bool(live))
-        self._services.note_scheduler("waiting")
+        self._services.record_scheduler_step("waiting")
         return wait_s
 
     def _remove_stale(self, live: set[str]) -> None:
@@ -189,9 +188,10 @@ class Scheduler:
 
 
 class _HeartbeatTimeout:
-    """Ends detached runs without heartbeats.
+    """Ends detached runs that have sent no heartbeat for ``timeout_s``.
 
-    The timeout restarts when the master starts, when the wall clock (of the stored heartbeats) jumps, and after a suspend.
+    The timeout restarts when the master starts, after a suspend, and when the wall clock jumps, because heartbeats are stored in
+    wall-clock time.
     """
 
     def __init__(self, database: Database, timeout_s: float) -> None:
@@ -218,5 +218,5 @@ class _HeartbeatTimeout:
 
 
 def _lead_of_wall_clock_s() -> float:
-    """Return by how much the wall clock is ahead of the monotonic one."""
+    """Return wall-clock time minus monotonic time; a change means a jump or suspend."""
     return now_us() / 1e6 - time.monotonic()

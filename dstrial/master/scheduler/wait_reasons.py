@@ -1,4 +1,4 @@
-"""Logs why trials and commands wait, each reason once."""
+"""Write to their logs why trials and commands wait, each reason once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_NAMED = 3  # slot users named in one line
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotUser:
-    """A trial or command with slots."""
+    """A trial or command that uses slots, for messages."""
 
     name: str  # for example ``trial 3 of experiment 2 (gpt)``
     experiment_id: int  # 0 for a command
@@ -44,9 +44,9 @@ def waiting_text(
     max_slots: int | None,
     before: str | None,
 ) -> str:
-    """Return one line: how many slots a trial waits for, and which jobs use them.
+    """Return a log line: how many slots a trial waits for, and which jobs use them.
 
-    ``before`` names the first trial in the queue; None if that is the trial itself.
+    ``before`` names the first trial in the queue; None if that is the waiting trial.
     """
     wanted = f"waiting for {_slots(num_slots)}"
     own = sum(user.num_slots for user in slot_users if user.experiment_id == experiment_id)
@@ -67,7 +67,7 @@ def _slots(count: int) -> str:
 
 
 class WaitReasons:
-    """Called by the scheduler's thread, outside of any snapshot."""
+    """Writes to logs why jobs wait; not to be called inside a database snapshot."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -102,7 +102,7 @@ class WaitReasons:
             logger.info("%s waits: %s", _key(row), text)
 
     def lacks_slots(self, row: WaitingTrial | CommandInfo, num_slots: int, why: str | None = None) -> None:
-        """Log that a job needs more slots than exist; ``why`` is its checkpoint's reason."""
+        """Log that a job needs more slots than exist; ``why``: it cannot resume on fewer."""
         services = self._services
         is_command = isinstance(row, CommandInfo)
         wanted = row.num_slots if isinstance(row, CommandInfo) else row.slots_per_trial
@@ -112,14 +112,13 @@ class WaitReasons:
             else "this master has"
         )
         text = f"{'it' if is_command else 'the trial'} needs {_slots(wanted)} and waits; {has} {num_slots}. "
-        text += self._how_to_have(wanted)
+        text += self._hint_more_slots(wanted)
         if why is not None:
-            text += f", for its checkpoint cannot go on with fewer: {why}"
+            text += f". Its checkpoint cannot resume with fewer: {why}"
         self._log_once([(row, ("slots", wanted, num_slots), text)])
 
     def all_agents_are_off(self, rows: Iterable[WaitingTrial | CommandInfo]) -> None:
-        how = f"`det agent enable {self._services.agent_id}`"
-        text = f"the agent is disabled, and nothing starts; go on with {how}"
+        text = f"the agent is disabled, so nothing starts. Enable it: `det agent enable {self._services.agent_id}`"
         self._log_once([(row, ("off", row.run_id), text) for row in rows])
 
     def waits_for_slots(
@@ -151,8 +150,7 @@ class WaitReasons:
             lines.append((row, ("queue", row.run_id), text))
         self._log_once(lines, "INFO")
 
-    def _how_to_have(self, num_slots: int) -> str:
-        """Return a hint on how to get more slots."""
+    def _hint_more_slots(self, num_slots: int) -> str:
         services = self._services
         down = [node.name for node in services.backend.nodes() if node.why_down is not None]
         if down:

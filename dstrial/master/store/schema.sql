@@ -1,5 +1,5 @@
--- The master's database. Times are integers, microseconds since 1970 UTC. States are the protocol's
--- without their prefix (ACTIVE, not STATE_ACTIVE). JSON columns hold UTF-8 text.
+-- The master's database. Times are integers, microseconds since 1970 UTC. States are those of Determined's
+-- protocol without prefix (ACTIVE, not STATE_ACTIVE). JSON columns are UTF-8 text.
 
 CREATE TABLE cluster (
     key   TEXT PRIMARY KEY,
@@ -10,15 +10,15 @@ CREATE TABLE users (
     id            INTEGER PRIMARY KEY AUTOINCREMENT,
     username      TEXT    NOT NULL UNIQUE COLLATE NOCASE,
     display_name  TEXT    NOT NULL DEFAULT '',
-    password_hash TEXT    NOT NULL DEFAULT '',   -- of the salted client hash; '' is a blank password
+    password_hash TEXT    NOT NULL DEFAULT '',   -- hash of the client's salted hash; '' is a blank password
     admin         INTEGER NOT NULL DEFAULT 0,
     active        INTEGER NOT NULL DEFAULT 1,
     modified_us   INTEGER NOT NULL,
     last_auth_us  INTEGER
 );
 
--- A token is stored as its SHA-256. With an allocation it dies with it: kind 'allocation' opens only that
--- trial, kind 'user' is the submitting user's (DET_USER_TOKEN).
+-- Tokens, stored as their SHA-256. A token with an allocation_id is valid until the allocation ends: kind
+-- 'allocation' grants access to its trial only, kind 'user' is the submitting user's (DET_USER_TOKEN).
 CREATE TABLE tokens (
     token_hash    TEXT    PRIMARY KEY,
     kind          TEXT    NOT NULL CHECK (kind IN ('user', 'allocation')),
@@ -50,23 +50,23 @@ CREATE TABLE experiments (
     slots_per_trial    INTEGER NOT NULL,
     queue_position     REAL    NOT NULL,          -- within a priority; submission order unless moved
     progress           REAL    NOT NULL DEFAULT 0,
-    num_trials         INTEGER NOT NULL DEFAULT 0,      -- this and the next two are kept by triggers on trials
+    num_trials         INTEGER NOT NULL DEFAULT 0,      -- updated, like the next two, by triggers on trials
     checkpoint_count   INTEGER NOT NULL DEFAULT 0,
     checkpoint_size    INTEGER NOT NULL DEFAULT 0,      -- bytes
     start_us           INTEGER NOT NULL,
     end_us             INTEGER,
     end_reason         TEXT,                      -- why it ended in ERROR or was cancelled, one sentence
-    log_retention_days INTEGER,                   -- NULL: the master's; -1: for ever
-    best_trial_id      INTEGER,                   -- kept by the trials' best validations
+    log_retention_days INTEGER,                   -- NULL: the master's; -1: forever
+    best_trial_id      INTEGER,                   -- trial with the best validation
     best_metric        REAL,
     interpreter        TEXT,                      -- DET_PYTHON_EXECUTABLE chosen at submission, NULL: the master's
     project_id         INTEGER NOT NULL DEFAULT 1,
-    external_id        TEXT,                      -- by which detached runs find it again
-    -- Long texts come last: reading a column behind them follows their overflow pages.
+    external_id        TEXT,                      -- id chosen by detached runs, to find the experiment again
+    -- Long texts come last: reading a column after them reads their overflow pages.
     config             TEXT    NOT NULL,          -- JSON, fully defaulted
     original_config    TEXT    NOT NULL,          -- YAML as submitted
     searcher_snapshot  TEXT,                      -- JSON; NULL for unmanaged experiments
-    template           TEXT                       -- JSON, the template's config when it was submitted, NULL for none
+    template           TEXT                       -- JSON, the template's config at the submission; NULL for none
 );
 CREATE INDEX experiments_by_state ON experiments (state);
 CREATE INDEX experiments_by_project ON experiments (project_id, archived, owner_id);
@@ -80,45 +80,45 @@ CREATE TABLE model_definitions (
 CREATE TABLE trials (
     id                     INTEGER PRIMARY KEY AUTOINCREMENT,
     experiment_id          INTEGER NOT NULL REFERENCES experiments (id) ON DELETE CASCADE,
-    request_id             TEXT    NOT NULL,      -- the searcher's, a UUID
+    request_id             TEXT    NOT NULL,      -- the searcher's id of the trial, a UUID
     state                  TEXT    NOT NULL,      -- as experiments, without DELETING
     hparams                TEXT    NOT NULL,      -- JSON
     seed                   INTEGER NOT NULL,
     task_id                TEXT    NOT NULL,      -- current task: {experiment}.{request_id}[-n]
-    run_id                 INTEGER NOT NULL DEFAULT 0,  -- allocations so far
+    run_id                 INTEGER NOT NULL DEFAULT 0,  -- number of allocations so far
     restarts               INTEGER NOT NULL DEFAULT 0,
     progress               REAL    NOT NULL DEFAULT 0,
     total_batches          INTEGER NOT NULL DEFAULT 0,
     runner_state           TEXT    NOT NULL DEFAULT 'UNSPECIFIED',
     start_us               INTEGER NOT NULL,
     end_us                 INTEGER,
-    searcher_metric_value  REAL,                  -- of the best validation, as reported
+    searcher_metric_value  REAL,                  -- the metric's value in the best validation, as reported
     best_validation_id     INTEGER,               -- metrics.id
     latest_validation_id   INTEGER,               -- metrics.id
     best_checkpoint_uuid   TEXT,
     checkpoint_count       INTEGER NOT NULL DEFAULT 0,
-    checkpoint_size        INTEGER NOT NULL DEFAULT 0,   -- bytes, COMPLETED and PARTIALLY_DELETED
+    checkpoint_size        INTEGER NOT NULL DEFAULT 0,   -- bytes of its COMPLETED and PARTIALLY_DELETED checkpoints
     warm_start_uuid        TEXT,
     metadata               TEXT,                  -- JSON of runs/{id}/metadata
     log_policy_matched     TEXT,
     early_exit             TEXT,                  -- INVALID_HP or NULL
     is_stopped_by_searcher INTEGER NOT NULL DEFAULT 0,
-    is_closed              INTEGER NOT NULL DEFAULT 0,   -- the searcher has been told that it exited
-    retry_cancelled        INTEGER NOT NULL DEFAULT 0,   -- a cancel_retries policy matched
+    is_closed              INTEGER NOT NULL DEFAULT 0,   -- whether the searcher was notified of its exit
+    retry_cancelled        INTEGER NOT NULL DEFAULT 0,   -- whether a cancel_retries policy matched
     last_failure           TEXT,                  -- fingerprint of the last failure before a first batch
     log_retention_days     INTEGER,
-    external_id            TEXT,                  -- by which a detached run finds it again
-    heartbeat_us           INTEGER,               -- when a detached run was last heard of, NULL for every other trial
-    is_lost                INTEGER NOT NULL DEFAULT 0,   -- ended in ERROR because nothing was heard of it for too long
-    is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and it has failed, and does not start on this machine again
-    num_metric_names       INTEGER NOT NULL DEFAULT 0,   -- rows of metric_summaries, so that a new name costs the same after many
+    external_id            TEXT,                  -- id chosen by a detached run, to find the trial again
+    heartbeat_us           INTEGER,               -- a detached run's last heartbeat; NULL for other trials
+    is_lost                INTEGER NOT NULL DEFAULT 0,   -- whether it ended in ERROR for lack of heartbeats
+    is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and the trial has failed since, so it applies
+    num_metric_names       INTEGER NOT NULL DEFAULT 0,   -- number of rows in metric_summaries
     UNIQUE (experiment_id, request_id)
 );
 CREATE INDEX trials_by_experiment ON trials (experiment_id);
 CREATE INDEX trials_by_metric ON trials (experiment_id, searcher_metric_value);
 CREATE INDEX trials_by_state ON trials (state, experiment_id);
 CREATE UNIQUE INDEX trials_by_external_id ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
--- There is none for deletions: trials are deleted with their experiment only.
+-- Deletions need no trigger: trials are deleted with their experiment only.
 CREATE TRIGGER trials_counted AFTER INSERT ON trials BEGIN
     UPDATE experiments SET num_trials = num_trials + 1 WHERE id = NEW.experiment_id;
 END;
@@ -140,58 +140,58 @@ CREATE INDEX tasks_by_trial ON tasks (trial_id);
 CREATE TABLE allocations (
     id                TEXT    PRIMARY KEY,        -- {task_id}.{run_id}
     task_id           TEXT    NOT NULL,
-    trial_id          INTEGER NOT NULL,           -- 0 for a command's
-    experiment_id     INTEGER NOT NULL,           -- 0 for a command's
+    trial_id          INTEGER NOT NULL,           -- 0 for a command
+    experiment_id     INTEGER NOT NULL,           -- 0 for a command
     run_id            INTEGER NOT NULL,
     state             TEXT    NOT NULL,           -- ASSIGNED RUNNING TERMINATED
-    slots             TEXT    NOT NULL,           -- JSON list of slot ids of this machine
+    slots             TEXT    NOT NULL,           -- JSON list of slot ids
     ports             TEXT    NOT NULL,           -- JSON {variable: port}
     resources_id      TEXT    NOT NULL,           -- also the container id, a UUID
     directory         TEXT    NOT NULL,           -- absolute, below the state directory
     supervisor_pid    INTEGER,
-    supervisor_start  TEXT,                       -- start time of that process, as /proc tells
-    is_ready          INTEGER NOT NULL DEFAULT 0, -- the trial's code has called
-    steps_at_start    INTEGER NOT NULL DEFAULT 0, -- steps_completed of the checkpoint it started from
+    supervisor_start  TEXT,                       -- start time of that process, from /proc
+    is_ready          INTEGER NOT NULL DEFAULT 0, -- whether the task has reported that it is ready
+    steps_at_start    INTEGER NOT NULL DEFAULT 0, -- steps_completed of the checkpoint from which it started
     checkpoint_uuid   TEXT,                       -- DET_LATEST_CHECKPOINT
-    preempt_us        INTEGER,                    -- asked to stop with a checkpoint
+    preempt_us        INTEGER,                    -- time of the request to save a checkpoint and stop
     preempt_deadline_us INTEGER,
     preempt_acked     INTEGER NOT NULL DEFAULT 0,
-    kill_us           INTEGER,                    -- to be killed
+    kill_us           INTEGER,                    -- time of the request to kill it
     kill_reason       TEXT,
-    num_reports       INTEGER NOT NULL DEFAULT 0, -- metric reports of this run
-    log_offset        INTEGER NOT NULL DEFAULT 0, -- bytes of its log file that are in logs
+    num_reports       INTEGER NOT NULL DEFAULT 0, -- number of metric reports of this run
+    log_offset        INTEGER NOT NULL DEFAULT 0, -- bytes of its log file that are stored in logs
     start_us          INTEGER NOT NULL,
     end_us            INTEGER,
-    exit_code         INTEGER,                    -- as a shell sees it
+    exit_code         INTEGER,                    -- as in a shell
     exit_reason       TEXT,
-    workspace_name    TEXT,                       -- where its experiment or command was when it began
-    log_lines         INTEGER NOT NULL DEFAULT 0  -- lines of its log file up to log_offset
+    workspace_name    TEXT,                       -- workspace of its experiment or command at its start
+    log_lines         INTEGER NOT NULL DEFAULT 0  -- number of lines in its log file up to log_offset
 ) WITHOUT ROWID;
 CREATE INDEX allocations_by_state ON allocations (state);
 CREATE INDEX allocations_by_trial ON allocations (trial_id, run_id);
 CREATE INDEX allocations_by_task ON allocations (task_id);
 
 CREATE TABLE nodes (
-    id   INTEGER PRIMARY KEY AUTOINCREMENT,       -- from 1: 0 is the master's own machine; its slots are id * 1024 and up
-    name TEXT    NOT NULL UNIQUE                  -- as ssh takes it
+    id   INTEGER PRIMARY KEY AUTOINCREMENT,       -- from 1; 0 is the master's machine. The ids of a node's slots start at id * 1024
+    name TEXT    NOT NULL UNIQUE                  -- ssh's destination
 );
 
--- The master's own machine has no rows: there the allocation's own columns say all.
+-- An allocation's part on each node. Parts on the master's machine have no row here, but columns in allocations.
 CREATE TABLE allocation_nodes (
     allocation_id TEXT    NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,
     node_id       INTEGER NOT NULL,
-    rank          INTEGER NOT NULL,               -- of the node, from 0
-    pid           INTEGER,                        -- of the supervisor there
-    start_time    TEXT,                           -- of that process, as its /proc tells
-    log_offset    INTEGER NOT NULL DEFAULT 0,     -- bytes of its log that are in logs
-    log_lines     INTEGER NOT NULL DEFAULT 0,     -- lines of its log up to log_offset
-    exit_code     INTEGER,                        -- as a shell sees it
-    signal        INTEGER,                        -- that ended it
+    rank          INTEGER NOT NULL,               -- rank of the node, from 0
+    pid           INTEGER,                        -- pid of the supervisor there
+    start_time    TEXT,                           -- start time of that process, from its /proc
+    log_offset    INTEGER NOT NULL DEFAULT 0,     -- bytes of its log that are stored in logs
+    log_lines     INTEGER NOT NULL DEFAULT 0,     -- number of lines in its log up to log_offset
+    exit_code     INTEGER,                        -- as in a shell
+    signal        INTEGER,                        -- signal that ended it
     cause         TEXT,                           -- exited lost unreachable preempted refused
     PRIMARY KEY (allocation_id, node_id)
 ) WITHOUT ROWID;
 
--- Nodes that a log policy (exclude_node) keeps a trial from, where there are several.
+-- Nodes that a log policy (exclude_node) excludes for a trial.
 CREATE TABLE excluded_nodes (
     trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
     node_id  INTEGER NOT NULL,
@@ -203,18 +203,18 @@ CREATE TABLE metrics (
     trial_id   INTEGER NOT NULL,
     run_id     INTEGER NOT NULL,
     group_name TEXT    NOT NULL,
-    steps      INTEGER NOT NULL,                  -- total batches; -1 where the report has none (profiling)
+    steps      INTEGER NOT NULL,                  -- total batches; -1 if the report has none (profiling)
     end_us     INTEGER NOT NULL,
     metrics    TEXT    NOT NULL,                  -- JSON object; NaN and infinities as "NaN", "Infinity", "-Infinity"
     per_batch  TEXT,                              -- JSON list of objects, one per batch since the last report
-    archived   INTEGER NOT NULL DEFAULT 0         -- an older run reported it beyond the point of resumption
+    archived   INTEGER NOT NULL DEFAULT 0         -- whether a later run resumed before these steps
 );
--- A report that is sent again because its answer was lost is recognised by this key (profiling excepted).
+-- Detects reports that are sent again because the response was lost (not for profiling).
 CREATE UNIQUE INDEX metrics_by_trial ON metrics (trial_id, group_name, steps, run_id) WHERE steps >= 0;
 CREATE INDEX profiling_by_trial ON metrics (trial_id, group_name, end_us) WHERE steps < 0;
 
--- What lists show of each metric, over the reports that are not archived. A row for each name: what a report costs depends
--- on the names in it, not on those before.
+-- Summary of each metric over the reports that are not archived. One row per name, so that the cost of a report depends
+-- on its own names only.
 CREATE TABLE metric_summaries (
     trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
     group_name TEXT    NOT NULL,
@@ -237,13 +237,13 @@ CREATE TABLE checkpoints (
     metadata      TEXT    NOT NULL,               -- JSON
     size          INTEGER NOT NULL,               -- bytes
     report_us     INTEGER NOT NULL,
-    deleting_us   INTEGER,                        -- since when its files are being deleted; NULL: they are not
-    manifest_sha256 TEXT                          -- of its manifest as its trial reported it; never changed; NULL: none was
+    deleting_us   INTEGER,                        -- start of the deletion of its files; NULL: not being deleted
+    manifest_sha256 TEXT                          -- hash of its manifest, as reported at first; NULL: not reported
 ) WITHOUT ROWID;
 CREATE INDEX checkpoints_by_trial ON checkpoints (trial_id, steps);
 CREATE INDEX checkpoints_by_experiment ON checkpoints (experiment_id);
 
--- Trials that have said that they use a checkpoint (batch inference), whose metrics are then told with it.
+-- Trials that use a checkpoint, for batch inference for example; their metrics are shown with the checkpoint.
 CREATE TABLE trial_sources (
     checkpoint_uuid TEXT    NOT NULL,
     trial_id        INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
@@ -251,7 +251,7 @@ CREATE TABLE trial_sources (
     PRIMARY KEY (checkpoint_uuid, trial_id, type)
 ) WITHOUT ROWID;
 
--- The same for versions of registered models.
+-- Trials that use a version of a registered model.
 CREATE TABLE trial_source_versions (
     model_id INTEGER NOT NULL REFERENCES models (id) ON DELETE CASCADE,
     version  INTEGER NOT NULL,
@@ -280,38 +280,38 @@ CREATE TABLE logs (
 CREATE INDEX logs_by_trial ON logs (trial_id, id);
 CREATE INDEX logs_by_task ON logs (task_id, id) WHERE trial_id IS NULL;
 
--- How large a log is, and what of it is left out since it is larger than it may be.
+-- Size of each log, and the lines that were left out because of the quota (trial_log_bytes).
 CREATE TABLE log_sizes (
     id             INTEGER PRIMARY KEY,
-    task_id        TEXT    NOT NULL,              -- of a trial, that which printed first
-    trial_id       INTEGER,                       -- NULL: of a task without a trial
-    num_bytes      INTEGER NOT NULL,              -- of the lines of its processes that are kept, with their rows
-    is_head_full   INTEGER NOT NULL DEFAULT 0,    -- whether the beginning is complete, which is half of the quota
-    tail_id        INTEGER NOT NULL,              -- logs.id behind which the newest lines are
-    marker_id      INTEGER,                       -- logs.id of the line that tells of those left out; NULL: none is
-    num_left_out   INTEGER NOT NULL DEFAULT 0,    -- lines
+    task_id        TEXT    NOT NULL,              -- a trial's first task with output
+    trial_id       INTEGER,                       -- NULL: a task without a trial
+    num_bytes      INTEGER NOT NULL,              -- size of the kept lines of its processes, with their rows
+    is_head_full   INTEGER NOT NULL DEFAULT 0,    -- whether the head, half of the quota, is full
+    tail_id        INTEGER NOT NULL,              -- logs.id after which the tail, the newest lines, starts
+    marker_id      INTEGER,                       -- logs.id of the line that says how many were left out; NULL: none
+    num_left_out   INTEGER NOT NULL DEFAULT 0,    -- number of lines
     bytes_left_out INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX log_sizes_by_trial ON log_sizes (trial_id) WHERE trial_id IS NOT NULL;
 CREATE UNIQUE INDEX log_sizes_by_task ON log_sizes (task_id) WHERE trial_id IS NULL;
 
--- Slots and agents that a person has switched off.
+-- Slots and agents that a user has disabled.
 CREATE TABLE disabled_slots (
     slot_id INTEGER PRIMARY KEY,
     drain   INTEGER NOT NULL DEFAULT 0
 );
 
--- What is done beside the scheduler: collecting checkpoints, deleting files, experiments and what holds them.
+-- Background jobs of the janitor: checkpoint garbage collection; deletion of files, experiments, projects and workspaces.
 CREATE TABLE work (
     id            INTEGER PRIMARY KEY AUTOINCREMENT,
-    kind          TEXT    NOT NULL,               -- as store/work.py lists them
+    kind          TEXT    NOT NULL,               -- see store/background_jobs.py
     experiment_id INTEGER NOT NULL,               -- 0 for projects and workspaces
     payload       TEXT    NOT NULL DEFAULT '{}',
     created_us    INTEGER NOT NULL,
-    ended_us      INTEGER                         -- when it was done; the row goes soon after
+    ended_us      INTEGER                         -- end of the job; the row is deleted soon after
 );
 
--- Workspace 1 and project 1 hold what was submitted without a project.
+-- Workspace 1 and project 1 contain experiments that were submitted without a project.
 CREATE TABLE workspaces (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
     name               TEXT    NOT NULL UNIQUE COLLATE NOCASE,
@@ -321,8 +321,8 @@ CREATE TABLE workspaces (
     is_archived        INTEGER NOT NULL DEFAULT 0,
     state              TEXT    NOT NULL DEFAULT 'UNSPECIFIED',   -- or DELETING, DELETE_FAILED
     error              TEXT    NOT NULL DEFAULT '',  -- why it could not be deleted
-    checkpoint_storage TEXT,                      -- JSON, of its experiments that name none; NULL: the master's
-    agent_user_group   TEXT                       -- JSON, kept and shown
+    checkpoint_storage TEXT,                      -- JSON, default of its experiments; NULL: the master's
+    agent_user_group   TEXT                       -- JSON, stored and shown only
 );
 INSERT INTO workspaces (id, name, owner_id, created_us, is_immutable) VALUES (1, 'Uncategorized', 1, 0, 1);
 
@@ -336,7 +336,7 @@ CREATE TABLE projects (
     owner_id     INTEGER NOT NULL,
     created_us   INTEGER NOT NULL,
     is_immutable INTEGER NOT NULL DEFAULT 0,
-    is_archived  INTEGER NOT NULL DEFAULT 0,      -- by itself; an archived workspace archives all of its own
+    is_archived  INTEGER NOT NULL DEFAULT 0,      -- its own flag; projects of an archived workspace count as archived
     state        TEXT    NOT NULL DEFAULT 'UNSPECIFIED',   -- or DELETING, DELETE_FAILED
     error        TEXT    NOT NULL DEFAULT '',
     UNIQUE (workspace_id, name)
@@ -360,7 +360,7 @@ CREATE TABLE models (
     owner_id     INTEGER NOT NULL REFERENCES users (id),
     workspace_id INTEGER NOT NULL REFERENCES workspaces (id),
     is_archived  INTEGER NOT NULL DEFAULT 0,
-    last_version INTEGER NOT NULL DEFAULT 0,      -- of all that there ever were; numbers are not used again
+    last_version INTEGER NOT NULL DEFAULT 0,      -- highest version ever, because numbers are not reused
     created_us   INTEGER NOT NULL,
     updated_us   INTEGER NOT NULL
 );
@@ -382,10 +382,10 @@ CREATE TABLE model_versions (
 );
 CREATE INDEX model_versions_by_checkpoint ON model_versions (checkpoint_uuid);
 
--- What allocations of deleted experiments have used, for the reports of usage.
+-- Usage by allocations of deleted experiments, for reports of usage.
 CREATE TABLE past_usage (
     allocation_id  TEXT    PRIMARY KEY,
-    kind           TEXT    NOT NULL,              -- of the task: TRIAL
+    kind           TEXT    NOT NULL,              -- type of the task: TRIAL
     user_id        INTEGER NOT NULL,
     experiment_id  INTEGER NOT NULL,
     workspace_name TEXT    NOT NULL,
@@ -395,10 +395,10 @@ CREATE TABLE past_usage (
     end_us         INTEGER NOT NULL
 ) WITHOUT ROWID;
 
--- Processes that belong to no trial: what `det` calls commands, TensorBoards and generic tasks.
+-- Tasks without a trial: commands, TensorBoards and generic tasks.
 CREATE TABLE commands (
-    task_id        TEXT    PRIMARY KEY,           -- a UUID, in tasks as well
-    kind           TEXT    NOT NULL,              -- COMMAND TENSORBOARD GENERIC, as the task's type
+    task_id        TEXT    PRIMARY KEY,           -- a UUID, also in tasks
+    kind           TEXT    NOT NULL,              -- COMMAND TENSORBOARD GENERIC, equal to tasks.type
     job_id         TEXT    NOT NULL UNIQUE,
     state          TEXT    NOT NULL,              -- ACTIVE PAUSED STOPPING_{PAUSED,CANCELED} COMPLETED CANCELED ERROR
     description    TEXT    NOT NULL,
@@ -407,14 +407,14 @@ CREATE TABLE commands (
     workspace_id   INTEGER NOT NULL,
     num_slots      INTEGER NOT NULL,
     priority       INTEGER NOT NULL DEFAULT 42,   -- 1 is the most urgent
-    queue_position REAL    NOT NULL,              -- among those of experiments
-    run_id         INTEGER NOT NULL DEFAULT 0,    -- allocations so far
+    queue_position REAL    NOT NULL,              -- in one queue with experiments
+    run_id         INTEGER NOT NULL DEFAULT 0,    -- number of allocations so far
     is_pausable    INTEGER NOT NULL DEFAULT 0,
-    parent_id      TEXT,                          -- the generic task that it was made by
-    forked_from    TEXT,                          -- the generic task that it is a copy of
-    experiment_ids TEXT    NOT NULL DEFAULT '[]', -- JSON list, what a TensorBoard shows
+    parent_id      TEXT,                          -- generic task that created it
+    forked_from    TEXT,                          -- generic task of which it is a copy
+    experiment_ids TEXT    NOT NULL DEFAULT '[]', -- JSON list, experiments that a TensorBoard shows
     trial_ids      TEXT    NOT NULL DEFAULT '[]', -- JSON list
-    stop_reason    TEXT,                          -- why it was stopped, NULL if nobody has
+    stop_reason    TEXT,                          -- why it was stopped; NULL if it was not
     exit_status    TEXT,                          -- how its last allocation ended, one sentence
     start_us       INTEGER NOT NULL,
     end_us         INTEGER,
@@ -425,10 +425,10 @@ CREATE INDEX commands_by_parent ON commands (parent_id);
 
 CREATE TABLE command_contexts (
     task_id TEXT PRIMARY KEY,
-    tgz     BLOB NOT NULL                         -- gzip tar of what the client sent along
+    tgz     BLOB NOT NULL                         -- gzip tar of the client's files
 );
 
--- Tokens that a person asks for, for scripts. Rows stay after their end, so that lists can show them.
+-- Access tokens that users create for scripts. Expired and revoked ones are kept for lists.
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
     token_hash  TEXT    NOT NULL UNIQUE,          -- SHA-256, as in tokens
@@ -436,7 +436,7 @@ CREATE TABLE access_tokens (
     description TEXT    NOT NULL DEFAULT '',
     created_us  INTEGER NOT NULL,
     expires_us  INTEGER,                          -- NULL: never
-    revoked_us  INTEGER                           -- NULL: it has not been revoked
+    revoked_us  INTEGER                           -- NULL: not revoked
 );
 CREATE INDEX access_tokens_by_user ON access_tokens (user_id);
 
@@ -448,11 +448,11 @@ CREATE TABLE webhooks (
     mode          TEXT    NOT NULL,               -- WORKSPACE SPECIFIC
     workspace_id  INTEGER REFERENCES workspaces (id) ON DELETE CASCADE,   -- NULL: all of them
     created_us    INTEGER NOT NULL,
-    num_delivered INTEGER NOT NULL DEFAULT 0,     -- events that its address has taken
-    num_failed    INTEGER NOT NULL DEFAULT 0,     -- events given up
-    num_dropped   INTEGER NOT NULL DEFAULT 0,     -- events not queued, as too many waited
-    last_us       INTEGER,                        -- when it was tried last, NULL: never
-    last_result   TEXT                            -- what came of that
+    num_delivered INTEGER NOT NULL DEFAULT 0,     -- number of events that the receiver accepted
+    num_failed    INTEGER NOT NULL DEFAULT 0,     -- number of events dropped after their last attempt
+    num_dropped   INTEGER NOT NULL DEFAULT 0,     -- number of events not queued because the queue was full
+    last_us       INTEGER,                        -- time of the last attempt; NULL: none
+    last_result   TEXT                            -- result of the last attempt
 );
 
 CREATE TABLE webhook_triggers (
@@ -464,7 +464,7 @@ CREATE TABLE webhook_triggers (
 CREATE INDEX webhook_triggers_by_type ON webhook_triggers (type, condition);
 CREATE INDEX webhook_triggers_by_webhook ON webhook_triggers (webhook_id);
 
--- A pattern is told of once for each task.
+-- Log patterns whose event was sent for a task: one event per task and trigger.
 CREATE TABLE webhook_task_logs (
     task_id    TEXT    NOT NULL REFERENCES tasks (id) ON DELETE CASCADE,
     trigger_id INTEGER NOT NULL REFERENCES webhook_triggers (id) ON DELETE CASCADE,
@@ -472,14 +472,14 @@ CREATE TABLE webhook_task_logs (
 ) WITHOUT ROWID;
 CREATE INDEX webhook_task_logs_by_trigger ON webhook_task_logs (trigger_id);
 
--- What is to be sent. Delivered events are deleted; of those given up the newest are kept.
+-- Queued events. Delivered events are deleted; of the failed ones the newest are kept.
 CREATE TABLE webhook_events (
     id           INTEGER PRIMARY KEY AUTOINCREMENT,
     webhook_id   INTEGER NOT NULL REFERENCES webhooks (id) ON DELETE CASCADE,
-    event        TEXT    NOT NULL,                -- JSON, of which the body is made when it is sent
+    event        TEXT    NOT NULL,                -- JSON; the request's body is built from it at the attempt
     created_us   INTEGER NOT NULL,
-    due_us       INTEGER NOT NULL,                -- not to be tried before
-    num_attempts INTEGER NOT NULL DEFAULT 0,      -- that have ended
-    given_up_us  INTEGER                          -- NULL: it waits
+    due_us       INTEGER NOT NULL,                -- earliest time of the next attempt
+    num_attempts INTEGER NOT NULL DEFAULT 0,      -- number of completed attempts
+    given_up_us  INTEGER                          -- time at which it was given up; NULL: queued
 );
 CREATE INDEX webhook_events_by_webhook ON webhook_events (webhook_id, given_up_us, due_us);

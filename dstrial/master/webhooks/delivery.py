@@ -1,4 +1,4 @@
-"""Sends webhook events in threads, with retries; a slow receiver delays no other.
+"""Send webhook events in threads, with retries; a slow receiver delays no other.
 
 Requests go only to the given URL (http or https); redirects are not followed, and only the status of the response is used.
 Proxies of the master's environment (``HTTPS_PROXY``, ``NO_PROXY``) are used, except for loopback addresses.
@@ -62,7 +62,7 @@ class DeliveryResult:
 
 
 class Deadline:
-    """Shuts down all connections of an attempt at its deadline.
+    """Context manager that shuts down all watched connections at a deadline.
 
     Socket timeouts restart at each byte, so a receiver that sends a byte every few seconds could block a thread forever.
     """
@@ -149,7 +149,7 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a signed JSON body once; None if the master shut down before the response."""
+        """Send a signed JSON body once; return None if the master shuts down meanwhile."""
         deadline = Deadline(self._timeout_s)
         with self._lock:
             if self._ended.is_set():
@@ -198,7 +198,9 @@ class Sender:
 
 
 def load_key(path: Path, configured: str | None) -> str:
-    """Return the configured signing key, else the one in ``path``, created if missing.
+    """Return the configured key for signatures, else the one in ``path``.
+
+    A missing file is created with a new key.
 
     Raises:
         MasterError: the file cannot be read or created, or is empty.
@@ -281,7 +283,7 @@ class Delivery:
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Send due events for at most ``drain_s``, then stop; the queue is persistent."""
+        """Send due events for at most ``drain_s`` and stop; other events stay queued."""
         if self._thread.ident is None:
             return
         self._is_draining = True
@@ -307,7 +309,7 @@ class Delivery:
             self._event.clear()
 
     def _start_due(self) -> tuple[float, bool]:
-        """Start sending due events; return the poll delay and whether any was due."""
+        """Start sending due events; return the delay to the next poll, and if any was due."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)

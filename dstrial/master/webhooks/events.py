@@ -1,4 +1,4 @@
-"""Matches log lines with webhooks; enqueues events in the causing transaction."""
+"""Match log lines with webhooks; enqueue events in the causing transaction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def first_matches(patterns: Iterable[tuple[K, Any]], texts: Sequence[str]) -> li
 
 
 class LogTriggers:
-    """Compiled patterns, reloaded when webhooks change. Thread-safe."""
+    """Compiled patterns of webhooks for log lines, reloaded on change. Thread-safe."""
 
     def __init__(self, database: Database, pubsub: PubSub) -> None:
         self._database = database
@@ -53,7 +53,10 @@ class LogTriggers:
         self._patterns: tuple[tuple[int, Any], ...] = ()
 
     def find(self, lines: Iterable[str]) -> list[tuple[int, str]]:
-        """Return trigger ids with their first match; not for use in a database read."""
+        """Return ids of triggers that match, each with its first matching line.
+
+        Not to be called inside a database snapshot.
+        """
         patterns = self._current()
         return first_matches(patterns, [line.rstrip("\r\n") for line in lines]) if patterns else []
 
@@ -93,9 +96,9 @@ def notify_state(tx: Transaction, experiment_id: int) -> None:
 def notify_alert(
     tx: Transaction, experiment_id: int, trial_id: int | None, *, title: str, description: str, level: str
 ) -> int:
-    """Enqueue an alert of ``core_context.alert``; return the number of webhooks.
+    """Enqueue an alert of ``core_context.alert``; return how many webhooks receive it.
 
-    A long title or description is truncated instead of rejected, as an error would end the training.
+    A long title or description is truncated, because an error would end the training.
     """
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
@@ -123,7 +126,7 @@ def notify_alert(
 
 
 def notify_lines(tx: Transaction, task_id: str, matches: Iterable[tuple[int, str]]) -> None:
-    """Enqueue matching log lines, once per task and trigger."""
+    """Enqueue events for matching log lines, one per task and trigger."""
     for trigger_id, line in matches:
         _notify_line(tx, task_id, trigger_id, line)
 
@@ -158,7 +161,7 @@ def _notify_line(tx: Transaction, task_id: str, trigger_id: int, line: str) -> N
 
 
 def _new_event(kind: str) -> dict[str, Any]:
-    """Return a new event with id and time, which stay the same in retries."""
+    """Return the common fields of a new event; retries keep its id and time."""
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 
@@ -177,7 +180,7 @@ def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
 
 
 def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
-    """Return whether a webhook receives events of a workspace.
+    """Return whether a webhook receives an event of a workspace.
 
     A webhook of mode SPECIFIC receives only events of experiments whose config names it; a webhook without a workspace receives
     those of all workspaces. ``choice`` is None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
@@ -197,7 +200,7 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """The ``integrations.webhooks`` section of a config; ``excludes`` disables all."""
+    """The config section ``integrations.webhooks``; ``excludes`` disables webhooks."""
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Builds the request bodies of webhooks from stored events; pure.
+"""Build the request bodies of webhooks from stored events. Pure.
 
 Bodies are ASCII, without spaces after separators, with keys in Determined's order. The signature check in Determined's
 documentation parses and reserialises the body, and must get the same bytes.

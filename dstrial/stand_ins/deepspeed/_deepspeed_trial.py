@@ -11,18 +11,18 @@ __all__ = ["DeepSpeedTrial", "DeepSpeedTrialController"]
 
 
 class DeepSpeedTrialController:
-    """What Determined's ``Trainer.fit`` builds; here it trains as dstrial's does.
+    """Determined's controller of a trial, replaced by dstrial's ``Trainer``.
 
     Args:
         trial_inst: the trial.
-        context: its context.
-        arguments: those of Determined's controller, of which ``fit`` has the same ones by name; what the experiment config
-            decides on a cluster (metric, steps completed, batch size) is taken from there.
+        context: the trial's context.
+        arguments: arguments of Determined's controller. Those that ``Trainer.fit`` has too are passed on; the others (metric,
+            steps completed, batch size) are ignored, as the experiment config has them.
 
     Source: ``determined/pytorch/deepspeed/_deepspeed_trial.py:44`` (0.38.1).
     """
 
-    _OF_FIT = (
+    _FIT_NAMES = (
         "checkpoint_period",
         "validation_period",
         "reporting_period",
@@ -38,11 +38,13 @@ class DeepSpeedTrialController:
         assert isinstance(trial_inst, DeepSpeedTrial), "DeepSpeedTrialController needs a DeepSpeedTrial"
         self.trial = trial_inst
         self.context = context
-        self._arguments = {name: arguments[name] for name in self._OF_FIT if arguments.get(name) is not None}
+        self._arguments = {
+            name: arguments[name] for name in self._FIT_NAMES if arguments.get(name) is not None
+        }
 
     @classmethod
     def pre_execute_hook(cls, trial_seed: int, distributed_backend: Any) -> None:
-        """Make the process group, unless users do it, and seed this process. Ranks: all."""
+        """Create the process group unless the user does, and seed the process. Ranks: all."""
         del distributed_backend
         import deepspeed
 

@@ -1,6 +1,6 @@
 """``determined.pytorch.dsat`` with dstrial's functions.
 
-Determined has had no such module since 0.38. Source of the names: ``harness/determined/pytorch/dsat/__init__.py`` 0.37.
+Determined removed this module in 0.38. Source of the names: ``harness/determined/pytorch/dsat/__init__.py`` 0.37.
 """
 
 from __future__ import annotations

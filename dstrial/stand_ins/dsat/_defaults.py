@@ -1,5 +1,5 @@
-"""``determined.pytorch.dsat._defaults``: the constants as dstrial has them."""
+"""``determined.pytorch.dsat._defaults`` with dstrial's constants."""
 
 from __future__ import annotations
 
-from dstrial.dsat.compat import *  # noqa: F403 - all of them, by their names
+from dstrial.dsat.compat import *  # noqa: F403 - all constants

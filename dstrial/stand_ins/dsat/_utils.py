@@ -1,4 +1,4 @@
-"""``determined.pytorch.dsat._utils``: what scripts take from it."""
+"""``determined.pytorch.dsat._utils`` with dstrial's functions for scripts."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import ParallelDims, check_deepspeed, explain
+from dstrial.config.deepspeed_rules.check import check_deepspeed, explain
 from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.parallel_dims import ParallelDims
 
 BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 ONE = ParallelDims(1)
@@ -178,8 +179,6 @@ def test_every_value_of_the_effective_config_has_an_origin():
     source = DeepSpeedSource(
         None,
         "ds.json",
-        BASE,
-        {"zero_optimization": {"stage": 2}},
         merged,
         {("train_micro_batch_size_per_gpu",): "ds.json:2", ("zero_optimization",): "ds.json:5", stage: "exp.yaml:6"},
         frozenset({stage}),
@@ -197,28 +196,19 @@ def test_every_value_of_the_effective_config_has_an_origin():
     assert rows["steps_per_print"] == ("null", "ds.json")
 
 
-@pytest.mark.parametrize("sizes", [(3, 2, 1), (4, 2, 4), (0, 1, 1), (2, 0, 1)])
-def test_ranks_that_cannot_be_divided_are_refused(sizes):
-    with pytest.raises(ValueError, match="expected"):
-        ParallelDims(*sizes)
-
-
-def test_clipping_by_the_norm_of_one_stage_is_told():
-    clipped = {**BASE, "gradient_clipping": 0.5}
-    two_stages = ParallelDims(4, pp=2)
-    assert "gradients of its first stage alone" in " ".join(
-        check_deepspeed(clipped, two_stages, installed=RELEASE).warnings
-    )
-    assert "gradients of its first stage alone" in " ".join(
-        check_deepspeed(BASE, two_stages, installed=RELEASE).warnings
-    )
-    for config, sizes in (
-        ({**BASE, "gradient_clipping": 0.0}, two_stages),
-        (clipped, ParallelDims(4)),
-        ({**clipped, "zero_optimization": {"stage": 1}}, two_stages),
-        ({**clipped, "bf16": {"enabled": True}}, two_stages),
-    ):
-        assert "first stage" not in " ".join(check_deepspeed(config, sizes).warnings)
+@pytest.mark.parametrize(
+    ("keys", "sizes", "is_told"),
+    [
+        ({"gradient_clipping": 0.5}, ParallelDims(4, pp=2), True),
+        ({}, ParallelDims(4, pp=2), True),
+        ({"gradient_clipping": 0.0}, ParallelDims(4, pp=2), False),
+        ({"gradient_clipping": 0.5}, ParallelDims(4), False),
+        ({"zero_optimization": {"stage": 1}}, ParallelDims(4, pp=2), False),
+        ({"bf16": {"enabled": True}}, ParallelDims(4, pp=2), False),
+    ],
+)
+def test_clipping_by_the_norm_of_one_stage_is_told(keys, sizes, is_told):
+    assert ("gradients of its first stage alone" in " ".join(warnings(sizes, **keys))) is is_told
 
 
 def test_a_stage_0_pipeline_of_one_stage_is_still_a_pipeline():

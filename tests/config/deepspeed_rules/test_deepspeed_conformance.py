@@ -11,8 +11,9 @@ import warm_start
 from bad_configs import BAD_CONFIGS
 from deepspeed_release import IS_0_19_0
 
-from dstrial.config import ParallelDims, check_deepspeed
+from dstrial.config.deepspeed_rules.check import check_deepspeed
 from dstrial.config.deepspeed_schema import installed_deepspeed_version, read_table, releases
+from dstrial.config.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.timeout(600)  # DeepSpeed compiles a Muon kernel when it is first used on a machine
 

@@ -1,20 +1,46 @@
-"""Keys of ``data.dstrial`` and of ``integrations``: those that are read, and messages about wrong values."""
+"""Keys of ``data.dstrial``, ``integrations`` and ``profiling``: those that are read, and messages about wrong values."""
 
 import pytest
+from bad_configs import EXPERIMENT
 
-from dstrial.config.experiment_config.dstrial_section import TrainingChecks
+from dstrial.config.experiment_config.dstrial_section import (
+    Elasticity,
+    TrainingChecks,
+    elasticity_of,
+    may_install,
+    requirements_of,
+    shares,
+)
 from dstrial.errors import ConfigError
+
+
+def section(**values):
+    return f"data: {{dstrial: {values}}}\n".replace("True", "true")
+
+
+@pytest.fixture
+def problems(load):
+    """Return the problems of the experiment with more text, as texts."""
+
+    def problems(more, deepspeed=None):
+        try:
+            load(deepspeed=deepspeed, more=more)
+        except ConfigError as error:
+            return list(map(str, error.problems))
+        return []
+
+    return problems
 
 
 @pytest.mark.parametrize(
     "key", ["background_saving", "determined_imports", "override_optimizer", "telemetry"]
 )
-def test_switch_takes_booleans_only(load, key):
+def test_switch_takes_booleans_only(load, problems, key):
     for value in (True, False):
         more = f"data: {{dstrial: {{{key}: {str(value).lower()}}}}}\n"
         assert load(more=more).raw["data"]["dstrial"][key] is value
-    with pytest.raises(ConfigError, match=rf"data\.dstrial\.{key} is .*; expected true or false"):
-        load(more=f"data: {{dstrial: {{{key}: sometimes}}}}\n")
+    (problem,) = problems(section(**{key: "sometimes"}))
+    assert f'data.dstrial.{key} is "sometimes"; expected true or false' in problem
 
 
 def test_training_checks_are_read_and_explained(load, tmp_path, capsys):
@@ -31,17 +57,42 @@ def test_training_checks_are_read_and_explained(load, tmp_path, capsys):
     assert ["data.dstrial.non_finite_patience", "3", "dstrial's", "default"] in printed
 
 
+FOUR = "resources: {slots_per_trial: 4}\n"
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("more", "message"),
     [
-        ("non_finite: never", r'non_finite is "never"; expected one of "fail", "warn", "ignore"'),
-        ("non_finite_patience: 0", r"non_finite_patience is 0; expected an integer of at least 1"),
-        ("non_finite_patience: true", r"non_finite_patience is true"),
+        (section(non_finite="never"), 'non_finite is "never"; expected one of "fail", "warn", "ignore"'),
+        (section(non_finite_patience=0), "non_finite_patience is 0; expected an integer of at least 1"),
+        (section(non_finite_patience=True), "non_finite_patience is true"),
+        (section(pipeline_stages=2.0), "pipeline_stages is 2.0; expected an integer of at least 1. Write 2, without"),
+        (FOUR + section(min_slots=5), "min_slots is 5; expected at most 4, the slots_per_trial"),
+        (FOUR + section(max_slots=3), "max_slots is 3; expected at least 4, the slots_per_trial"),
+        (section(min_slots=0), "expected an integer of at least 1"),
+        (section(max_slots=True), "expected an integer of at least 1"),
+        (section(resize_period="10m"), "expected a number of seconds"),
+        (section(resize_period=-1), "expected a number of seconds"),
+        (section(requirements="/etc/passwd"), 'requirements is "/etc/passwd"; expected a path in the model definition'),
+        (section(requirements="../a.txt"), 'requirements is "../a.txt"; expected a path in the model definition'),
+        (section(requirements=3), "requirements is 3; expected a path in the model definition"),
+        (section(requirements="a.txt"), 'data.dstrial.requirements is "a.txt", which is not there'),
+        ("environment: {requirements: a.txt}\n", 'environment.requirements is "a.txt", which is not there'),
+        (
+            "environment: {requirements: exp.yaml}\n" + section(requirements="ds.json"),
+            'data.dstrial.requirements is "ds.json"; expected "exp.yaml", as in environment.requirements',
+        ),
+        ("profiling: true\n", "profiling is true; expected a mapping"),
+        ("profiling: {sampling: 5}\n", "profiling.sampling is not a key of profiling"),
+        (
+            "profiling: {begin_on_batch: 5, end_after_batch: 3}\n",
+            "profiling.begin_on_batch is 5; expected at most end_after_batch (3)",
+        ),
     ],
-)
-def test_wrong_training_check_is_refused(load, values, message):
-    with pytest.raises(ConfigError, match=rf"data\.dstrial\.{message}"):
-        load(more=f"data: {{dstrial: {{{values}}}}}\n")
+)  # fmt: skip
+def test_wrong_value_is_one_problem(problems, more, message):
+    (problem,) = problems(more)
+    assert message in problem
 
 
 @pytest.mark.parametrize(
@@ -61,19 +112,64 @@ def test_wrong_training_check_is_refused(load, values, message):
         ("{webhooks: {webhook_id: [true], webhook_name: [1]}}", ["webhook_id[0] is", "webhook_name[0] is"]),
     ],
 )
-def test_webhooks_are_named_by_number_and_by_name(load, integrations, words):
-    found = []
-    try:
-        load(more=f"integrations: {integrations}\n")
-    except ConfigError as error:
-        found = error.problems
+def test_webhooks_are_named_by_number_and_by_name(problems, integrations, words):
+    found = problems(f"integrations: {integrations}\n")
     assert len(found) == len(words)
-    assert all(word in str(problem) for problem, word in zip(found, words, strict=True))
+    assert all(word in problem for problem, word in zip(found, words, strict=True))
 
 
-@pytest.mark.parametrize("key", ["min_slots", "pipeline_stages"])
-def test_size_with_a_decimal_point_is_refused(load, key):
-    with pytest.raises(
-        ConfigError, match=rf"data\.dstrial\.{key} is 2\.0; .* Write 2, without a decimal point"
-    ):
-        load(more=f"data: {{dstrial: {{{key}: 2.0}}}}\n")
+def test_elastic_settings_have_defaults():
+    assert elasticity_of({}, 4) == Elasticity(4, None, 4, 600.0)
+    given = {"min_slots": 2, "max_slots": 8, "resize_period": 60}
+    assert elasticity_of(given, 4) == Elasticity(4, 2, 8, 60.0)
+    asked = [elasticity_of(one, 4).is_asked_for for one in ({}, {"min_slots": 1}, {"max_slots": 8})]
+    assert asked == [False, True, True]
+
+
+def test_batch_that_no_other_number_of_slots_shares_is_refused(problems):
+    def of_batch(num_records, **values):
+        return problems(FOUR + section(**values), {"train_batch_size": num_records})
+
+    (found,) = of_batch(20, min_slots=3)
+    assert "3 to 4 slots, none of which but 4 can share a batch of 20 records" in found
+    assert "a range with one of 1, 2, 5, 10" in found
+    (found,) = of_batch(12, max_slots=5)
+    assert found.partition(" is ")[0].endswith("data.dstrial.max_slots")
+    assert not of_batch(12, min_slots=3, max_slots=6)
+    assert not of_batch(20, min_slots=4), "it asks for no choice"
+
+
+def test_slots_share_a_batch_by_whole_replicas():
+    assert [n for n in range(1, 13) if shares(n, 12, 1)] == [1, 2, 3, 4, 6, 12]
+    assert [n for n in range(1, 13) if shares(n, 12, 2)] == [2, 4, 6, 8, 12]
+
+
+def test_requirements_are_read_from_both_sections_and_left_out_if_missing(load):
+    for more in ("environment: {requirements: ds.json}\n", section(requirements="ds.json")):
+        assert requirements_of(load(more=more).raw) == "ds.json"
+    assert "requirements" not in load(EXPERIMENT).raw["environment"]
+
+
+@pytest.mark.parametrize(
+    ("script", "installs"),
+    [
+        ("sh -c 'pip install humanize && python train.py'", True),
+        ("uv pip sync needs.txt", True),
+        ("python setup.py develop", True),
+        ("export FROM_HOOK=1", False),
+        ("python train.py --pipeline install", False),
+    ],
+)
+def test_script_that_installs_packages_is_recognised(script, installs):
+    assert may_install(script) is installs
+
+
+def test_profiling_keys_without_effect_are_warned_of(load):
+    given = "profiling: {enabled: true, begin_on_batch: 2, end_after_batch: 9, sync_timings: false}\n"
+    config = load(more=given)
+    assert config.profiling_enabled
+    ignored = [line for line in config.warnings if "profiling" in line]
+    assert len(ignored) == 3
+    assert all("has no effect" in line for line in ignored)
+    usual = load(more="profiling: {enabled: true, begin_on_batch: 0, sync_timings: true}\n")
+    assert not [line for line in usual.warnings if "profiling" in line]

@@ -48,11 +48,6 @@ def test_slots_of_a_command_beside_those_of_a_trial_are_accepted_in_both_configs
     assert alone.num_slots == 1
 
 
-def test_a_slots_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"resources\.slots is \"two\"; expected an integer"):
-        submit(tmp_path, resources={"slots": "two"})
-
-
 @pytest.mark.parametrize("is_command", [False, True])
 def test_gpu_means_cuda_and_the_images_left_out_are_completed(tmp_path: Path, is_command: bool) -> None:
     environment = {"image": {"gpu": "theirs"}, "environment_variables": {"gpu": ["A=1"], "cpu": ["B=2"]}}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from surfaces import play, space, surface
 
-from dstrial.config import ParallelDims
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, Measured, Outcome
 from dstrial.dsat.methods.base import Note

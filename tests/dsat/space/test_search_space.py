@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from surfaces import BASE, play, space
 
-from dstrial.config import ParallelDims, zero_keys_without_effect
+from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.config import read_space
 from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, Candidate, layered
 from dstrial.dsat.predictor.config_groups import ConfigGroups

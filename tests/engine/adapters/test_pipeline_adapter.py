@@ -2,8 +2,9 @@ import pytest
 import small_models
 from forked_ranks import RunningProgram, of_all_ranks
 
-from dstrial.config import ParallelDims
 from dstrial.config.deepspeed_rules.check import check_deepspeed
+from dstrial.config.parallel_dims import ParallelDims
+from dstrial.testing.ranks import run_function
 
 pytestmark = pytest.mark.ranks
 
@@ -110,3 +111,13 @@ def test_the_ranks_of_a_pipeline_share_no_sequences_and_the_check_says_so(
     assert checked.batch is not None
     assert program.result("sequence parallelism") == [checked.batch.train_batch_size] * 2
     assert any("sequence_parallel_size is 2, which" in warning for warning in checked.warnings)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_module_shared_by_two_stages_is_refused_unless_tied(is_tied: bool) -> None:
+    adapter_program = pytest.importorskip("adapter_program")  # needs transformers
+    errors = [result.value for result in run_function(adapter_program.share_across_stages, 2, is_tied)]
+    if is_tied:
+        assert errors == [None, None]
+    else:
+        assert all("layers 0 and 3 of the PipelineModule share a parameter" in error for error in errors)

@@ -15,10 +15,9 @@ from sample_layouts import PLAIN_LAYOUT
 
 from dstrial import dsat
 from dstrial.checkpoint.manifest import Manifest, write_manifest
-from dstrial.config import EngineRecord
 from dstrial.errors import ConfigError
 from dstrial.integrations.huggingface.hf_args import effective_directory, write_effective_config
-from dstrial.resume.metadata import run_metadata
+from dstrial.resume.metadata import EngineRecord, run_metadata
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
 

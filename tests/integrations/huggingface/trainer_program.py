@@ -58,6 +58,8 @@ DEFAULTS: dict[str, Any] = {
     "resume_step": None,  # go on from the checkpoint of this step in the run directory
     "saves_at": None,  # a callback behind DetCallback asks for a save at this step
     "has_model_init": False,  # whether the Trainer is given a function that makes its model
+    "lora": None,  # a seed: train adapters of PEFT on a model that is made with it
+    "is_frozen": False,  # whether only the last block is trained
     "patience": None,  # of transformers' own callback that ends training early
     "options": {},  # more TrainingArguments
     "callback": {},  # more arguments of DetCallback
@@ -162,6 +164,15 @@ def model(*, is_made_cut: bool = False) -> GPT2LMHeadModel:
     return AutoModelForCausalLM.from_config(config) if is_made_cut else GPT2LMHeadModel(config)
 
 
+def lora_model(seed: int) -> Any:
+    import peft
+
+    torch.manual_seed(seed)
+    return peft.get_peft_model(
+        model(), peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    )
+
+
 def evaluation_sets(asked: dict[str, Any]) -> Any:
     if not asked["eval_steps"]:
         return None
@@ -203,6 +214,11 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         early = [EarlyStoppingCallback(asked["patience"])] if asked["patience"] else []
         make = functools.partial(model, is_made_cut=asked["is_made_cut"])
         made = {"model_init": lambda: make()} if asked["has_model_init"] else {"model": make()}
+        if asked["lora"]:
+            made = {"model": lora_model(asked["lora"])}
+        if asked["is_frozen"]:
+            for name, parameter in made["model"].named_parameters():
+                parameter.requires_grad = ".h.1." in name
         late = [] if asked["saves_at"] is None else [Save(asked["saves_at"])]
         late += [] if asked["nan_after"] is None else [Poison(asked["nan_after"])]
         trainer = Trainer(

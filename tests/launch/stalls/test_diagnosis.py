@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_told_however_long_batches_take() -> None:
     assert found.is_certain
     assert sentence(found, diagnose(views, {0: IN_ALL_REDUCE})) == (
         "stalled: rank 1 is stopped (SIGSTOP) at batch 81 in train_batch; rank 0 waits for it in a collective "
-        "(all_reduce). Nothing has moved for 10 s; the longest batch so far took 3600 s. Let it go on with "
+        "(all_reduce). Nothing has moved for 10 s; the longest batch so far took 3600 s. Continue it with "
         "`kill -CONT 101`."
     )
     short = [view(0, age_s=12), view(1, age_s=12, state="T", stopped_s=1)]
@@ -263,3 +263,15 @@ def test_settings_come_from_the_config_and_wrong_ones_are_named() -> None:
         ConfigError, match=r"data\.dstrial\.stall_action is .*; expected one of .report., .restart."
     ):
         read({"stall_action": "kill"})
+
+
+def test_ranks_that_gather_weights_of_zero_3_are_told_of_leaf_modules() -> None:
+    gathers = dataclasses.replace(IN_ALL_REDUCE, operation="all_gather", gathers_weights=True)
+    for other in (gathers, IN_ALL_REDUCE):
+        found = diagnose([view(0), view(1)], {0: gathers, 1: other})
+        assert "an expert without tokens on some rank" in found.hint
+        assert "set_z3_leaf_modules" in found.hint
+    assert "set_z3_leaf_modules" not in diagnose([view(0)], {0: gathers}).hint
+    assert (
+        "set_z3_leaf_modules" not in diagnose([view(0), view(1)], {0: IN_ALL_REDUCE, 1: IN_ALL_REDUCE}).hint
+    )

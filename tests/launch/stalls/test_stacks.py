@@ -220,3 +220,16 @@ def test_a_collective_that_synchronizes_its_device_is_a_wait_for_ranks_and_no_wo
         place = place_of(parse_stacks(dump(f"/home/me/model_def.py:{number} train_batch")), 0x7F01, line_of)
         assert place is not None
         assert place.wait is Wait.UNKNOWN
+
+
+def test_a_gather_of_zero_3_for_a_module_is_known() -> None:
+    gather = (
+        f"{SITE}/deepspeed/runtime/zero/partition_parameters.py:120 wait",
+        f"{SITE}/deepspeed/utils/nvtx.py:20 wrapped_fn",
+        f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py:300 fetch_sub_module",
+        "/home/me/model_def.py:31 forward",
+    )
+    for frames, is_gather in ((gather, True), (BARRIER, False)):
+        place = place_of(parse_stacks(dump(*frames)), 0x7F01)
+        assert place is not None
+        assert (place.wait, place.gathers_weights) == (Wait.RANKS, is_gather)

@@ -184,7 +184,7 @@ class _Here(Transport):
     """Starts agents on this machine."""
 
     connect_s = 30.0
-    fallback = ("not starting an agent", "")
+    other_error = ("not starting an agent", "")
 
     def words(self, host: str, python: str) -> list[str]:
         del host

@@ -149,7 +149,7 @@ def test_a_command_runs_in_its_files_and_tells_its_output_and_exit_code(
     stored = yaml.safe_load(det.ok("command", "config", task_id))
     assert stored["entrypoint"] == [line]
     assert stored["resources"]["slots"] == 1
-    assert stored["environment"]["environment_variables"] == ["A=template", "B=template", "A=own"]
+    assert stored["environment"]["environment_variables"]["cpu"] == ["A=own", "B=template"]
     assert task_id not in det.ok("task", "list")
 
 

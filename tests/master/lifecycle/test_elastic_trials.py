@@ -116,15 +116,15 @@ def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
     for slot in (2, 3):  # it leaves both, however the second comes
         drain(master, agent, slot)
     wait_for_size(master, trial, 2)
-    assert "its slots are being drained, and it goes on with others" in log_of(master, trial)
+    assert "its slots are being drained, and it resumes on others" in log_of(master, trial)
 
     words = ("--config", "resources.slots=1", "--config", "resources.priority=10")
     ran = master.det("command", "run", "-d", *words, "sleep 6")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     wait_for_size(master, trial, 2, 1)
-    assert "whose priority is higher, and goes on with fewer slots" in log_of(master, trial)
+    assert "which has a higher priority, and resumes with fewer slots" in log_of(master, trial)
     wait_for_size(master, trial, 2, 1, 2)
-    assert "it grows from 1 to 2 slots, which nobody else wants" in log_of(master, trial)
+    assert "it grows from 1 to 2 slots, which are free" in log_of(master, trial)
 
     master.client("admin").post(f"/api/v1/agents/{agent}/slots/2/enable")
     wait_for_size(master, trial, 2, 3)

@@ -45,7 +45,7 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
         assert up.returncode == 0, up.stdout + up.stderr
         assert master.det("e", "activate", "1").returncode == 0
         wait_for(lambda: SIZES_OF_ONE in log_of(master, 1), deadline_s=120)
-        assert "the trial asks for 2 slots and goes on from its checkpoint with 1" in log_of(master, 1)
+        assert "the trial requests 2 slots and resumes from its checkpoint with 1" in log_of(master, 1)
         assert "the batch of engine 0 stays as it was: train_batch_size 12" in log_of(master, 1)
         wait_for(lambda: len(batches_of(log)) > len(trained), deadline_s=60)
         assert master.det("e", "cancel", "1").returncode == 0

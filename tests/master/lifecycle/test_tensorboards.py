@@ -166,7 +166,7 @@ def test_tensorboards_of_trials_show_these_and_end_when_nobody_looks(viewer: Vie
     viewer.ok("tensorboard", "kill", task_id)
     for ended, why in (
         (task_id, "allocation killed: a user has killed it"),
-        (unseen, "nobody has looked at it for 1 s"),
+        (unseen, "it was not used for 1 s"),
     ):
         wait_for(lambda ended=ended: viewer.tensorboard(ended)["state"] == "STATE_TERMINATED", "its end")  # type: ignore[misc]
         assert why in viewer.tensorboard(ended)["exitStatus"]

@@ -13,7 +13,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
 
-WAITS = "the agent is disabled, and nothing starts"
+WAITS = "the agent is disabled, so nothing starts"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrial.master.scheduler.queue import Waiting, assignments
-from dstrial.master.scheduler.resizing import Running, grown, leaves_drained, select_preemption_victims
+from dstrial.master.scheduler.resizing import Running, can_leave_drained, grown, select_preemption_victims
 from dstrial.master.store.nodes import slot_id_of
 
 LOW, HIGH = (42, 1.0), (10, 1.0)
@@ -100,11 +100,11 @@ def test_whoever_is_asked_goes_on_and_the_urgent_one_begins(
 def test_a_trial_leaves_drained_slots_only_for_others_that_will_do() -> None:
     one = running(1, 0, 1, choices=(2, 1))
 
-    assert leaves_drained(one, {1}, set()), "it keeps slot 0"
-    assert leaves_drained(one, {0, 1}, {5})
-    assert not leaves_drained(one, {0, 1}, set())
-    assert not leaves_drained(one, {7}, {5})
-    assert not leaves_drained(running(1, 0, 1, choices=(2,)), {1}, set())
+    assert can_leave_drained(one, {1}, set()), "it keeps slot 0"
+    assert can_leave_drained(one, {0, 1}, {5})
+    assert not can_leave_drained(one, {0, 1}, set())
+    assert not can_leave_drained(one, {7}, {5})
+    assert not can_leave_drained(running(1, 0, 1, choices=(2,)), {1}, set())
 
 
 def test_a_trial_grows_to_the_most_that_share_its_batch_and_may_be_used() -> None:

@@ -124,7 +124,7 @@ def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> 
 
         wait_for(lambda: state_of(fresh_master, blind) == "ERROR")
 
-        assert "could not look after it (LookupError: no such field)" in log_of(fresh_master, blind)
+        assert "failed to poll it (LookupError: no such field)" in log_of(fresh_master, blind)
         wait_for(lambda: state_of(fresh_master, other) == "COMPLETED")
         wait_for(lambda: not list((services.state_dir / "allocations").glob("*/workdir/blind")))
 

@@ -1,4 +1,1 @@
-"""Runs allocations on other machines, over one connection to each.
-
-It is one by ssh or a step of Slurm.
-"""
+"""Run allocations on other machines, over a connection to an agent on each."""

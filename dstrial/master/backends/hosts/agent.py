@@ -1,10 +1,10 @@
-"""Runs allocations on a host, for a master on another machine.
+"""The agent: a process on a host that runs allocations for a remote master.
 
-The other end of :mod:`~dstrial.master.backends.hosts.link`: requests and answers are lines of JSON. Each allocation has its own
-supervisor, which outlives the agent and kills the allocation when the *lease* ends. Each heartbeat that the master answers
-extends the lease to ``LEASE_S`` after the heartbeat was sent, so that the master knows when the lease has ended. Only a goodbye
-means that the master has ended: allocations then continue for ``ORPHAN_S``, and the next master asks for their output and exit.
-The end of a connection means nothing: the network may be cut.
+The agent exchanges lines of JSON with the master's :mod:`~dstrial.master.backends.hosts.link`. Each allocation has its own
+supervisor, which outlives the agent and kills the allocation when the *lease* ends. Each heartbeat that the master acknowledges
+extends the lease to ``LEASE_S`` after the heartbeat was sent, so the master can compute the end of the lease. If the connection
+ends without a goodbye, the network may have failed: the lease is not changed. If the master says goodbye, allocations continue
+for ``ORPHAN_S``; the next master then asks for their output and exits.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.trial_files import open_regular, read_json
 
-MIRRORED = ("starting.json", "stalled.json")  # files of an allocation's directory that the master shows
-_POLL_S = 0.1  # period in which new output and exits are sent
-_CHUNK_BYTES = 256 * 1024  # output sent in one message
-_KEEP_TRACEBACKS_S = 30 * 86_400.0  # after a trial's last training
-_BACKLOG = 128  # connections of trials that wait to be accepted
-_COLLECT_PERIOD_S = 3600.0  # between deletions of unused environments
+MIRRORED = ("starting.json", "stalled.json")  # files of an allocation's directory that are sent to the master
+_POLL_S = 0.1  # interval of checks for new output and exits
+_CHUNK_BYTES = 256 * 1024  # maximum output in one message
+_KEEP_TRACEBACKS_S = 30 * 86_400.0  # time after a trial's last traceback at which its tracebacks are deleted
+_BACKLOG = 128  # pending connections of trials
+_COLLECT_PERIOD_S = 3600.0  # interval of deletions of unused environments
 _output = threading.Lock()
 
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """An allocation on this host."""
+    """An allocation's part on this host, and what the master has received of it."""
 
     directory: Path
     handle: SupervisorHandle | None
-    # bytes of each log file that the master has; None before the master asks
+    # number of bytes sent of each log file; None until the master requests the log
     sent: dict[str, int] | None = None
-    mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # what the master has of ``MIRRORED``
-    is_reported: bool = False  # whether the master knows how it ended
+    mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # last sent content of ``MIRRORED``
+    is_reported: bool = False  # whether its exit was sent
 
 
 def _send(message: Mapping[str, Any]) -> None:
-    """Send the master a line of JSON. Thread-safe; blocks while the pipe is full."""
+    """Send a line of JSON to the master. Thread-safe; blocks while the pipe is full."""
     data = (PREFIX + json.dumps(message) + "\n").encode()
     with _output, contextlib.suppress(OSError):
         while data:
@@ -76,44 +76,44 @@ def _in_background(run: Callable[..., object], *arguments: object, **options: ob
 
 
 class Agent:
-    """Allocations of one master on this host; ``hello`` is the master's first request."""
+    """Runs a master's allocations on this host; ``hello`` is the master's first line."""
 
     def __init__(self, hello: Mapping[str, Any]) -> None:
         self._hello = hello
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
-        # With an engine, a host has an agent per job.
-        self._place = f"-{place}" if (place := str(hello.get("place", ""))) else ""
-        self._allocations = self._directory / f"allocations{self._place}"
+        # An engine's node has an agent per job; each has its own files.
+        self._suffix = f"-{place}" if (place := str(hello.get("place", ""))) else ""
+        self._allocations = self._directory / f"allocations{self._suffix}"
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._runs: dict[str, _Run] = {}
-        self._lease = self._directory / f"lease{self._place}"
-        self._record = self._directory / f"agent{self._place}.json"
+        self._lease = self._directory / f"lease{self._suffix}"
+        self._record = self._directory / f"agent{self._suffix}.json"
         if (
             not 0 <= supervisor.lease_left_s(str(self._lease)) <= ORPHAN_S
-        ):  # missing, ended, or of an earlier boot
+        ):  # no lease, an expired one, or one of an earlier boot
             self._lease.touch()
             self._set_lease(0.0)
         self._answered_beat: float | None = None
-        self._lease_ends_s = _boottime() + LEASE_S  # as far as this agent is concerned
-        # Ray's actor, which ends with the job without its children; None if the parent does not matter.
+        self._lease_ends_s = _boottime() + LEASE_S  # an agent kills its allocations later than supervisors do
+        # Pid of Ray's actor, which does not end its children when it ends with the job; None with other transports.
         self._parent = os.getppid() if hello["ends_with_parent"] else None
         self._replace_predecessor()
         self._slots = _slots_of(hello["slots"])
-        if self._place and len(self._slots) < len(hello["slots"]):
+        if self._suffix and len(self._slots) < len(hello["slots"]):
             raise MasterError(
                 f"without its devices: the job has {len(hello['slots'])} there, and its programs see {len(self._slots)} "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}). Ask for a device for each slot"
             )
         self._fork_servers = ForkServers(
             ForkSettings(is_on=hello["is_warm"], idle_timeout_s=hello["warm_idle_timeout_s"]),
-            self._directory / f"fork-server{self._place}.log",
+            self._directory / f"fork-server{self._suffix}.log",
         )
         self._streams = Streams(_send)
         self._listener = self._listen()
         self._payload = bytearray()
-        # Not a number of an earlier agent's, which the master may still be closing.
+        # Start at random: the master may still be closing streams of an earlier agent.
         self._num_streams = secrets.randbits(40)
         self._recover_runs(set(hello["live"]))
         _remove_old(self._directory / "tracebacks")
@@ -127,7 +127,7 @@ class Agent:
             _in_background(run)
 
     def _replace_predecessor(self) -> None:
-        """Kill the agent of an earlier connection."""
+        """Record this agent; kill the agent of an earlier connection, if it still runs."""
         last: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             last = json.loads(self._record.read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ class Agent:
                 os.kill(int(last["pid"]), signal.SIGKILL)
 
     def _recover_runs(self, live: set[str]) -> None:
-        """Recover the allocations that the master knows, and kill the others."""
+        """Adopt the running allocations named in ``live``, and kill the others."""
         for directory in self._allocations.iterdir():
             handle = local.find(directory)
             if directory.name in live:
@@ -148,12 +148,12 @@ class Agent:
                 local.remove(directory)
 
     def _listen(self) -> socket.socket:
-        """Listen on the last agent's port: running trials report to it."""
-        record = self._directory / f"relay{self._place}.json"
+        """Listen on the last agent's port, to which running trials send their reports."""
+        record = self._directory / f"relay{self._suffix}.json"
         port = 0
         with contextlib.suppress(OSError, ValueError, KeyError):
             port = int(json.loads(record.read_text(encoding="utf-8"))["port"])
-        # A process that has just ended may still hold the port.
+        # Retry: an agent that was just killed may still hold the port.
         for port_tried in (*([port] * 20 if port else []), 0):
             try:
                 listener = socket.create_server(("127.0.0.1", port_tried), backlog=_BACKLOG)
@@ -168,7 +168,7 @@ class Agent:
     # Requests of the master
 
     def handle(self, request: dict[str, Any]) -> None:
-        """Handle a request; slow ones in a thread of their own."""
+        """Handle a request of the master; slow ones in a new thread."""
         self._renew_lease(request.get("beat"))
         if "stream" in request:
             self._streams.take(request)
@@ -203,27 +203,27 @@ class Agent:
             _in_background(local.remove, run.directory)
 
     def _release(self) -> NoReturn:
-        """Delete the files of this agent, which has no successor, and end."""
+        """Delete this agent's files, because its job has ended, and exit."""
         with self._lock:
             self._fork_servers.close()
         with contextlib.suppress(OSError):
             remove_tree(self._allocations, is_forced=True)
         for name in ("agent{}.json", "relay{}.json", "fork-server{}.log", "lease{}"):
-            (self._directory / name.format(self._place)).unlink(missing_ok=True)
+            (self._directory / name.format(self._suffix)).unlink(missing_ok=True)
         os._exit(0)
 
     def _outlive(self) -> NoReturn:
-        """End, and let the allocations continue without a master."""
+        """Extend the lease to ``ORPHAN_S`` and exit; allocations run without a master."""
         if supervisor.lease_left_s(str(self._lease)) > 0:
             self._set_lease(_boottime() + ORPHAN_S)
         self._record.unlink(missing_ok=True)
         with self._lock:
             self._fork_servers.close()
-        # An orderly end would wait for threads.
+        # A normal exit would wait for threads.
         os._exit(0)
 
     def lose_connection(self) -> None:
-        """Stop serving until the lease ends or the next agent kills this one."""
+        """Close all streams; wait until the lease ends or the next agent kills this one."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -231,7 +231,7 @@ class Agent:
         self._watch_lease()
 
     def on_sigterm(self, *_: Any) -> None:
-        """Report a SIGTERM, which Slurm sends some time before it takes the node away."""
+        """Report a SIGTERM, which Slurm sends some time before the job loses the node."""
         why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
         _in_background(_send, {"leaving": why})
 
@@ -251,8 +251,8 @@ class Agent:
                 asked,
                 is_warm=self._hello["is_warm"],
                 forks_with_accelerators=self._hello["forks_with_accelerators"],
-                # Slurm may kill the agent alone: supervisors are no descendants of a later step.
-                watch={"lease": str(self._lease), "agent": str(self._record) if self._place else None},
+                # Supervisors watch the agent, too: Slurm may kill only the agent's step when the job ends.
+                watch={"lease": str(self._lease), "agent": str(self._record) if self._suffix else None},
             )
             with self._lock:
                 run = self._runs[name] = _Run(asked.directory, None, sent={})
@@ -287,7 +287,7 @@ class Agent:
         while _boottime() < self._lease_ends_s and self._parent in (None, os.getppid()):
             time.sleep(BEAT_S)
         try:
-            # Supervisors do the same at the lease's end, unless they are stopped.
+            # Supervisors do the same at the end of the lease, unless they are stopped (SIGSTOP).
             for run in list(self._runs.values()):
                 local.kill(run.handle, run.directory, leaves_record=False)
         finally:
@@ -306,13 +306,13 @@ class Agent:
             for name, run in runs:
                 try:
                     self._report(name, run)
-                except Exception:  # noqa: BLE001  # the others are reported, and this one is retried
+                except Exception:  # noqa: BLE001  # report the other allocations, and retry this one
                     traceback.print_exc()
                     time.sleep(BEAT_S)
             time.sleep(_POLL_S)
 
     def _report(self, name: str, run: _Run) -> None:
-        """Send an allocation's new output, then its exit."""
+        """Send an allocation's new output and files, and its exit once it has ended."""
         if run.sent is None or run.is_reported:
             return
         exit_ = local.poll_exit(run.directory, run.handle)
@@ -356,12 +356,12 @@ class Agent:
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
-        """Send a file, whole or from an offset on; None for a file that is gone."""
+        """Send a whole file, or its bytes from offset ``at``; None for a deleted file."""
         text = None if data is None else base64.b64encode(data).decode()
         _send({"id": name, "file": file, "at": at, "data": text})
 
     def _accept(self) -> None:
-        """Forward connections of this host's trials to the master."""
+        """Accept connections of this user's trials and forward them to the master."""
         own = os.geteuid()
         while True:
             try:
@@ -378,7 +378,7 @@ class Agent:
 
 
 def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
-    """Return this host's devices with these numbers; CPU slots without devices."""
+    """Return the host's slots with these indices: accelerators, else CPU slots."""
     found = {slot.id: slot for slot in find_slots()}
     if all(slot.kind == "cpu" for slot in found.values()):
         found = {slot.id: slot for slot in find_slots(max(wanted, default=-1) + 1)}
@@ -408,14 +408,14 @@ def _handle_json(handle: SupervisorHandle | None) -> dict[str, Any]:
 
 
 def _is_consequence(directory: Path) -> bool:
-    """Return whether the launcher found that a rank elsewhere failed first."""
+    """Return whether the launcher recorded that a rank on another host failed first."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return bool(read_json(directory / ENDING_NAME)["is_consequence"])
     return False
 
 
 def _remove_old(tracebacks: Path) -> None:
-    """Delete tracebacks of trials that have not trained for a month."""
+    """Delete the directories of tracebacks that have not changed for a month."""
     with contextlib.suppress(OSError):
         for path in tracebacks.iterdir():
             if path.stat().st_mtime < time.time() - _KEEP_TRACEBACKS_S:

@@ -1,4 +1,4 @@
-"""Runs allocations with slots on hosts of a hostfile, others on this machine."""
+"""Run allocations with slots on other machines, those without on the master's own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
     Node,
+    NodeAllocation,
     NodeExit,
     Note,
     Output,
     OwnNodes,
     RunRef,
-    Share,
     SupervisorHandle,
 )
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
@@ -30,80 +30,80 @@ from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile
 from dstrial.master.clock import now_us
 
 _BEGIN_S = 8.0
-_ENDS_BY_ITSELF_S = 5.0  # grace period of the other nodes after one has failed
+_EXIT_GRACE_S = 5.0  # grace period of the other nodes after one has failed
 
 
 class LinkedBackend(abc.ABC):
-    """Runs allocations with slots on linked machines, others on the master's."""
+    """Base of back ends with a link to each node; no slots means the master's machine."""
 
     def __init__(self, local: LocalBackend, state_dir: Path) -> None:
         self._local = local
         self._status = StatusFile(state_dir / HOSTS_NAME)
-        # Allocations that are killed because a node failed, with its exit if the node cannot report it.
+        # Allocations that are being killed because a node failed; its exit if it cannot report that itself, else None.
         self._terminating: dict[str, NodeExit | None] = {}
 
     @abc.abstractmethod
     def nodes(self) -> tuple[Node, ...]: ...
 
     @abc.abstractmethod
-    def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
-        """Return the link to a share's machine; None if it is gone."""
+    def _link_to(self, run: RunRef, on_node: NodeAllocation) -> HostLink | None:
+        """Return the link to a node of a run; None if the master no longer has the node."""
 
-    def _unlinked_reason(self, run: RunRef, share: Share) -> str:
+    def _unlinked_reason(self, run: RunRef, on_node: NodeAllocation) -> str:
         del run
         return (
-            f"node {share.node_id} is no host of the master's any more; expected one of its hostfile. Start the master "
-            "with the hostfile that it had."
+            f"node {on_node.node_id} is no longer in the master's hostfile; expected one of its hosts. Start the master "
+            "with its previous hostfile."
         )
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         if run.is_on_own_node:
             return self._local.submit(request, run)
-        links = [self._require_link(run, share) for share in run.shares]
+        links = [self._require_link(run, on_node) for on_node in run.allocated]
         run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         ports = links[0].take_ports() or request.ports
         nodes = [link.node() for link in links]
         addresses = tuple(node.address for node in nodes) if len(nodes) > 1 else ("127.0.0.1",)
-        for rank, (share, link) in enumerate(zip(run.shares, links, strict=True)):
+        for rank, (on_node, link) in enumerate(zip(run.allocated, links, strict=True)):
             part = dataclasses.replace(
                 request,
                 slots=(),
                 ports=ports,
                 addresses=addresses,
                 node_rank=rank,
-                slot_counts=tuple(len(one.slots) for one in run.shares),
+                slot_counts=tuple(len(one.slots) for one in run.allocated),
             )
-            link.submit(run.allocation_id, self._new_part(run, share, link, part))
+            link.submit(run.allocation_id, self._new_part(run, on_node, link, part))
         return None
 
-    def _require_link(self, run: RunRef, share: Share) -> HostLink:
-        link = self._link_to(run, share)
+    def _require_link(self, run: RunRef, on_node: NodeAllocation) -> HostLink:
+        link = self._link_to(run, on_node)
         if link is None:
-            raise MasterError(self._unlinked_reason(run, share))
+            raise MasterError(self._unlinked_reason(run, on_node))
         return link
 
     def _new_part(
-        self, run: RunRef, share: Share, link: HostLink, request: AllocationRequest | None
+        self, run: RunRef, on_node: NodeAllocation, link: HostLink, request: AllocationRequest | None
     ) -> RemoteRun:
-        mirror = self._mirror(run, share)
+        mirror = self._mirror(run, on_node)
         mirror.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return RemoteRun(mirror, request, link.numbers_of(share.slots), _ranks_of(run, share))
+        return RemoteRun(mirror, request, link.numbers_of(on_node.slots), _ranks_of(run, on_node))
 
-    def _mirror(self, run: RunRef, share: Share) -> Path:
-        # The run's directory mirrors the first node, because status and page read it.
-        return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
+    def _mirror(self, run: RunRef, on_node: NodeAllocation) -> Path:
+        # The first node's mirror is the run's directory, which the status and the page read.
+        return run.directory if on_node == run.allocated[0] else run.directory / f"node-{on_node.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return each share's link and state, also of a run that another master started."""
+        """Return the link and state of each node's part, also of an adopted run's."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
-        for share in run.shares:
-            link = self._link_to(run, share)
+        for on_node in run.allocated:
+            link = self._link_to(run, on_node)
             if link is None:
-                gone = NodeExit(share.node_id, 137, 9, "lost", self._unlinked_reason(run, share))
-                part = RemoteRun(self._mirror(run, share), None, (), "", exit=gone)
+                gone = NodeExit(on_node.node_id, 137, 9, "lost", self._unlinked_reason(run, on_node))
+                part = RemoteRun(self._mirror(run, on_node), None, (), "", exit=gone)
             else:
                 part = link.run(run.allocation_id) or link.recover(
-                    run.allocation_id, self._new_part(run, share, link, None)
+                    run.allocation_id, self._new_part(run, on_node, link, None)
                 )
             found.append((link, part))
         return found
@@ -117,31 +117,34 @@ class LinkedBackend(abc.ABC):
         if run.is_on_own_node:
             return self._local.supervisors(run)
         return {
-            share.node_id: part.handle
-            for share, (_, part) in zip(run.shares, self._parts(run), strict=True)
+            on_node.node_id: part.handle
+            for on_node, (_, part) in zip(run.allocated, self._parts(run), strict=True)
             if part.handle is not None
         }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """The first failure decides how it ended; the other parts end with it."""
+        """Return how a run ended on all nodes, None before; kill it if a node failed.
+
+        The first failure decides the exit.
+        """
         if run.is_on_own_node:
             return self._local.observe(run)
         parts = self._parts(run)
         ended = sorted((part for _, part in parts if part.exit is not None), key=lambda part: part.heard_s)
-        first = min(ended, key=_order_of_blame, default=None)
-        if first is not None and _is_right(first):
+        first = min(ended, key=_failure_order, default=None)
+        if first is not None and _has_not_failed(first):
             first = None
         if len(ended) == len(parts):
-            return _whole(ended, first or ended[-1], self._terminating.get(run.allocation_id))
+            return _combined_exit(ended, first or ended[-1], self._terminating.get(run.allocation_id))
         if len(parts) > 1 and run.allocation_id not in self._terminating:
-            for share, (link, part) in zip(run.shares, parts, strict=True):
+            for on_node, (link, part) in zip(run.allocated, parts, strict=True):
                 if part.exit is None and link is not None and (why := link.lost_reason()) is not None:
-                    exit_ = NodeExit(share.node_id, 137, 9, "unreachable", why)
+                    exit_ = NodeExit(on_node.node_id, 137, 9, "unreachable", why)
                     self._terminating.setdefault(run.allocation_id, exit_)
         if first is not None:
-            # Ranks on other nodes notice the failure and end by themselves.
+            # The ranks on other nodes get time to detect the failure and exit.
             waits = first.exit is not None and first.exit.cause in ("exited", "refused")
-            if not waits or time.monotonic() > first.heard_s + _ENDS_BY_ITSELF_S:
+            if not waits or time.monotonic() > first.heard_s + _EXIT_GRACE_S:
                 self._terminating.setdefault(run.allocation_id, None)
         if run.allocation_id in self._terminating:
             self.kill(run)
@@ -150,16 +153,16 @@ class LinkedBackend(abc.ABC):
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         if run.is_on_own_node:
             return self._local.outputs(run)
-        pairs = zip(run.shares, self._parts(run), strict=True)
-        ordered = sorted(pairs, key=lambda pair: _order_of_blame(pair[1][1]))
-        return tuple(Output(share.node_id, self._mirror(run, share)) for share, _ in ordered)
+        pairs = zip(run.allocated, self._parts(run), strict=True)
+        ordered = sorted(pairs, key=lambda pair: _failure_order(pair[1][1]))
+        return tuple(Output(on_node.node_id, self._mirror(run, on_node)) for on_node, _ in ordered)
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        links = [self._link_to(run, share) for share in run.shares]
+        links = [self._link_to(run, on_node) for on_node in run.allocated]
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Those on a lost host are unknown."""
+        """Return uuids of begun checkpoints; those on a lost host are unknown."""
         found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
         return sorted(found)
 
@@ -187,8 +190,8 @@ class LinkedBackend(abc.ABC):
         if run.is_on_own_node:
             self._local.forget(run)
             return
-        for share in run.shares:
-            link = self._link_to(run, share)
+        for on_node in run.allocated:
+            link = self._link_to(run, on_node)
             if link is not None:
                 link.forget(run.allocation_id)
         with contextlib.suppress(OSError):
@@ -204,7 +207,7 @@ class LinkedBackend(abc.ABC):
 class HostsBackend(OwnNodes, LinkedBackend):
     """Runs allocations with slots on the hosts of a hostfile.
 
-    ``tell`` wakes the scheduler; any thread calls it.
+    ``notify`` wakes the scheduler; it is called from any thread.
     """
 
     def __init__(
@@ -212,11 +215,11 @@ class HostsBackend(OwnNodes, LinkedBackend):
         local: LocalBackend,
         hosts: dict[int, Host],
         settings: AgentSettings,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         state_dir: Path,
     ) -> None:
         super().__init__(local, state_dir)
-        self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
+        self._links = {node_id: HostLink(node_id, host, settings, notify) for node_id, host in hosts.items()}
 
     def begin(self) -> None:
         for link in self._links.values():
@@ -228,9 +231,9 @@ class HostsBackend(OwnNodes, LinkedBackend):
     def nodes(self) -> tuple[Node, ...]:
         return tuple(link.node() for _, link in sorted(self._links.items()))
 
-    def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
+    def _link_to(self, run: RunRef, on_node: NodeAllocation) -> HostLink | None:
         del run
-        return self._links.get(share.node_id)
+        return self._links.get(on_node.node_id)
 
     def close(self) -> None:
         for link in self._links.values():
@@ -238,30 +241,33 @@ class HostsBackend(OwnNodes, LinkedBackend):
         self._local.close()
 
 
-def _is_right(part: RemoteRun) -> bool:
+def _has_not_failed(part: RemoteRun) -> bool:
     return part.exit is None or part.exit.exit_code == 0
 
 
-def _order_of_blame(part: RemoteRun) -> tuple[bool, bool, float]:
-    """Order parts by which one failed first.
+def _failure_order(part: RemoteRun) -> tuple[bool, bool, float]:
+    """Return a sort key that orders an allocation's parts by their failure.
 
-    What was ended because of another's failure is no cause, though it may be heard of first.
+    Order: parts that failed themselves, parts that ended because another failed, parts that run or succeeded; within each, by
+    the time of the report.
     """
     is_preempted = part.exit is not None and part.exit.cause == "preempted"
-    return _is_right(part), part.is_consequence or is_preempted, part.heard_s
+    return _has_not_failed(part), part.is_consequence or is_preempted, part.heard_s
 
 
-def _ranks_of(run: RunRef, share: Share) -> str:
-    """Return the ranks of a share for messages: ``ranks 2 to 3``."""
-    first = sum(len(one.slots) for one in run.shares[: run.shares.index(share)])
-    last = first + len(share.slots) - 1
+def _ranks_of(run: RunRef, on_node: NodeAllocation) -> str:
+    """Return the ranks on a node, for messages: ``ranks 2 to 3``."""
+    first = sum(len(one.slots) for one in run.allocated[: run.allocated.index(on_node)])
+    last = first + len(on_node.slots) - 1
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
-def _whole(ended: Sequence[RemoteRun], cause: RemoteRun, terminating: NodeExit | None) -> AllocationExit:
-    """Return the exit of an allocation whose parts have ended.
+def _combined_exit(
+    ended: Sequence[RemoteRun], cause: RemoteRun, terminating: NodeExit | None
+) -> AllocationExit:
+    """Return the exit of an allocation whose parts have all ended.
 
-    ``cause`` is the part that failed first; ``terminating`` is a node's failure that the part there could not tell.
+    ``cause`` is the part that failed first. ``terminating``, if given, is the exit of a node that could not report it; it wins.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

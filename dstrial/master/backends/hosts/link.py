@@ -1,8 +1,8 @@
-"""The master's end of the connection to a host.
+"""The master's end of the connection to a host's agent.
 
-Each host has a thread that connects, starts the agent (:mod:`~dstrial.master.backends.hosts.agent`) over the connection, and
-reconnects when it ends. The agent's reports about an allocation are mirrored into a local directory, which the scheduler reads
-like that of a local allocation. The scheduler's thread leaves requests and never waits for a host.
+A thread per host connects, starts the agent (:mod:`~dstrial.master.backends.hosts.agent`) over the connection, and reconnects
+after each disconnect. The agent's reports about an allocation are mirrored into a local directory, which the scheduler reads
+like a local allocation's. The scheduler's thread only queues requests; it never waits for a host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dstrial.hosts.transport import (
     SshTransport,
     Transport,
     last_line,
-    travelling,
+    remote_environment,
 )
 from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
 from dstrial.master.backends.devices import Slot
@@ -46,30 +46,30 @@ from dstrial.visible_text import visible_line
 logger = logging.getLogger("dstrial.master.hosts")
 
 _AGENT = "dstrial.master.backends.hosts.agent"
-_RETRY_S = 0.5  # between attempts to connect, in the first minute of a disconnect
+_RETRY_S = 0.5  # interval of attempts to connect, in the first `_FAST_RETRIES_S` of a disconnect
 _FAST_RETRIES_S = 60.0
-_SLOW_RETRY_S = 5.0  # between later attempts
-_LOG_PERIOD_S = 600.0  # between log lines about one host whose problem changes
-_RECONNECT_GRACE_S = 4.0  # after a disconnect: only the host's agent may be gone
-_HELLO_TIMEOUT_S = 30.0  # of an agent's start, which imports dstrial
-_LEAVE_S = 2.0  # for an agent to delete its files
-_SILENT_END_S = 2 * BEAT_S  # silence before a connection's end by which the host may only be cut off
-_MARGIN_S = 2.0  # waited beyond a host's lease before its allocations restart elsewhere: supervisors poll
+_SLOW_RETRY_S = 5.0  # interval of later attempts
+_LOG_PERIOD_S = 600.0  # least interval of log lines about a host that stays down
+_RECONNECT_GRACE_S = 4.0  # time after a disconnect before a host is lost: only its agent may have ended
+_HELLO_TIMEOUT_S = 30.0  # timeout of an agent's start, which imports dstrial
+_LEAVE_S = 2.0  # timeout for an agent to delete its files
+_SILENT_END_S = 2 * BEAT_S  # after such a silence, a disconnected host may still run
+_MARGIN_S = 2.0  # delay after a lease's end until its allocations are lost: supervisors poll the lease
 _KILLED = 137  # exit code of SIGKILL in a shell
-_MAY_RUN = (
-    "What the last master left there may go on, and begins again elsewhere once the host answers, at the latest after "
+_ORPHAN_NOTICE = (
+    "Allocations of the last master may still run there; they restart elsewhere when the host answers, at the latest after "
     f"{ORPHAN_S / 3600:g} hours"
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """Settings of the master for its agents."""
+    """The master's settings for the agents on its hosts."""
 
-    python: str  # interpreter on every host
+    python: str  # path of the interpreter on every host
     cluster_id: str
     master_port: int  # on the master's loopback address
-    umask: int | None  # of entrypoints; None for that of a login there
+    umask: int | None  # umask of entrypoints; None for the default of a login there
     is_warm: bool
     forks_with_accelerators: bool
     warm_idle_timeout_s: float
@@ -78,31 +78,31 @@ class AgentSettings:
 
 @dataclasses.dataclass(slots=True)
 class RemoteRun:
-    """An allocation's part on a host, as last reported."""
+    """State of an allocation's part on a host, as the agent last reported it."""
 
-    mirror: Path  # local copy of the host's directory
-    # the request until the host confirms it; None after that, or if an earlier master sent it
+    mirror: Path  # local copy of the allocation's directory on the host
+    # the request until the agent confirms it; None afterwards, or if an earlier master sent it
     request: AllocationRequest | None
     slots: tuple[int, ...]  # indices of its slots on the host
-    ranks: str  # for people, as ``ranks 2 to 3``
+    ranks: str  # for messages: ``ranks 2 to 3``
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
     is_consequence: bool = False  # whether a rank on another host failed first
     time_us: int = 0
-    heard_s: float = 0.0  # when its end became known, monotonic seconds
+    heard_s: float = 0.0  # time at which the master learned of its end, monotonic seconds
     is_stopping: bool = False
-    kill: bool | None = None  # ``leaves_record`` of the requested kill; None without one
-    is_sent: bool = False  # whether the host may have received the request
+    kill: bool | None = None  # ``leaves_record`` of the requested kill; None if none was requested
+    is_sent: bool = False  # whether the agent may have received the request
     notes: list[Note] = dataclasses.field(default_factory=list)
 
 
 class HostLink:
-    """The connection to one host, and the allocations there.
+    """The master's connection to one host, and the state of the allocations there.
 
     Args:
-        notify: wakes the scheduler; any thread calls it.
-        slot_ids: of the host's slots, in their order; by index if left out.
-        place: distinguishes agents of several links to one host; empty for the only one.
+        notify: wakes the scheduler; called from any thread.
+        slot_ids: cluster-wide ids of the host's slots, in their order; by default computed from the slots' indices.
+        place: suffix that distinguishes the agents of several jobs on one node; "" for the only agent of a host.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class HostLink:
         self._place = place
         ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
         self._ids = dict(zip(host.slots, ids, strict=True))
-        self.leaving_reason: str | None = None  # why the host will be taken away soon, by its agent
+        self.leaving_reason: str | None = None  # why the job will lose the host soon, from its agent
         self._is_released = False
         self._lock = threading.RLock()
         self._runs: dict[str, RemoteRun] = {}
         self._connection: HostConnection | None = None
         self._is_up = False  # whether the agent has answered on the connection
-        # Allocations of an earlier master have ended then. Until the lease's end the agent may receive its goodbye.
+        # Latest end of an earlier master's allocations: a goodbye that arrives just before a lease's end extends the lease.
         self._lease_ends_s = time.monotonic() + ORPHAN_S + LEASE_S
         self._streams = Streams(self._send)
         self._slots: tuple[Slot, ...] = tuple(
@@ -140,12 +140,12 @@ class HostLink:
         self._since_us = now_us()
         self._down_s = time.monotonic()
         self._was_silent = False
-        self._may_be_cut_off = False  # whether the last agent was silent when its connection ended
-        self._lost_reason: str | None = None  # why the host was taken away
+        self._may_be_cut_off = False  # whether the disconnected host may still run
+        self._lost_reason: str | None = None  # why the job has lost the host
         self._logged_s = -_LOG_PERIOD_S
         self._is_closing = threading.Event()
         self.has_tried = threading.Event()
-        """Set when it is known whether the host can be used."""
+        """Set after the first attempt to connect, successful or not."""
         self._thread = threading.Thread(target=self._run_loop, name=f"dstrial-link-{host.name}", daemon=True)
 
     def start(self) -> None:
@@ -157,9 +157,9 @@ class HostLink:
         return tuple(by_id[slot_id] for slot_id in slot_ids)
 
     def close(self, *, for_good: bool = False) -> None:
-        """Disconnect; allocations there continue.
+        """Disconnect from the host; allocations there continue.
 
-        ``for_good``: nothing runs there and no agent returns, so that its files there are deleted.
+        With ``for_good`` nothing runs there and no agent will be started again, so the agent deletes its files.
         """
         with self._lock:
             connection = self._connection
@@ -199,12 +199,12 @@ class HostLink:
             return dataclasses.replace(self._runs.setdefault(name, run))
 
     def run(self, name: str) -> RemoteRun | None:
-        """Return a copy of an allocation's state there; None if unknown."""
+        """Return a copy of an allocation's state on the host; None if unknown."""
         with self._lock:
             run = self._runs.get(name)
             if run is None:
                 return None
-            self._lose_if_late(run)
+            self._end_if_lease_over(run)
             return dataclasses.replace(run)
 
     def take_notes(self, name: str) -> list[Note]:
@@ -216,7 +216,7 @@ class HostLink:
             return notes
 
     def take_ports(self) -> dict[str, int]:
-        """Return free ports there by environment variable; empty if unknown."""
+        """Return free ports of the host by environment variable, once; empty if unknown."""
         with self._lock:
             ports, self._ports = self._ports, {}
             return ports
@@ -229,7 +229,7 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation there; if the host has not received it, it never starts."""
+        """Kill an allocation on the host; one that was not sent yet is never started."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
@@ -245,9 +245,9 @@ class HostLink:
                 self._send({"do": "forget", "id": name})
 
     def lost_reason(self) -> str | None:
-        """Return why the host is lost, None if it is not.
+        """Return why the host is lost; None if it is up, or in its grace period.
 
-        After a disconnect it has time to reconnect: only its agent may be gone.
+        A host that is not silent has ``_RECONNECT_GRACE_S`` to reconnect: only its agent may have ended.
         """
         with self._lock:
             if self._why_down is None or (
@@ -258,13 +258,13 @@ class HostLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing answers there; False where something answers and refuses."""
+        """Whether the host does not answer; False if it answers with a refusal."""
         return self._was_silent and self._why_down is not None
 
     def lose_all(self, why: str) -> None:
-        """Count what runs there as lost, because the host was taken away.
+        """End all allocations on the host as lost, because the job has lost the host.
 
-        If the host is silent, it may only be cut off: then its lease has to end first.
+        If the host was silent, it may be up without a network: then allocations are lost only when the lease has ended.
         """
         with self._lock:
             self._is_released = True
@@ -276,9 +276,9 @@ class HostLink:
                     if run.exit is None:
                         self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
 
-    def _lose_if_late(self, run: RemoteRun) -> None:
-        """Count a run on a host that is down as lost after the end of its lease."""
-        # A connection that is not up yet may have renewed the lease.
+    def _end_if_lease_over(self, run: RemoteRun) -> None:
+        """End a run as lost if its host is down and the host's lease has ended."""
+        # A connection may have extended the lease before its agent has answered.
         newest_s = self._connection.lease_ends_s if self._connection is not None else None
         ends_s = max(self._lease_ends_s, newest_s or 0.0)
         if run.exit is None and self._why_down is not None and time.monotonic() > ends_s + _MARGIN_S:
@@ -311,8 +311,8 @@ class HostLink:
             try:
                 why = self._connect_and_follow()
             except Exception:
-                logger.exception("%s had a problem and is connected again", self.host.name)
-                why = "not usable: the master had a problem with it, which its log has"
+                logger.exception("the connection to %s failed; reconnecting", self.host.name)
+                why = "not usable: the master failed to connect to it; see `dstrial logs`"
             self._mark_down(why)
             self.has_tried.set()
             down_s = time.monotonic() - self._down_s
@@ -330,7 +330,10 @@ class HostLink:
             if is_wanted and (was_up or not self.has_tried.is_set()):
                 for run in self._runs.values():
                     if run.exit is None:
-                        self._note(run, f"is lost: {why}" if was_up else f"is not reached: {why}. {_MAY_RUN}")
+                        self._note(
+                            run,
+                            f"is lost: {why}" if was_up else f"cannot be reached: {why}. {_ORPHAN_NOTICE}",
+                        )
         self._streams.close()
         now_s = time.monotonic()
         if is_wanted and (was_up or (changed and now_s > self._logged_s + _LOG_PERIOD_S)):
@@ -340,7 +343,7 @@ class HostLink:
             self._notify()
 
     def _connect_and_follow(self) -> str:
-        """Serve one connection to its end; return why the host is down."""
+        """Connect, start the agent and follow it to the end; return why the host is down."""
         connection = HostConnection(self.host, self._settings.python, self._settings.transport)
         with self._lock:
             self._connection = connection
@@ -353,16 +356,16 @@ class HostLink:
                 if self._is_up:
                     self._may_be_cut_off = silent_s > _SILENT_END_S
                 self._is_up = False
-            # Only allocations that shall continue without a master get a goodbye.
+            # Say goodbye only if the allocations are to continue without this master.
             if silent_s > SILENT_S or self._is_released or not self._is_closing.is_set():
                 connection.abandon()
             connection.close()
-            # Not before: until then heartbeats are answered.
+            # After the close: before it, heartbeats were acknowledged and extended the lease.
             if connection.lease_ends_s is not None:
                 self._lease_ends_s = connection.lease_ends_s
 
     def _start_agent(self, connection: HostConnection) -> str | None:
-        """Check the host and start its agent; return the host's problem, if any."""
+        """Check the host and start its agent; return the host's problems, or None."""
         answer = None
         try:
             answer = connection.next(self._settings.transport.connect_s + 1)
@@ -384,7 +387,7 @@ class HostLink:
             {
                 "do": "become",
                 "command": [settings.python, "-u", "-m", _AGENT],
-                "environment": travelling(os.environ, facts.environment),
+                "environment": remote_environment(os.environ, facts.environment),
                 "directory": home,
             }
         )
@@ -405,25 +408,25 @@ class HostLink:
         return None
 
     def _follow(self, connection: HostConnection) -> str:
-        """Process the agent's messages until the connection ends; return why it has."""
+        """Process the agent's messages until the connection ends; return why it ended."""
         began_s = time.monotonic()
-        is_up = is_told = False
+        is_up = is_reported = False
         while not self._is_closing.is_set():
             limit_s = LOST_S if is_up else _HELLO_TIMEOUT_S
             silent_s = time.monotonic() - max(connection.heard_s, began_s)
             if silent_s > limit_s:
                 self._was_silent = True
-                return f"silent: nothing was heard for {limit_s:g} s"
-            if is_up and (silent_s > SILENT_S) != is_told:
-                is_told = not is_told
+                return f"silent: no heartbeat for {limit_s:g} s"
+            if is_up and (silent_s > SILENT_S) != is_reported:
+                is_reported = not is_reported
                 silence = f"is silent for {SILENT_S:g} s, and lost after {LOST_S:g} s"
-                self._note_all(silence if is_told else "is heard again")
+                self._note_all(silence if is_reported else "answers again")
             try:
                 frame = connection.next(BEAT_S)
             except TimeoutError:
                 continue
             if frame is None:
-                return f"gone: its connection has ended ({visible_line(last_line(connection.errors())) or 'without a word'})"
+                return f"disconnected: its connection has ended ({visible_line(last_line(connection.errors())) or 'no message'})"
             if "error" in frame:
                 return visible_line(str(frame["error"]))
             if "hello" in frame:
@@ -431,10 +434,10 @@ class HostLink:
                 self._on_hello(frame)
             else:
                 self._on_frame(frame)
-        return "given back: the master ends"
+        return "disconnected: the master ends"
 
     def _on_hello(self, frame: Mapping[str, Any]) -> None:
-        """Reconcile the allocations there with the master's, and mark the host as up."""
+        """Mark the host as up, and reconcile the agent's allocations with the master's."""
         with self._lock:
             self._slots = tuple(
                 dataclasses.replace(Slot(**slot), id=self._ids[int(slot["id"])]) for slot in frame["slots"]
@@ -465,7 +468,7 @@ class HostLink:
         elif run.request is not None and run.kill is None:
             self._submit(name, run)
         else:
-            why = f"{self.host.name} knows nothing of it any more"
+            why = f"{self.host.name} has no record of it any more"
             self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
         if run.kill is not None:
             self._send({"do": "kill", "id": name, "leaves_record": run.kill})
@@ -503,7 +506,7 @@ class HostLink:
         saving = run.mirror / SAVING_DIRECTORY
         for uuid in frame["begun"]:
             saving.mkdir(mode=0o700, exist_ok=True)
-            (saving / _plain(uuid)).touch()
+            (saving / _file_name(uuid)).touch()
         cause: Cause = "lost" if frame["was_lost"] else "exited" if run.kill is None else "preempted"
         text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
         with self._lock:
@@ -534,8 +537,8 @@ class HostLink:
 
 
 def _write_mirror(mirror: Path, frame: Mapping[str, Any]) -> None:
-    """Write a file of the host's into the mirror: whole, or from an offset on."""
-    path, at = mirror / _plain(frame["file"]), frame["at"]
+    """Write a received file to the mirror; append bytes that have an offset."""
+    path, at = mirror / _file_name(frame["file"]), frame["at"]
     if frame["data"] is None:
         path.unlink(missing_ok=True)
         return
@@ -553,6 +556,6 @@ def _sizes(mirror: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in mirror.glob("output.log*")}
 
 
-def _plain(name: str) -> str:
-    """Return the file name alone: a host must not name a directory of this machine."""
+def _file_name(name: str) -> str:
+    """Return a path's last part, so that a host cannot write outside of the mirror."""
     return Path(str(name)).name

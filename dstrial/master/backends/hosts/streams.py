@@ -1,7 +1,7 @@
-"""Tunnels TCP connections of trials to their master through another connection.
+"""Tunnel TCP connections of trials to their master through the agent's connection.
 
-Each end has a socket a stream. Bytes read from it become a frame with the stream's number, and bytes of a frame are written to
-it. Only the loopback address of the trial's host is listened on.
+Each connection is a numbered stream with a socket at both ends. Bytes read from a socket are sent as a frame with the stream's
+number; bytes of a received frame are written to the socket. The agent listens on the loopback address of its host only.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ESTABLISHED = "01"
 
 
 class Streams:
-    """The streams of one end of a tunnel. Thread-safe; ``send`` may block."""
+    """One end of the tunnel, with all its streams. Thread-safe; ``send`` may block."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
-        # Connection and queue of data to write to it, by number; None ends the stream.
+        # Socket, and queue of data to write to it, by stream number; None in the queue ends the stream.
         self._open: dict[int, tuple[socket.socket, queue.Queue[bytes | None]]] = {}
 
     def add(self, number: int, connection: socket.socket) -> None:
-        """Forward a connection from now on, and close it at its end."""
+        """Forward a socket as a new stream; close the socket at the stream's end."""
         arrived: queue.Queue[bytes | None] = queue.Queue(_WAITING_CHUNKS)
         with self._lock:
             self._open[number] = (connection, arrived)
@@ -40,7 +40,7 @@ class Streams:
         threading.Thread(target=self._write, args=(number, connection, arrived, reader), daemon=True).start()
 
     def take(self, frame: Mapping[str, Any]) -> None:
-        """Process a frame of the other end; never waits."""
+        """Process a frame from the other end of the tunnel; never blocks."""
         with self._lock:
             connection, arrived = self._open.get(int(frame["stream"]), (None, None))
         if connection is None or arrived is None:
@@ -49,11 +49,11 @@ class Streams:
             return
         try:
             arrived.put_nowait(None if frame.get("end") else base64.b64decode(frame["data"]))
-        except queue.Full:  # it accepts nothing
+        except queue.Full:  # its reader is stuck
             _abandon(connection, arrived)
 
     def close(self) -> None:
-        """Close all connections: the tunnel is gone."""
+        """Close all streams, because the tunnel has ended."""
         with self._lock:
             found = list(self._open.values())
         for connection, arrived in found:
@@ -86,15 +86,15 @@ class Streams:
 def _abandon(connection: socket.socket, arrived: queue.Queue[bytes | None]) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(queue.Full):  # the writer fails at its next write
+    with contextlib.suppress(queue.Full):  # then the writer thread fails at its next write
         arrived.put_nowait(None)
 
 
 def account_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
     """Return the user id of the process at the other end of a loopback connection.
 
-    None if the kernel knows no such connection. Source: proc_net_tcp.rst of the kernel's documentation: addresses as
-    hexadecimal words of this machine's byte order, the state, and the user id as the eighth field.
+    None if the kernel lists no such connection. Source: proc_net_tcp.rst of the kernel's documentation: addresses are
+    hexadecimal words in this machine's byte order; then the state; the user id is the eighth field.
     """
     wanted = (_shown(peer), _shown(here), _ESTABLISHED)
     with contextlib.suppress(OSError):

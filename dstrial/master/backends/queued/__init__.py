@@ -1,1 +1,1 @@
-"""Allocations in jobs of an engine that has a queue of its own, as Slurm."""
+"""Run allocations in jobs of an engine that has a queue: Slurm or Ray."""

@@ -1,11 +1,11 @@
-"""Runs each allocation in a job of its own, of an engine that has a queue.
+"""Run each allocation in a job of an engine that has a queue.
 
-A job is submitted when a trial waits, and is *pending* in the engine's queue; it is *running* once it has nodes, to each of
-which a link is opened. The allocation begins when all of them answer. A job is *leaving* while the engine asks for its nodes:
-the allocation saves and ends. It is *ended* when the engine has taken the nodes, or when the allocation has ended and the
-master has cancelled the job. A trial that begins again, with as many slots or others, has another job.
+When a trial waits for slots, the master submits a job, which is *pending* in the engine's queue. Once it has nodes, the job is
+*running*: the master opens a link to each node, and starts the allocation when all of them answer. While the engine reclaims the
+nodes, the job is *leaving*: the allocation saves a checkpoint and ends. The job is *ended* when it has lost its nodes, or
+when its allocation has ended and the master has cancelled the job. A restarted trial gets a new job.
 
-One thread polls the engine and may wait for it; the scheduler's thread leaves requests and takes slots.
+The engine's thread polls the engine and may block. The scheduler's thread only queues requests and reads slots.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dstrial.master.backends.backend import (
     Answer,
     Key,
     Node,
+    NodeAllocation,
     Refusal,
     ResourceRequest,
     RunRef,
-    Share,
     SlotsGoneError,
     SupervisorHandle,
 )
@@ -55,25 +55,25 @@ from dstrial.visible_text import visible_line
 
 logger = logging.getLogger("dstrial.master.engine")
 
-_JOB_NAME = "job.json"  # file of an allocation's directory: its job, for the next master
+_JOB_NAME = "job.json"  # file in an allocation's directory with the job's id, for a restarted master
 _BEGIN_S = 8.0  # timeout of the first poll and of links to running allocations
-_POLL_S = 1.0  # period of polls; a poll is one or two commands of the engine
-_IDLE_POLL_S = 10.0  # period of polls when nothing has changed for `_BUSY_S`
+_POLL_S = 1.0  # interval of polls; a poll is one or two commands of the engine
+_IDLE_POLL_S = 10.0  # interval of polls when nothing has changed for `_BUSY_S`
 _BUSY_S = 60.0
 _RETRY_S = 5.0  # backoff after the engine has not answered
-_NODES_PERIOD_S = 20.0  # between queries of all nodes, which are many on a large cluster
+_NODES_PERIOD_S = 20.0  # interval of queries of all nodes, which are slow on a large cluster
 _REJECTED_RETRY_S = 30.0  # backoff of a rejected request
-_CLOSE_LINKS_S = 3.0  # after it, links to nodes that do not answer close in the background
-_CLOSE_S = 15.0  # for cancelling unused jobs when the master ends
+_CLOSE_LINKS_S = 3.0  # timeout of closing links; the others close in the background
+_CLOSE_S = 15.0  # timeout of cancelling unused jobs when the master ends
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs allocations with slots in jobs of an engine, others on this machine.
+    """Runs allocations with slots in an engine's jobs, others on the master's machine.
 
     Args:
-        engine: the engine; one thread calls it.
-        ids_of: returns permanent ids of nodes by name.
-        tell: wakes the scheduler; any thread calls it.
+        engine: called from one thread only.
+        ids_of: returns the permanent ids of nodes by name.
+        notify: wakes the scheduler; called from any thread.
         wants_devices: whether slots are accelerators.
     """
 
@@ -83,7 +83,7 @@ class QueuedBackend(LinkedBackend):
         engine: Engine,
         settings: AgentSettings,
         ids_of: Callable[[Sequence[str]], Mapping[str, int]],
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         state_dir: Path,
         *,
         wants_devices: bool,
@@ -91,7 +91,7 @@ class QueuedBackend(LinkedBackend):
         super().__init__(local, state_dir)
         self._engine = engine
         self._settings = settings
-        self._tell_scheduler = tell
+        self._notify_scheduler = notify
         self._engine_status = StatusFile(state_dir / ENGINE_NAME)
         self._wants_devices = wants_devices
         self._lock = threading.RLock()
@@ -101,13 +101,13 @@ class QueuedBackend(LinkedBackend):
         self._job_of: dict[str, TrackedJob] = {}  # by allocation
         self._nodes = NodeTable(ids_of, engine.name, "cuda" if wants_devices else "cpu")
         self._capacity_s = -_NODES_PERIOD_S
-        self._why_away: str | None = f"{engine.name} has not been asked yet"
+        self._unreachable_reason: str | None = f"{engine.name} has not answered yet"
         self._changed_s = time.monotonic()
         self._wake = threading.Event()
         self._is_closing = threading.Event()
         self._has_tried = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dstrial-engine", daemon=True)
-        with contextlib.suppress(ConnectionError):  # The first poll asks again.
+        with contextlib.suppress(ConnectionError):  # the first poll retries
             self._update_capacity()
             self._nodes.update(())
 
@@ -151,7 +151,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots of a running, unused job; None without one."""
+        """Return slots in a running, unused job of the request; None if it has none."""
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -159,8 +159,8 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Nothing is rejected while the engine does not answer."""
-        if self._why_away is not None:
+        """Return why the engine rejects a request; empty also if it does not answer."""
+        if self._unreachable_reason is not None:
             return ()
         try:
             found = self._engine.unsatisfiable_reasons(
@@ -177,8 +177,8 @@ class QueuedBackend(LinkedBackend):
 
     def _job_text(self, name: str) -> str:
         waiting = self._waiting.get(name)
-        if waiting is not None and self._why_away is not None:
-            return f"waiting for {self._engine.name}: {self._why_away}"
+        if waiting is not None and self._unreachable_reason is not None:
+            return f"waiting for {self._engine.name}: {self._unreachable_reason}"
         jobs = [one for one in self._jobs.values() if one.seen.key == name]
         if waiting is not None:
             jobs = [one for one in jobs if not one.was_used]  # the job of the trial's last allocation
@@ -192,15 +192,19 @@ class QueuedBackend(LinkedBackend):
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         if not run.is_on_own_node:
-            wanted = {slot_id for share in run.shares for slot_id in share.slots}
+            wanted = {slot_id for on_node in run.allocated for slot_id in on_node.slots}
             with self._lock:
                 free = [job for job in self._jobs.values() if job.is_free]
                 job = next(
-                    (one for one in free if wanted <= {slot for share in one.shares for slot in share.slots}),
+                    (
+                        one
+                        for one in free
+                        if wanted <= {slot for on_node in one.allocated for slot in on_node.slots}
+                    ),
                     None,
                 )
                 if job is None:
-                    raise SlotsGoneError(f"its job of {self._engine.name} has ended before it began there")
+                    raise SlotsGoneError(f"its {self._engine.name} job ended before the allocation started")
                 job.begin(run)
                 self._waiting.pop(job.seen.key, None)
                 self._job_of[run.allocation_id] = job
@@ -209,7 +213,7 @@ class QueuedBackend(LinkedBackend):
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return None until the engine has named the job's nodes; see ``Backend``."""
+        """Return how a run ended; None also before the engine has named the job's nodes."""
         with self._lock:
             job = self._find_job(run)
             if job is not None and not job.seen.parts and not job.links and job.end is None:
@@ -234,7 +238,7 @@ class QueuedBackend(LinkedBackend):
         with self._lock:
             there = [job.seen for job in self._jobs.values() if job.end is None and not job.is_cancelled]
             jobs = [f"{job.text} for {job.key}" for job in there]
-            why_away = self._why_away
+            why_away = self._unreachable_reason
         self._engine_status.write([ShownEngine(self._engine.name, why_away, jobs)])
 
     def close(self) -> None:
@@ -249,7 +253,7 @@ class QueuedBackend(LinkedBackend):
     # An allocation's job; under the lock
 
     def _find_job(self, run: RunRef) -> TrackedJob | None:
-        """Return a run's job; a run of an earlier master has it in its directory."""
+        """Return a run's job; an earlier master's run has its id in ``job.json``."""
         job = self._job_of.get(run.allocation_id)
         if job is None and not run.is_on_own_node:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -260,13 +264,13 @@ class QueuedBackend(LinkedBackend):
                 self._job_of[run.allocation_id] = job
         return job
 
-    def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
+    def _link_to(self, run: RunRef, on_node: NodeAllocation) -> HostLink | None:
         with self._lock:
             job = self._find_job(run)
-            return None if job is None else job.links.get(share.node_id)
+            return None if job is None else job.links.get(on_node.node_id)
 
-    def _unlinked_reason(self, run: RunRef, share: Share) -> str:
-        del share
+    def _unlinked_reason(self, run: RunRef, on_node: NodeAllocation) -> str:
+        del on_node
         with self._lock:
             job = self._find_job(run)
         return "its job is not known" if job is None else job.end or f"{job.name} has no such node"
@@ -280,10 +284,10 @@ class QueuedBackend(LinkedBackend):
                 self._poll()
                 period_s = _POLL_S if time.monotonic() < self._changed_s + _BUSY_S else _IDLE_POLL_S
             except ConnectionError as error:
-                self._note_away(str(error))
+                self._note_unreachable(str(error))
                 period_s = _RETRY_S
             except Exception:
-                logger.exception("%s is asked again after a problem", self._engine.name)
+                logger.exception("polling %s failed; retrying", self._engine.name)
                 period_s = _RETRY_S
             self._has_tried.set()
             self._is_closing.wait(_POLL_S)
@@ -299,16 +303,16 @@ class QueuedBackend(LinkedBackend):
         seen = {job.id: job for job in self._engine.jobs()}
         self._nodes.learn({part.host for job in seen.values() for part in job.parts})
         with self._lock:
-            was_away = self._why_away is not None and self._has_tried.is_set()
+            was_away = self._unreachable_reason is not None and self._has_tried.is_set()
             changed = self._track(seen)
             todo = self._plan()
             submitted = [(name, self._waiting[name]) for name in todo.submitted]
         self._cancel([job for job, _ in todo.cancelled])
         for name, waiting in submitted:
             self._submit(name, waiting)
-        # Not earlier: a controller that has just started answers, but rejects jobs that it cannot place yet.
+        # Only after the submissions: a controller that has just started answers, but may reject jobs for now.
         with self._lock:
-            self._why_away = None
+            self._unreachable_reason = None
             over = [job for job in self._jobs.values() if job.end is not None and job.run is None]
             for job in over:
                 del self._jobs[job.seen.id]
@@ -319,27 +323,27 @@ class QueuedBackend(LinkedBackend):
             changed = self._nodes.update(self._jobs.values()) or changed
         if changed or was_away or todo.cancelled or todo.submitted:
             self._changed_s = time.monotonic()
-            self._tell_scheduler()
+            self._notify_scheduler()
 
     def _note_change(self) -> None:
         self._changed_s = time.monotonic()
         self._wake.set()
 
-    def _note_away(self, why: str) -> None:
+    def _note_unreachable(self, why: str) -> None:
         with self._lock:
-            is_new = self._why_away is None or not self._has_tried.is_set()
-            if is_new:  # Each command words it differently.
-                self._why_away = visible_line(why)
+            is_new = self._unreachable_reason is None or not self._has_tried.is_set()
+            if is_new:  # keep the first text: each command words it differently
+                self._unreachable_reason = visible_line(why)
         if is_new:
-            logger.warning("%s does not answer, and is asked again: %s", self._engine.name, why)
-            self._tell_scheduler()
+            logger.warning("%s does not answer; retrying: %s", self._engine.name, why)
+            self._notify_scheduler()
 
     def _update_capacity(self) -> None:
         self._nodes.set_capacity(self._engine.nodes())
         self._capacity_s = time.monotonic()
 
     def _track(self, seen: Mapping[str, EngineJob]) -> bool:
-        """Record the engine's jobs; return whether anything is new."""
+        """Update the jobs from the engine's report; return whether any has changed."""
         changed = False
         for job_id, job in self._jobs.items():
             if job.report(seen.get(job_id)):
@@ -357,39 +361,44 @@ class QueuedBackend(LinkedBackend):
         return changed
 
     def _open_links(self, job: TrackedJob) -> None:
-        """Open links to a job's nodes; slots get the lowest ids that no other job has."""
+        """Open links to a job's nodes; assign the lowest slot ids that no other job has."""
         run = job.run
-        shares = {} if run is None else {share.node_id: share for share in run.shares}
-        taken = [share for one in self._jobs.values() for share in one.shares]
+        allocated = {} if run is None else {on_node.node_id: on_node for on_node in run.allocated}
+        taken = [on_node for one in self._jobs.values() for on_node in one.allocated]
         settings = dataclasses.replace(self._settings, transport=self._engine.transport(job.seen.id))
         for part in job.seen.parts:
             node_id = self._nodes.ids[part.host]
             if run is None:
-                used = {index_of(slot) for share in taken if share.node_id == node_id for slot in share.slots}
+                used = {
+                    index_of(slot)
+                    for on_node in taken
+                    if on_node.node_id == node_id
+                    for slot in on_node.slots
+                }
                 ids = tuple(slot_id_of(node_id, index) for index in free_indices(part.num_slots, used))
-                shares[node_id] = Share(node_id, ids)
-            elif node_id not in shares:  # Its allocation does not use this node.
+                allocated[node_id] = NodeAllocation(node_id, ids)
+            elif node_id not in allocated:  # the allocation does not use this node
                 continue
-            share = shares[node_id]
+            on_node = allocated[node_id]
             link = job.links[node_id] = HostLink(
                 node_id,
-                Host(part.host, tuple(range(len(share.slots))), is_filtered=True),
+                Host(part.host, tuple(range(len(on_node.slots))), is_filtered=True),
                 settings,
                 self._on_link,
-                slot_ids=share.slots,
+                slot_ids=on_node.slots,
                 place=job.seen.id,
             )
-            if run is not None:  # An agent kills allocations that it does not know.
-                link.recover(run.allocation_id, self._new_part(run, share, link, None))
+            if run is not None:  # an agent kills all allocations that its link does not list
+                link.recover(run.allocation_id, self._new_part(run, on_node, link, None))
             link.start()
-        job.shares = tuple(shares.values())
+        job.allocated = tuple(allocated.values())
 
     def _on_link(self) -> None:
         self._note_change()
-        self._tell_scheduler()
+        self._notify_scheduler()
 
     def _plan(self) -> Plan:
-        """Return which jobs to cancel and submit; none before the first request."""
+        """Return which jobs to cancel and submit; none before the first ``request``."""
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -400,7 +409,7 @@ class QueuedBackend(LinkedBackend):
         largest = max((request.num_slots for request in requests.values()), default=1)
         todo = plan(requests, due, self._jobs.values(), self._engine.max_pending(largest))
         for name in todo.deferred:
-            self._waiting[name].text = f"waits for its turn to ask {self._engine.name}"
+            self._waiting[name].text = f"waits until fewer jobs are pending in {self._engine.name}"
         for job, why in todo.cancelled:
             waiting = self._waiting.get(job.seen.key)
             if waiting is not None and job.is_free and job.links:
@@ -415,7 +424,7 @@ class QueuedBackend(LinkedBackend):
             self._engine.cancel(job.seen.id)
 
     def _cancel_unused(self) -> None:
-        """Cancel the jobs without an allocation: the master ends."""
+        """Cancel the jobs without an allocation, when the master ends."""
         with self._lock:
             unused = [job for job in self._jobs.values() if job.run is None and job.end is None]
             for job in unused:
@@ -423,7 +432,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with as many slots as the engine accepts."""
+        """Submit a job with the most acceptable slots that the engine does not reject."""
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None
@@ -445,7 +454,7 @@ class QueuedBackend(LinkedBackend):
         with self._lock:
             if size_of(waiting.request) == size_of(request):  # else another size was requested meanwhile
                 waiting.retry_s = time.monotonic() + _REJECTED_RETRY_S
-            waiting.text = f"{self._engine.name} has nothing for it now{without}, and is asked again: {first}"
+            waiting.text = f"{self._engine.name} rejects its job{without}; retrying: {first}"
 
     def _job_request(
         self, name: str, request: ResourceRequest, num_slots: int, excluded: frozenset[str]

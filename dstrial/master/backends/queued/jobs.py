@@ -1,4 +1,4 @@
-"""Jobs from submission to end, which to cancel or submit, and the engine's nodes."""
+"""Track an engine's jobs and nodes; decide which jobs to submit and cancel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from dstrial.master.backends.backend import Node, ResourceRequest, RunRef, Share
+from dstrial.master.backends.backend import Node, NodeAllocation, ResourceRequest, RunRef
 from dstrial.master.backends.devices import Slot, SlotKind
 from dstrial.master.backends.engine import EngineJob, JobState, NodeCapacity
 from dstrial.master.backends.hosts.link import HostLink
@@ -20,17 +20,17 @@ _MAX_FAILURES = 3  # consecutive job failures after which a request fails
 
 @dataclasses.dataclass(slots=True)
 class WaitingRequest:
-    """A request until its allocation begins or the scheduler drops it."""
+    """A request for slots until its allocation starts or the scheduler drops it."""
 
     request: ResourceRequest
-    num_failures: int = 0  # consecutive jobs that have ended before the allocation began
-    failure: str | None = None  # why it is given up; None while it is not
-    retry_s: float = 0.0  # when another job may be submitted, monotonic
+    num_failures: int = 0  # consecutive jobs that have ended before the allocation started
+    failure: str | None = None  # why the request fails; None while it waits
+    retry_s: float = 0.0  # time from which another job may be submitted, monotonic seconds
     text: str = ""  # why it has no job
-    logged: str = ""  # the last message for its log
+    logged: str = ""  # last message to the trial's or command's log
 
     def count_failure(self, key: str, why: str) -> None:
-        """Count a job that ended unused; ``_MAX_FAILURES`` in a row fail the request."""
+        """Count a job that ended unused; set ``failure`` after ``_MAX_FAILURES`` of them."""
         logger.warning("for %s: %s", key, why)
         self.num_failures += 1
         if self.num_failures >= _MAX_FAILURES:
@@ -40,18 +40,20 @@ class WaitingRequest:
 
 @dataclasses.dataclass(slots=True)
 class TrackedJob:
-    """A job from its submission until no allocation uses it."""
+    """A job of the engine and the master's state of it, until it ends and is unused."""
 
     seen: EngineJob  # the engine's last report
-    name: str  # for people
+    name: str  # for users
     # :func:`size_of` its request; None for a job of an earlier master
     size: tuple[int, bool, frozenset[int]] | None = None
-    shares: tuple[Share, ...] = ()  # its slots once it has nodes, in rank order; no other job has them
+    allocated: tuple[
+        NodeAllocation, ...
+    ] = ()  # its slots once it has nodes, in rank order; no other job has them
     links: dict[int, HostLink] = dataclasses.field(default_factory=dict)  # by node id
     run: RunRef | None = None  # the allocation in it
-    was_used: bool = False  # whether an allocation has begun in it; there is no second one
-    is_cancelled: bool = False  # whether the engine was asked to end it
-    end: str | None = None  # how it ended; None while the engine has it
+    was_used: bool = False  # whether an allocation has started in it; a job is used once
+    is_cancelled: bool = False  # whether the master has cancelled it
+    end: str | None = None  # how it ended; None while the engine lists it
 
     @property
     def state(self) -> JobState:
@@ -62,11 +64,14 @@ class TrackedJob:
 
     @property
     def is_free(self) -> bool:
-        """Whether an allocation may begin in it."""
+        """Whether an allocation may start in the job."""
         return self.state == "running" and not self.was_used and not self.is_cancelled
 
     def report(self, now: EngineJob | None) -> bool:
-        """Take the engine's report, None if the job is gone; return whether it is new."""
+        """Update the job from the engine's report; return whether it has changed.
+
+        ``now`` is None if the engine no longer lists the job.
+        """
         if self.end is not None or now == self.seen:
             return False
         if now is None or now.state == "ended":
@@ -78,26 +83,26 @@ class TrackedJob:
         return True
 
     def begin(self, run: RunRef) -> None:
-        """Let an allocation use the job."""
-        self.run, self.was_used, self.shares = run, True, self.shares or run.shares
+        """Record that an allocation uses the job."""
+        self.run, self.was_used, self.allocated = run, True, self.allocated or run.allocated
 
     def cancel(self) -> bool:
-        """Mark the job as cancelled; return whether that is new.
+        """Mark the job as cancelled; return False if it was already.
 
-        Its slots are free for the next job, though the engine still ends this one.
+        The next job can get its slot ids, although the engine may still be ending this job.
         """
-        is_new, self.is_cancelled, self.shares = not self.is_cancelled, True, ()
+        is_new, self.is_cancelled, self.allocated = not self.is_cancelled, True, ()
         return is_new
 
     def leaving_reason(self) -> str | None:
-        """Return why it loses its nodes soon, according to the engine or an agent."""
+        """Return why the job will lose its nodes soon, from the engine or an agent."""
         if self.seen.state == "leaving":
             return self.seen.text
         reason = next(filter(None, (link.leaving_reason for link in self.links.values())), None)
         return None if reason is None else f"{self.name} is being ended: {reason}"
 
     def unusable_nodes(self) -> dict[int, str]:
-        """Return the nodes that cannot start programs, with the reason."""
+        """Return the job's nodes that cannot start programs, with the reason."""
         return {
             node_id: reason
             for node_id, link in self.links.items()
@@ -105,20 +110,20 @@ class TrackedJob:
         }
 
     def slots_for(self, request: ResourceRequest) -> list[int] | None:
-        """Return an allocation's slots in rank order; None if there are too few."""
-        available = {part: len(share.slots) for part, share in enumerate(self.shares)}
+        """Return slots of the job for a request, in rank order; None if it has too few."""
+        available = {part: len(on_node.slots) for part, on_node in enumerate(self.allocated)}
         for count in (request.num_slots, *request.fewer):
             chosen = chosen_counts(count, available, is_on_one_node=request.is_on_one_node)
             if chosen is not None:
-                return [slot for part, num in chosen.items() for slot in self.shares[part].slots[:num]]
+                return [slot for part, num in chosen.items() for slot in self.allocated[part].slots[:num]]
         return None
 
     def unusable_reason(self, request: ResourceRequest) -> str | None:
-        """Return why an allocation cannot begin in it; None if it can."""
+        """Return why the job cannot serve a request; None if it can, now or later."""
         if self.was_used or self.is_cancelled:
             return "its allocation has ended"
         if self.state == "leaving":
-            return "its nodes are taken away"
+            return "it is losing its nodes"
         if self.state == "pending":
             return "another size is requested" if self.size not in (None, size_of(request)) else None
         if not self.links:
@@ -128,30 +133,30 @@ class TrackedJob:
         if request.excluded_nodes & self.links.keys():
             return "it has a node that is disabled for this trial"
         if self.slots_for(request) is None:
-            num_slots = sum(len(share.slots) for share in self.shares)
+            num_slots = sum(len(on_node.slots) for on_node in self.allocated)
             return f"it has {num_slots} slots, which cannot be used as {request.num_slots} are requested"
         return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do."""
+    """Jobs to cancel and requests to submit, after one poll of the engine."""
 
     cancelled: tuple[tuple[TrackedJob, str], ...] = ()  # jobs to cancel, with the reason
-    submitted: tuple[str, ...] = ()  # keys for which a job is submitted, in this order
-    deferred: tuple[str, ...] = ()  # keys that wait until fewer jobs are pending
+    submitted: tuple[str, ...] = ()  # keys of requests to submit a job for, in this order
+    deferred: tuple[str, ...] = ()  # keys of requests that wait until fewer jobs are pending
 
 
 def plan(
     requests: Mapping[str, ResourceRequest], due: Sequence[str], jobs: Iterable[TrackedJob], max_pending: int
 ) -> Plan:
-    """Give each request exactly one job.
+    """Return which jobs to cancel and submit, so that each request has one job. Pure.
 
     Args:
-        requests: what waits for an allocation, by the engine's key.
+        requests: waiting requests by the engine's key.
         due: keys for which a job may be submitted now, the most urgent first.
-        jobs: all; those that have ended, or in which an allocation runs, stay as they are.
-        max_pending: how many jobs may be pending at once.
+        jobs: all jobs; those that have ended, or run an allocation, are left alone.
+        max_pending: limit of pending jobs.
     """
     cancelled: list[tuple[TrackedJob, str]] = []
     served: set[str] = set()
@@ -161,7 +166,7 @@ def plan(
             continue
         key = job.seen.key
         if key not in requests:
-            reason: str | None = "its allocation is not wanted any more"
+            reason: str | None = "its allocation is no longer requested"
         elif key in served:
             reason = "there is another job for the same allocation"
         else:
@@ -177,16 +182,16 @@ def plan(
 
 
 def size_of(request: ResourceRequest) -> tuple[int, bool, frozenset[int]]:
-    """Return the part of a request that a job is submitted for."""
+    """Return the fields of a request that a submitted job must match."""
     return request.num_slots, request.is_on_one_node, request.excluded_nodes
 
 
 def chosen_counts(
     num_slots: int, available: Mapping[int, int], *, is_on_one_node: bool = False
 ) -> dict[int, int] | None:
-    """Return how many slots of each part are used; None if there are too few.
+    """Return how many slots to use of each part of a job; None if there are too few.
 
-    What fits on one part is not divided. ``available`` has slots by part, in rank order.
+    An allocation that fits on one part is not divided. ``available`` has the number of slots by part, in rank order.
     """
     for part, count in available.items():
         if count >= num_slots:
@@ -202,13 +207,13 @@ def chosen_counts(
 
 
 def free_indices(num: int, taken: Collection[int]) -> list[int]:
-    """Return the ``num`` lowest slot numbers of a node that no other job has."""
+    """Return the ``num`` lowest slot indices of a node that are not ``taken``."""
     free = (index for index in range(num + len(taken)) if index not in taken)
     return [index for index, _ in zip(free, range(num), strict=False)]
 
 
 def key_text(key: int | str) -> str:
-    """Return the engine's key of a trial's number, or of a command's task id."""
+    """Return the key of an engine's job for a trial's number or a command's task id."""
     return f"command-{key}" if isinstance(key, str) else f"trial-{key}"
 
 
@@ -220,14 +225,14 @@ def submitted_text(job_name: str, engine: str, num_slots: int, request: Resource
 
 
 class NodeTable:
-    """The engine's nodes as the scheduler sees them; a slot keeps its id for ever.
+    """The engine's nodes, with permanent ids of nodes and slots.
 
-    Written by the engine's thread; any thread reads ``nodes``.
+    The engine's thread writes; any thread may read ``nodes``.
 
     Args:
-        ids_of: returns permanent ids of nodes by name.
-        engine: its name.
-        kind: of slots.
+        ids_of: returns the permanent ids of nodes by name.
+        engine: the engine's name, for messages.
+        kind: kind of all slots.
     """
 
     def __init__(
@@ -237,7 +242,7 @@ class NodeTable:
         self._engine = engine
         self._kind: SlotKind = kind
         self._capacity: Mapping[str, NodeCapacity] = {}
-        self._silent: dict[int, str] = {}  # nodes that do not answer though the engine calls them up, and why
+        self._silent: dict[int, str] = {}  # by silent node that the engine calls up: why
         self.ids: dict[str, int] = {}
         self.nodes: tuple[Node, ...] = ()
 
@@ -246,28 +251,28 @@ class NodeTable:
         self._capacity = dict(capacity)
 
     def learn(self, names: Collection[str]) -> None:
-        """Give new nodes their ids."""
+        """Assign ids to nodes that are new."""
         if new := sorted(name for name in names if name not in self.ids):
             self.ids = {**self.ids, **self._ids_of(new)}
 
     def names_of(self, excluded: frozenset[int]) -> frozenset[str]:
-        """Return the names of excluded nodes, and of those that are silent."""
+        """Return the names of excluded nodes and of nodes that do not answer."""
         return frozenset(name for name, id_ in self.ids.items() if id_ in excluded or id_ in self._silent)
 
     def update(self, jobs: Iterable[TrackedJob]) -> bool:
-        """Rebuild the nodes from capacity and links; return whether one has changed."""
+        """Rebuild ``nodes`` from capacity and links; return whether any has changed."""
         jobs = [job for job in jobs if job.end is None]
         links = [link for job in jobs for link in job.links.values()]
         ends = [link.node() for link in links]
         up = {end.id for end in ends if end.why_down is None}
-        # The engine may notice minutes later that a node is dead.
+        # The engine may take minutes to detect a dead node.
         self._silent = {
             link.node_id: self._silent.get(link.node_id) or link.lost_reason() or "silent"
             for link in links
             if link.is_silent and link.node_id not in up
         }
         known = {slot.id: slot for end in ends if end.why_down is None for slot in end.slots}
-        used = [slot_id for job in jobs for share in job.shares for slot_id in share.slots]
+        used = [slot_id for job in jobs for on_node in job.allocated for slot_id in on_node.slots]
         before = {node.id: node for node in self.nodes}
         nodes = []
         for name, node_id in sorted(self.ids.items(), key=lambda pair: pair[1]):

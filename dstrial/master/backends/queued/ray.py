@@ -1,7 +1,7 @@
-"""Ray as an engine: a placement group for each job, a bundle for each node.
+"""Ray as an engine: a job is a placement group with a bundle for each node.
 
-A group belongs to the cluster, and outlives the master. Ray never rejects a group that it could not place, and moves bundles
-of a dead node to another. So this module decides both, by what Ray reports of its nodes.
+Placement groups belong to the cluster and outlive the master. Ray never rejects a group that fits on no node, and moves the
+bundles of a dead node to another. This module therefore rejects such requests, and ends such jobs, by Ray's list of nodes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dstrial.master.backends.engine import (
 )
 from dstrial.ray import relay
 from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
-from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, choose_shares, parse_groups, parse_nodes
+from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, parse_groups, parse_nodes, slots_per_node
 from dstrial.visible_text import visible_line
 
-_PREFIX = "dstrial"  # of placement groups' names
+_PREFIX = "dstrial"  # first word of placement groups' names
 _CONNECT_S = 40.0  # timeout of an actor's start and the agent's answer
 _SHOWN_NODES = 8  # nodes named in a message
 _SHOWN_DIGITS = 8  # digits of a placement group's id in a message
 
 
 class RayEngine:
-    """A Ray cluster, of which the master's machine is a node.
+    """Runs jobs on a Ray cluster, of which the master's machine must be a node.
 
     Args:
-        address: as ``ray.init`` takes it; ``auto`` for the cluster of this machine.
-        cluster_id: of the master, by which it finds its placement groups again.
+        address: for ``ray.init``; ``auto`` for the cluster of this machine.
+        cluster_id: the master's; part of the names of its placement groups.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -53,16 +53,16 @@ class RayEngine:
         if address.startswith("ray://"):
             raise MasterError(
                 f"Ray's address is {address}; expected host:port of the head, or auto. Start the master on a machine of the "
-                "cluster: through Ray's client server bytes of programs cannot be passed."
+                "cluster: Ray's client server cannot forward the output of programs."
             )
         self._bridge = BridgeClient(address)
         self._cluster_id = cluster_id
         self._num_free = 0
-        self._nodes: Sequence[RayNode] = ()  # by the last poll; any thread reads it
-        self._places: dict[str, tuple[str, ...]] = {}  # where the bundles of each group were at first
+        self._nodes: Sequence[RayNode] = ()  # usable nodes at the last poll; any thread reads it
+        self._places: dict[str, tuple[str, ...]] = {}  # by group: the nodes on which its bundles were created
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
-        """Slots are processor cores where no node has accelerators."""
+        """Return the slots of each node: GPUs, or CPU cores if no node has a GPU."""
         nodes = usable(parse_nodes(self._bridge.ask("poll")))
         kind = slot_kind(nodes, os.environ)
         return {node.name: NodeCapacity(node.num_slots(kind)) for node in nodes if node.num_slots(kind)}
@@ -87,7 +87,7 @@ class RayEngine:
         return slot_kind(nodes, os.environ) == GPU
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """The nodes of the last poll decide; Ray is not asked."""
+        """Return why a request does not fit on the nodes of the last poll, or nothing."""
         found = bundles_for(request, self._nodes)
         return [found] if self._nodes and isinstance(found, Refusal) else ()
 
@@ -107,19 +107,19 @@ class RayEngine:
                 excluded_nodes=[node.id for node in nodes if node.name in request.excluded_nodes],
             )
         except RayRefusedError as error:
-            raise EngineRefusedError(f"Ray does not take {request.key}; it says: {error}") from None
+            raise EngineRefusedError(f"Ray rejects {request.key}; it says: {error}") from None
         return str(answer["id"])
 
     def max_pending(self, num_slots: int) -> int:
-        """Return how many jobs of that size fit now, at least one.
+        """Return how many jobs of that size fit on the free slots, at least one.
 
-        Ray tries the newest waiting group first (gcs_placement_group_manager.cc orders them by the time of the last attempt and
-        a delay that grows to a second): an old one would wait as long as new ones come.
+        With more pending groups than fit, the oldest could starve: Ray tries new groups first (gcs_placement_group_manager.cc
+        orders them by the time of the last attempt plus a backoff of up to a second).
         """
         return min(max(self._num_free // max(num_slots, 1), 1), MAX_PENDING)
 
     def jobs(self) -> Sequence[EngineJob]:
-        """A group that has lost a node has ended; its other nodes are released."""
+        """Return the master's jobs; remove groups that have lost a node, as ended."""
         seen = self._bridge.ask("poll")
         nodes = parse_nodes(seen)
         self._nodes = usable(nodes)
@@ -137,9 +137,9 @@ class RayEngine:
         return found
 
     def cancel(self, job_id: str) -> None:
-        """What the group's actors have started on the nodes ends with them."""
+        """Remove the placement group, which ends its actors and their programs."""
         self._bridge.ask("remove", id=job_id)
-        self._places.pop(job_id, None)  # after a removal that succeeded: a group must not look new
+        self._places.pop(job_id, None)  # only after the removal: `jobs` compares with it
 
     def transport(self, job_id: str) -> Transport:
         return RayTransport(job_id, self._bridge.socket)
@@ -148,7 +148,7 @@ class RayEngine:
         self._bridge.close()
 
 
-_RAY_SAYS = (
+_RAY_ERRORS = (
     (("exec format error",), "another kind of machine than {python} is for", "Use a cluster whose nodes are of one kind."),
     (("no such file or directory", 127), "without Python at {python}",
      "Put the environment on a file system that all nodes mount, or name another interpreter."),
@@ -157,16 +157,16 @@ _RAY_SAYS = (
 
 
 class RayTransport(Transport):
-    """Starts programs in a placement group; the bridge's ``socket`` may appear later."""
+    """Start programs in a placement group, through the bridge's ``socket``."""
 
     connect_s = _CONNECT_S
-    ends_with_parent = True  # the job's actor
-    says = _RAY_SAYS
-    silent = (
+    ends_with_parent = True  # the parent is the job's actor
+    known_errors = _RAY_ERRORS
+    timeout_error = (
         f"silent (Ray has started no actor there within {_CONNECT_S:g} s)",
         "Look at `ray status`, and on {host} at /tmp/ray/session_latest/logs/raylet.out.",
     )
-    fallback = (
+    other_error = (
         "not starting a program",
         "Look at `ray status`, and at `ray list actors --filter state=ALIVE`.",
     )
@@ -181,14 +181,14 @@ class RayTransport(Transport):
 
 
 def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
-    """Return the nodes that accept new work, sorted by name."""
+    """Return the nodes that accept new jobs, sorted by name."""
     return sorted(
         (node for node in nodes if node.is_alive and not node.is_draining), key=lambda node: node.name
     )
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return GPU if a node has some and ``DS_ACCELERATOR`` is not ``cpu``, else CPU."""
+    """Return GPU if any node has one and ``DS_ACCELERATOR`` is not ``cpu``, else CPU."""
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
 
@@ -198,7 +198,7 @@ def num_free(nodes: Sequence[RayNode], kind: str) -> int:
 
 
 def check_ray(address: str) -> Mapping[str, int]:
-    """Return the slots of each node of a Ray cluster, before a master starts.
+    """Return the number of slots of each node of a Ray cluster; needs no master.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -223,11 +223,11 @@ def key_of(name: str, cluster_id: str) -> str | None:
 
 
 def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]] | Refusal:
-    """Return a placement group's bundles, or what the nodes lack for it. Pure."""
+    """Return a placement group's bundles for a request, or why it does not fit. Pure."""
     kind = GPU if request.wants_devices else CPU
     nodes = [node for node in nodes if node.name not in request.excluded_nodes]
     counts = [node.num_slots(kind) for node in nodes]
-    shares = choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
+    shares = slots_per_node(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
     if shares is not None:
         return [{kind: float(count)} for count in shares]
     most = max(counts, default=0) if request.is_on_one_node else sum(counts)
@@ -244,10 +244,10 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 
 
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[str] = ()) -> EngineJob:
-    """Return a placement group as a job.
+    """Return the state of a placement group's job.
 
-    ``nodes`` are all that Ray knows; ``first`` is where the bundles were at first, empty if unknown: Ray moves a dead node's
-    bundle as soon as another node has room, without a trace.
+    ``nodes`` are all nodes that Ray lists. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray
+    moves a dead node's bundle to a node with free slots, and reports only the new node.
     """
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]

@@ -1,4 +1,4 @@
-"""Slurm as an engine: a batch job for each allocation, which only holds its nodes."""
+"""Slurm as an engine: a job is a batch job that holds nodes for an allocation."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from dstrial.slurm.script import (
 )
 
 COMMANDS = ("sbatch", "squeue", "scancel", "srun", "sinfo")
-_ALIVE_PERIOD_S = 60.0  # between signs of life to the jobs
+_ALIVE_PERIOD_S = 60.0  # interval of the master's heartbeats to its jobs (``ALIVE_NAME``)
 _EXPERIMENT = "the experiment's config"
 _MASTER = "the master's settings"
 _OPTIONS = "slurm.sbatch_args"
-_SHARED_S = 60.0  # until a running job must have written into the master's directory
+_NODES_FILE_S = 60.0  # timeout of a running job's first file in the master's directory
 
 
 class SlurmEngine:
-    """Requests nodes from Slurm.
+    """Holds nodes for a master by batch jobs of Slurm.
 
     Args:
-        directory: of scripts and output of jobs, in the state directory; on a file system that all nodes mount.
-        cluster_id: of the master; marks its jobs.
-        settings: ``slurm`` of the master's settings, whose options precede those of experiments.
+        directory: for scripts and output of jobs, in the state directory; on a file system that all nodes mount.
+        cluster_id: the master's; part of the names of its jobs.
+        settings: key ``slurm`` of the master's settings; experiments' options come after its options.
         wants_devices: whether slots are accelerators.
     """
 
@@ -68,16 +68,16 @@ class SlurmEngine:
         wants_devices: bool,
     ) -> None:
         self._directory = directory
-        self._mark = f"@{cluster_id.replace('-', '')[:8]}"
+        self._name_suffix = f"@{cluster_id.replace('-', '')[:8]}"
         self._settings = settings
         self._wants_devices = wants_devices
         self._parts: dict[str, tuple[Part, ...]] = {}
-        self._unseen_s: dict[str, float] = {}
+        self._unreported_s: dict[str, float] = {}
         self._alive_s = -_ALIVE_PERIOD_S
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
-        """A slot is a task, or a GPU."""
+        """Return the slots of each node: GPUs, or tasks of ``--cpus-per-task`` cores."""
         output = self._query(SINFO)
         per_task = value_of(sbatch_args(self._settings, [], _MASTER), "--cpus-per-task", "-c") or "1"
         cpus_per_task = int(per_task) if per_task.isdecimal() else 1
@@ -91,15 +91,15 @@ class SlurmEngine:
         return f"job {job_id}"
 
     def _query(self, words: Sequence[str]) -> str:
-        """Return the output of a query."""
-        self._touch()  # also while Slurm does not answer: the jobs must not end
+        """Run a command of Slurm and return its output; raise ConnectionError on failure."""
+        self._send_heartbeat()  # even if Slurm does not answer, so that the jobs do not end
         code, output, errors = client.run_slurm(list(words))
         if code:
             raise ConnectionError(client.away_reason(errors or output, words[0], code))
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Have sbatch check the job's script without a job; reads no state that changes."""
+        """Return why sbatch rejects the job's script (``--test-only``). Thread-safe."""
         try:
             text = self._script(request)
         except ConfigError as error:
@@ -120,8 +120,8 @@ class SlurmEngine:
         return [] if found is None else [refusal_of(request, *found)]
 
     def submit(self, request: JobRequest) -> str:
-        """Queue a job that holds nodes; return its number."""
-        self._touch()
+        """Submit a job that holds nodes; return its number."""
+        self._send_heartbeat()
         try:
             text = self._script(request)
         except ConfigError as error:
@@ -136,7 +136,7 @@ class SlurmEngine:
             raise EngineRefusedError(str(error)) from error
 
     def _script(self, request: JobRequest) -> str:
-        name = f"{request.key}{self._mark}"
+        name = f"{request.key}{self._name_suffix}"
         return script_of(request, self._settings, name, self._directory)
 
     def max_pending(self, num_slots: int) -> int:
@@ -146,10 +146,10 @@ class SlurmEngine:
 
     def jobs(self) -> Sequence[EngineJob]:
         jobs = parse_queue(self._query(SQUEUE))
-        return [self._engine_job(job) for job in jobs if job.name.endswith(self._mark)]
+        return [self._engine_job(job) for job in jobs if job.name.endswith(self._name_suffix)]
 
     def _engine_job(self, job: Job) -> EngineJob:
-        key = job.name.removesuffix(self._mark)
+        key = job.name.removesuffix(self._name_suffix)
         state = state_of(job)
         if state in ("pending", "ended"):
             self._parts.pop(job.job_id, None)
@@ -158,23 +158,23 @@ class SlurmEngine:
         text, parts = text_of(job), self._parts_of(job)
         if parts:
             return EngineJob(job.job_id, key, state, text, parts)
-        since_s = self._unseen_s.setdefault(job.job_id, time.monotonic())
-        if state == "running" and time.monotonic() > since_s + _SHARED_S:
+        since_s = self._unreported_s.setdefault(job.job_id, time.monotonic())
+        if state == "running" and time.monotonic() > since_s + _NODES_FILE_S:
             self.cancel(job.job_id)
             text = (
-                f"job {job.job_id} runs on {job.nodes}, and has written nothing into {self._directory} for {_SHARED_S:g} s; "
+                f"job {job.job_id} runs on {job.nodes}, and has written nothing into {self._directory} for {_NODES_FILE_S:g} s; "
                 "expected a directory that all nodes mount. Start the master with such a --state-dir"
             )
             return EngineJob(job.job_id, key, "ended", text)
         return EngineJob(job.job_id, key, "pending", f"{text}, where it begins")
 
     def _parts_of(self, job: Job) -> tuple[Part, ...]:
-        """Return the nodes that the job's script has reported; empty before that."""
+        """Return the nodes that the job's script has written to its file; empty before."""
         if job.job_id not in self._parts:
             with contextlib.suppress(OSError, ValueError):
                 text = (self._directory / f"{job.job_id}{NODES_SUFFIX}").read_text(encoding="utf-8")
                 self._parts[job.job_id] = parts_of(text)
-                self._unseen_s.pop(job.job_id, None)
+                self._unreported_s.pop(job.job_id, None)
         return self._parts.get(job.job_id, ())
 
     def cancel(self, job_id: str) -> None:
@@ -185,13 +185,13 @@ class SlurmEngine:
         self._parts.pop(job_id, None)
 
     def transport(self, job_id: str) -> Transport:
-        """Programs are steps of the job, each with the devices of its slots."""
+        """Return a transport that starts steps of the job with the devices of its slots."""
         parts = self._parts.get(job_id, ()) if self._wants_devices else ()
         return SrunTransport(int(job_id), devices={part.host: part.num_slots for part in parts})
 
     def close(self) -> None: ...
 
-    def _touch(self) -> None:
+    def _send_heartbeat(self) -> None:
         if time.monotonic() > self._alive_s + _ALIVE_PERIOD_S:
             self._alive_s = time.monotonic()
             with contextlib.suppress(OSError):
@@ -203,15 +203,15 @@ class SlurmEngine:
 def state_of(job: Job) -> JobState:
     if job.is_waiting:
         return "pending"
-    if job.is_over or job.state == "PREEMPTED":  # Its script is never requeued.
+    if job.is_over or job.state == "PREEMPTED":  # the script has --no-requeue
         return "ended"
     return "running" if job.leaving_reason is None else "leaving"
 
 
 def text_of(job: Job, unwritten: Path | None = None) -> str:
-    """Return a job's state for people, with the likely reason of a failure. Pure.
+    """Return a job's state for users, with the likely reason of a failure. Pure.
 
-    ``unwritten`` is the directory in which the script would have written.
+    ``unwritten`` is the directory for the job's file of nodes, if the job has not written the file.
     """
     state = state_of(job)
     if state == "leaving":
@@ -226,10 +226,10 @@ def text_of(job: Job, unwritten: Path | None = None) -> str:
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """Parse the file of a job's script: its nodes and the tasks on each. Pure.
+    """Parse the file that a job's script wrote: its nodes and the tasks on each. Pure.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another format.
     """
     nodes, _, tasks = text.strip().partition(" ")
     names, counts = expand_nodes(nodes), expand_counts(tasks)
@@ -242,7 +242,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
     """Return Slurm's rejection of a job as a problem of the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
-    is_for_nodes = client.is_not_yet(said)
+    is_for_nodes = client.may_lack_nodes(said)
     key, got = _OPTIONS, render(options) if options else "not given"
     expected = f"options with which Slurm takes a job of {slots}"
     if request.settings and not options:
@@ -253,11 +253,11 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
 
 
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
-    """Return the batch script for a request. Pure.
+    """Return the batch script of the job that serves a request. Pure.
 
     Raises:
-        ConfigError: its options are wrong.
-        EngineRefusedError: an option would make another job of it.
+        ConfigError: options of the request or the settings are invalid.
+        EngineRefusedError: an option is one that such a job cannot have (``refused_options``).
     """
     own = sbatch_args(settings, [], _MASTER)
     options = [*own, *sbatch_args(request.settings, [], _EXPERIMENT)]
@@ -291,13 +291,13 @@ def script_of(request: JobRequest, settings: Mapping[str, object], name: str, di
 
 
 def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
-    """Refuse, before a master starts, settings with which no job could run.
+    """Raise unless Slurm would accept a job of one slot with the master's settings.
 
-    ``directory`` gets the script that is tried.
+    The tested script is written into ``directory``.
 
     Raises:
-        LaunchError: Slurm's commands are missing, it does not answer, or it refuses a job of one slot.
-        ConfigError: the options are wrong.
+        LaunchError: Slurm's commands are missing, it does not answer, or it rejects the job.
+        ConfigError: the settings' options are invalid.
     """
     client.require_slurm(*COMMANDS, or_else="take another backend")
     request = JobRequest("check", "a check whether jobs are accepted", 1)
@@ -309,7 +309,7 @@ def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether slots are GPUs, by options, the partition and the environment."""
+    """Return whether slots are GPUs, from options, partition and environment."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
     options = sbatch_args(settings, [], _MASTER)

@@ -1,7 +1,7 @@
-"""Prepares each started Python for Determined's package: its paths, its classes.
+"""Patch paths and classes of Determined in each Python process of a task.
 
-Python imports this module at its start because its directory is first on PYTHONPATH. It imports the
-``sitecustomize`` that it hides, and changes ``determined`` only when (and if) that is imported.
+Python imports this module at its start because the module's directory is first on PYTHONPATH. The module then
+imports the ``sitecustomize`` that it shadows. The patches are applied when ``determined`` is imported.
 """
 
 import importlib.machinery
@@ -14,7 +14,7 @@ _ALLOCATION = os.environ.get("DSTRIAL_ALLOCATION_DIR", "")
 
 
 def _load(name):
-    """Load a file of dstrial by its path: this Python may have no dstrial."""
+    """Load a module of dstrial from its file: dstrial may not be installed here."""
     path = os.path.join(_HERE, *[os.pardir] * 3, f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"_dstrial_{name}", path)
     module = importlib.util.module_from_spec(spec)

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from dstrial.cli.app import main
-from dstrial.config import load_experiment
 from dstrial.config.documents import read_yaml
+from dstrial.config.experiment_config.config import load_experiment
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.convert import Choices, Conversion, convert, experiment_yaml
 

@@ -13,7 +13,7 @@ from waiting import wait_for
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Transport
-from dstrial.master.backends.backend import ResourceRequest, RunRef, Share, SlotsGoneError
+from dstrial.master.backends.backend import NodeAllocation, ResourceRequest, RunRef, SlotsGoneError
 from dstrial.master.backends.engine import (
     EngineJob,
     EngineRefusedError,
@@ -39,7 +39,7 @@ class Nodes(Transport):
 
     command: tuple[str, ...] = ("cat",)
     connect_s: float = 600.0
-    fallback = ("not there", "Look for it.")
+    other_error = ("not there", "Look for it.")
 
     def words(self, host: str, python: str) -> list[str]:
         del host, python
@@ -143,7 +143,7 @@ def submit(made: Made, directory: Path, index: int) -> None:
     values: dict[str, Any] = dict.fromkeys(
         (field.name for field in dataclasses.fields(AllocationRequest)), ""
     )
-    run = RunRef("2.x.1", directory, (Share(1, (slot_id_of(1, index),)),))
+    run = RunRef("2.x.1", directory, (NodeAllocation(1, (slot_id_of(1, index),)),))
     made.backend.submit(
         AllocationRequest(**{**values, "ports": {}, "slots": (), "links": {}, "variables": {}}), run
     )
@@ -188,7 +188,7 @@ def test_job_is_cancelled_when_its_allocation_has_ended(made: Made, tmp_path: Pa
     begin(made, "1")
     submit(made, tmp_path / "allocation", 0)
     made.backend.request([])
-    run = RunRef("2.x.1", tmp_path / "allocation", (Share(1, (slot_id_of(1, 0),)),))
+    run = RunRef("2.x.1", tmp_path / "allocation", (NodeAllocation(1, (slot_id_of(1, 0),)),))
     made.backend.forget(run)
     made.backend.request([request(1)])
     wait_for(lambda: set(made.engine.cancelled) == {"1"})
@@ -199,7 +199,7 @@ def test_job_that_ends_before_its_allocation_begins_is_no_failure(made: Made, tm
     begin(made, "1")
     made.engine.job_ids = ()
     wait_for(lambda: made.backend.job_text(1) != "job 1")
-    with pytest.raises(SlotsGoneError, match="has ended before it began there") as raised:
+    with pytest.raises(SlotsGoneError, match="ended before the allocation started") as raised:
         submit(made, tmp_path / "allocation", 0)
     exit_ = failed_start(raised.value)
     assert exit_.was_lost, "it counts as no restart"
@@ -210,7 +210,7 @@ def test_allocation_of_a_job_that_ended_without_a_master_is_lost(made: Made, tmp
     directory = tmp_path / "allocation"
     directory.mkdir()
     (directory / "job.json").write_text('{"job": "1"}')
-    run = RunRef("2.x.1", directory, (Share(1, (slot_id_of(1, 0),)),))
+    run = RunRef("2.x.1", directory, (NodeAllocation(1, (slot_id_of(1, 0),)),))
     assert made.backend.find(run) is None
     assert made.backend.observe(run) is None, "the engine has not been asked"
     made.backend.begin()
@@ -249,7 +249,7 @@ def test_rejected_request_waits_with_the_reason(made: Made) -> None:
     made.engine.refusal = "two jobs wait already"
     begin(made)
     made.backend.request([request(7)])
-    expected = "Memory has nothing for it now, and is asked again: two jobs wait already"
+    expected = "Memory rejects its job; retrying: two jobs wait already"
     wait_for(lambda: made.backend.job_text(7) == expected)
     assert made.backend.request([request(7)]).refused == {}
 
@@ -266,7 +266,7 @@ def test_request_without_a_disabled_node_is_retried_when_it_is_enabled(made: Mad
     begin(made)
     without = dataclasses.replace(request(7), excluded_nodes=frozenset({1}))
     made.backend.request([without])
-    wait_for(lambda: "now without host1, and is asked again" in made.backend.job_text(7))
+    wait_for(lambda: "its job without host1; retrying" in made.backend.job_text(7))
     asked = len(made.engine.asked)
     made.backend.request([request(7)])
     wait_for(lambda: len(made.engine.asked) > asked)

@@ -55,14 +55,14 @@ def test_plan_requests_beyond_max_pending_are_deferred() -> None:
 
 def test_plan_unwanted_job_is_cancelled_unless_in_use() -> None:
     made = planned("", "", [job("1", "a", "pending"), job("2", "b", "running", run=_RUN, was_used=True)])
-    assert cancelled(made) == [("1", "its allocation is not wanted any more")]
+    assert cancelled(made) == [("1", "its allocation is no longer requested")]
     assert made.submitted == ()
 
 
 def test_plan_leaving_job_is_replaced_once_unused() -> None:
     assert planned("", "", [job("1", "a", "leaving", run=_RUN, was_used=True)]) == Plan()
     left = planned("a", "a", [job("1", "a", "leaving")])
-    assert (cancelled(left), left.submitted) == ([("1", "its nodes are taken away")], ("a",))
+    assert (cancelled(left), left.submitted) == ([("1", "it is losing its nodes")], ("a",))
 
 
 def test_plan_job_of_an_ended_allocation_or_another_size_is_replaced() -> None:

@@ -1,0 +1,186 @@
+"""Leave frozen parameters out of checkpoints; describe adapters of PEFT.
+
+A checkpoint without frozen parameters has a checksum of each in its layout. The model's code has to build frozen parameters
+with the same bits before the checkpoint is loaded; other bits are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine, PipelineEngine
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.shards import own_shard
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.engine.deepspeed_internals import engines, optimizers
+from dstrial.engine.parameter_names import named_parameters, plain_name
+from dstrial.engine.state import loading_with
+from dstrial.errors import CheckpointLayoutError, TrialContractError
+
+SAVE_KEY = "save_frozen_parameters"
+"""Key of ``data.dstrial``: whether checkpoints hold frozen parameters."""
+
+_PIECE_NUMEL = 1 << 22
+_MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; makes each position weigh differently
+
+
+def leaves_out_frozen(exp_conf: Mapping[str, Any] | None) -> bool:
+    return dstrial_section(exp_conf).get(SAVE_KEY) is False
+
+
+def leave_out_frozen(engine: DeepSpeedEngine) -> None:
+    """Make ``save_checkpoint`` leave out frozen parameters by default."""
+    if isinstance(engine, PipelineEngine):
+        raise TrialContractError(
+            f"data.dstrial.{SAVE_KEY} is false, and the engine is a pipeline, whose layers are read from their own files; "
+            "expected a data-parallel engine. Set it to true."
+        )
+    engine.save_checkpoint = functools.partial(engine.save_checkpoint, exclude_frozen_parameters=True)
+
+
+@contextlib.contextmanager
+def without_frozen(
+    engine: DeepSpeedEngine, saved: Layout, now: Layout, allgather: Callable[[Any], list[Any]]
+) -> Iterator[None]:
+    """In the block, ``load_checkpoint`` accepts that frozen parameters are missing.
+
+    A no-op if the checkpoint holds them. Other parameters have been compared by layout.
+
+    Raises:
+        CheckpointLayoutError: the engine has other frozen parameters than those that the checkpoint was written with.
+
+    Ranks: all, collectively.
+    """
+    if not saved.frozen_checksums:
+        yield
+        return
+    require_same_frozen(saved, frozen_checksums(engine, now, allgather))
+    with loading_with(engine, functools.partial(engine.load_checkpoint, load_module_strict=False)):
+        yield
+
+
+def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
+    wrong = [name for name, value in saved.frozen_checksums.items() if built.get(name) != value]
+    if wrong:
+        raise CheckpointLayoutError(
+            f"the checkpoint holds no frozen parameters, and {len(wrong)} of {len(saved.frozen_checksums)} that the model now "
+            f"has differ from those it was trained with ({', '.join(wrong[:3])}); expected the same bits. Build the model from "
+            "the same base weights, or with the same seed, in the same precision."
+        )
+
+
+def frozen_checksums(
+    engine: DeepSpeedEngine, layout: Layout, allgather: Callable[[Any], list[Any]]
+) -> dict[str, str]:
+    """Return name -> checksum of each frozen parameter's bits; equal in any layout.
+
+    Ranks: all, collectively.
+    """
+    total: dict[str, int] = {}
+    for of_rank in allgather(dict(_own_sums(engine, layout))):
+        for name, value in of_rank.items():
+            total[name] = total.get(name, 0) + value
+    return {name: _as_text(total[name]) for name in sorted(total)}
+
+
+def checksum(parameter: torch.Tensor) -> str:
+    """Return a whole parameter's checksum, as ``frozen_checksums`` has it."""
+    return _as_text(_sum(parameter.detach().reshape(-1), 0))
+
+
+def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, int]]:
+    """Yield (name, this rank's part of the sum) of each frozen parameter."""
+    part, replica = engines.checkpoint_part(engine), engines.replica(engine)
+    places = {place.name: place for place in layout.parameters if place.model_part == part}
+    for name, parameter in named_parameters(engine.module):
+        place = places[name]
+        if place.trainable or place.tied_to is not None:
+            continue
+        if not place.is_cut:
+            yield name, _sum(parameter.detach().reshape(-1), 0) if replica == 0 else 0
+            continue
+        piece, held = own_shard(place, replica), optimizers.held_part(parameter)
+        if piece is not None and held is None:
+            raise CheckpointLayoutError(
+                f"the frozen parameter {name} is offloaded to NVMe, and the checkpoint would not hold it; expected it in memory. "
+                f"Set data.dstrial.{SAVE_KEY} to true, or offload parameters to the cpu."
+            )
+        if piece is None or held is None:
+            yield name, 0
+        else:
+            flat = held.detach().view(-1)[piece.begin : piece.begin + piece.numel]
+            yield name, _sum(flat, piece.parameter_begin)
+
+
+def _sum(flat: torch.Tensor, first: int) -> int:
+    """Sum up a parameter's bits, weighted by position, from element ``first`` on.
+
+    Sums of the parts that ZeRO 3 makes of a parameter add up to the sum of all of it.
+    """
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for begin in range(0, flat.numel(), _PIECE_NUMEL):
+        piece = flat[begin : begin + _PIECE_NUMEL].contiguous()
+        bits = piece.view(kinds[piece.element_size()]).long() + 1
+        positions = torch.arange(first + begin, first + begin + len(bits), device=flat.device)
+        total += (bits * ((positions * _MIXER) | 1)).sum()
+    return int(total)
+
+
+def _as_text(total: int) -> str:
+    return f"{total % (1 << 64):016x}"
+
+
+def is_peft_model(module: torch.nn.Module) -> bool:
+    return _peft_model(module) is not None
+
+
+def _peft_model(module: torch.nn.Module) -> Any:
+    """Return PEFT's model, which may be compiled; None without one."""
+    peft = sys.modules.get("peft")  # an optional package of users, which dstrial does not import
+    inner = getattr(module, "_orig_mod", module)
+    return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
+
+
+def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return how PEFT would save a model's active adapter; empty if there is none.
+
+    Returns:
+        ``config``, the content of ``adapter_config.json``; ``keys``: parameter name -> name in the adapter's file; ``linear``:
+        name of a linear layer with plain LoRA -> (factor, whether its weight is transposed, name of the adapter).
+    """
+    model = _peft_model(module)
+    if model is None:
+        return {}
+    peft = sys.modules["peft"]
+    active = model.active_adapter
+    adapter = active if isinstance(active, str) else active[0]
+    config = model.peft_config[adapter]
+    if config.is_prompt_learning:  # its file has what its modules compute
+        return {}
+    # PEFT renames whatever values it is given, so that numbers tell which parameter gets which name.
+    names = [name for name, _ in named_parameters(model)]
+    tags = {name: torch.tensor(idx) for idx, name in enumerate(names)}
+    renamed = peft.get_peft_model_state_dict(
+        model, state_dict=tags, adapter_name=adapter, save_embedding_layers=False
+    )
+    values = {**config.to_dict(), "inference_mode": True}
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+    return {
+        "config": json.loads(json.dumps(plain, default=str)),
+        "keys": {names[int(tag)]: key for key, tag in renamed.items()},
+        "linear": {
+            plain_name(name): (float(layer.scaling[adapter]), bool(layer.fan_in_fan_out), adapter)
+            for name, layer in model.named_modules()
+            if type(layer) is peft.tuners.lora.Linear
+            and adapter in layer.lora_A
+            and adapter not in getattr(layer, "lora_variant", {})
+        },
+    }

@@ -1,0 +1,287 @@
+"""Loaders that divide records by themselves: passes, positions after a resume, and what is wrong with them."""
+
+import itertools
+
+import pytest
+import torch
+from in_process_fits import EXP_CONF, fit, values
+from small_runs import deepspeed_config, experiment, train
+from stream_records import Shared, Stateful, as_pair, hugging_face
+from torch.utils import data
+
+from dstrial import Batch, DataLoader
+from dstrial.errors import DataError
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
+
+COUNT = 28  # records: seven micro batches a pass, and two in a batch
+
+
+def stateful_loader(dataset, **options):
+    loader = pytest.importorskip("torchdata.stateful_dataloader")
+    return loader.StatefulDataLoader(dataset, batch_size=4, **options)
+
+
+def torch_loader(dataset, **options):
+    return data.DataLoader(dataset, batch_size=4, **options)
+
+
+def shuffled_by_generator(records):
+    return torch_loader(records, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+def stateful_by_sampler(records):
+    sampler = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    return stateful_loader(records, sampler=sampler.StatefulDistributedSampler(records, 1, 0, shuffle=True))
+
+
+def streaming(**options):
+    pytest.importorskip("datasets")
+    return hugging_face(COUNT, **options)
+
+
+def endless():
+    return itertools.cycle(torch_loader(Shared(COUNT)))
+
+
+def records():
+    return Shared(COUNT).records
+
+
+WORKERS = {"num_workers": 2}
+LOADERS = {
+    "iterable": lambda: torch_loader(Shared(COUNT)),
+    "iterable, two workers": lambda: torch_loader(Shared(COUNT), **WORKERS),
+    "stateful data set": lambda: torch_loader(Stateful(COUNT)),
+    "shuffled": lambda: torch_loader(records(), shuffle=True),
+    "shuffled by a generator": lambda: shuffled_by_generator(records()),
+    "list": lambda: list(torch_loader(records())),
+    "endless": endless,
+    "StatefulDataLoader, shuffled": lambda: stateful_loader(records(), shuffle=True),
+    "StatefulDataLoader, sampler": lambda: stateful_by_sampler(records()),
+    "StatefulDataLoader, iterable": lambda: stateful_loader(Shared(COUNT)),
+    "StatefulDataLoader, stateful": lambda: stateful_loader(Stateful(COUNT)),
+    "StatefulDataLoader, workers": lambda: stateful_loader(records(), shuffle=True, **WORKERS),
+    "streaming": lambda: torch_loader(streaming(), collate_fn=as_pair),
+    "streaming, StatefulDataLoader": lambda: stateful_loader(streaming(), collate_fn=as_pair),
+    "streaming, StatefulDataLoader, workers": lambda: stateful_loader(
+        streaming(), collate_fn=as_pair, **WORKERS
+    ),
+}
+
+
+def trial_of(build, seen=None, **members):
+    from stream_trials import OwnLoader
+
+    def train_batch(self, items, epoch_idx, batch_idx):
+        def noted():
+            for item in items:
+                if seen is not None:
+                    seen.append(item[0])
+                yield item
+
+        return OwnLoader.train_batch(self, noted(), epoch_idx, batch_idx)
+
+    return type(
+        "Streamed",
+        (OwnLoader,),
+        {"build_training_data_loader": lambda self: build(), "train_batch": train_batch, **members},
+    )
+
+
+def fit_to(batches, build, seen=None, resume_data=None, **arguments):
+    conf = {**EXP_CONF, "data": {"dstrial": {"resume_data": resume_data}}} if resume_data else EXP_CONF
+    trial = trial_of(build, seen)
+    return fit(trial, exp_conf=conf, max_length=Batch(batches), reporting_period=Batch(1), **arguments)
+
+
+def resumed(first, batches, build, seen=None, **arguments):
+    return fit_to(batches, build, seen, run_dir=first.directory.path, latest_checkpoint="latest", **arguments)
+
+
+@pytest.mark.exhaustive(
+    *(f"[{kind}-5]" for kind in LOADERS if "workers" not in kind),
+    *("[shuffled-6]", "[list-6]", "[StatefulDataLoader, sampler-6]", "[StatefulDataLoader, workers-5]"),
+)
+@pytest.mark.parametrize("stop", [5, 6])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_resume_equals_uninterrupted_run_bitwise(kind, stop):
+    build = LOADERS[kind]
+    seen, seen_in_parts = [], []
+    whole = fit_to(9, build, seen)
+    first = fit_to(stop, build, seen_in_parts)
+    again = resumed(first, 9, build, seen_in_parts)
+    assert values(again.rows("training")) == values(whole.rows("training"))
+    assert torch.equal(torch.cat(seen_in_parts), torch.cat(seen))
+
+
+@pytest.mark.parametrize("kind", ["iterable", "StatefulDataLoader, stateful", "streaming"])
+def test_loader_without_length_repeats_every_record(kind):
+    seen = []
+    fit_to(7, LOADERS[kind], seen)
+    first, second = torch.cat(seen[:7]).tolist(), torch.cat(seen[7:14]).tolist()
+    assert sorted(first) == sorted(second) == sorted(records().features.tolist())
+
+
+def test_map_style_data_set_of_hugging_face_resumes_bitwise():
+    datasets = pytest.importorskip("datasets")
+    columns = {"features": records().features.tolist(), "targets": records().targets.tolist()}
+
+    def build():
+        rows = datasets.Dataset.from_dict(columns).with_format("torch")
+        return DataLoader(rows, batch_size=4, shuffle=True, collate_fn=as_pair)
+
+    seen = []
+    whole = fit_to(6, build, seen)
+    assert sorted(torch.cat(seen[:8]).tolist()) == sorted(records().features.tolist())
+    assert values(resumed(fit_to(4, build), 6, build).rows("training")) == values(whole.rows("training"))
+
+
+def test_resume_after_shuffle_buffer_is_exact_by_rereading():
+    def build():
+        return torch_loader(streaming(buffer=12), collate_fn=as_pair)
+
+    whole = fit_to(9, build)
+    again = resumed(fit_to(5, build), 9, build, resume_data="reread")
+    assert values(again.rows("training")) == values(whole.rows("training"))
+
+
+def test_loader_that_does_not_repeat_itself_is_named(caplog):
+    seeds = itertools.count()
+
+    def build():
+        generator = torch.Generator().manual_seed(next(seeds))
+        order = torch.randperm(COUNT, generator=generator).tolist()
+        return torch_loader(data.Subset(records(), order))
+
+    resumed(fit_to(5, build), 6, build)
+    assert "does not repeat itself: micro batch 3 of pass 1 is another one" in caplog.text
+
+
+def test_unsharded_workers_are_named(caplog):
+    class Unsharded(Shared):
+        def __iter__(self):
+            return iter([self.records[idx] for idx in range(COUNT)])
+
+    fit_to(2, lambda: torch_loader(Unsharded(COUNT), num_workers=2))
+    assert "repeats an earlier one, because each of its 2 workers reads the whole data set" in caplog.text
+
+
+@pytest.mark.parametrize("says", [20, 40])
+def test_wrong_length_of_iterable_is_named(says, caplog):
+    class Sized(Shared):
+        def __len__(self):
+            return says
+
+    def build():
+        return torch_loader(Sized(COUNT))
+
+    if says > COUNT:
+        with pytest.raises(DataError, match="has a length of 10 micro batches and ended after 7"):
+            fit_to(9, build)
+    else:
+        fit_to(9, build)
+        assert "has more micro batches than its length of 5" in caplog.text
+
+
+def test_another_kind_of_loader_is_refused_at_resume():
+    first = fit_to(5, lambda: torch_loader(records()))
+    hparams = {"num_records": COUNT, "drop_last": True}
+    with pytest.raises(DataError, match="written with a training loader that is not dstrial"):
+        fit(hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest", max_length=Batch(6))
+
+
+def test_invalid_way_to_resume_is_refused():
+    with pytest.raises(ValueError, match="resume_data is 'again'; expected exact, reread or restart"):
+        fit_to(1, LOADERS["iterable"], resume_data="again")
+
+
+def test_validation_loader_without_length_is_counted():
+    def zero_answer(self, items, batch_idx):
+        _, targets = next(items)
+        return {"validation_loss": (targets**2).mean()}
+
+    def fitted(build):
+        trial = trial_of(
+            LOADERS["iterable"],
+            build_validation_data_loader=lambda self: build(),
+            evaluate_batch=zero_answer,
+        )
+        return fit(trial, max_length=Batch(2))
+
+    done = fitted(lambda: torch_loader(Shared(22)))
+    expected = float((Shared(22).records.targets ** 2).mean())
+    assert done.rows("validation")[2]["validation_loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(DataError, match="validation loader is an iterator without __len__"):
+        fitted(lambda: iter(torch_loader(Shared(22))))
+
+
+# ---- two ranks ----------------------------------------------------------------------------------------
+
+
+def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, **hparams):
+    config = deepspeed_config(1, gradient_accumulation_steps=4 if trial == "Pipeline" else 4 // ranks)
+    hyperparameters = {"deepspeed_config": config, "num_records": records, "dropout": 0.0, **hparams}
+    own = {"data": {"dstrial": {"resume_data": resume_data}}} if resume_data else {}
+    described = experiment(
+        hyperparameters, batches, report=1, entrypoint=f"stream_trials:{trial}", checkpoint=100, **own
+    )
+    return train(tmp_path, trial, described, ranks=ranks, run=run, module="stream_trials")
+
+
+def losses(done):
+    assert done.returncode == 0, done.output
+    return {batches: row["loss"] for batches, row in done.reports("training").items()}
+
+
+@pytest.mark.parametrize("trial", ["OwnLoader", "StreamOfHuggingFace", "Pipeline"])
+def test_two_ranks_resume_bitwise(tmp_path, trial):
+    if trial == "StreamOfHuggingFace":
+        pytest.importorskip("datasets")
+    whole = losses(run(tmp_path / "whole", trial, 8, 2))
+    first = run(tmp_path / "parts", trial, 4, 2)
+    assert losses(first).items() <= whole.items()
+    assert losses(run(tmp_path / "parts", trial, 8, 2, run=first)) == whole
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_reread_on_other_ranks_trains_the_same_batches(tmp_path, before, after):
+    whole = losses(run(tmp_path / "whole", "OwnLoader", 8, before))
+    first = run(tmp_path / "parts", "OwnLoader", 3, before)
+    refused = run(tmp_path / "parts", "OwnLoader", 8, after, run=first)
+    assert refused.returncode != 0
+    assert "set data.dstrial.resume_data: reread if the replicas take turns" in refused.output
+    again = losses(run(tmp_path / "parts", "OwnLoader", 8, after, run=first, resume_data="reread"))
+    assert again == pytest.approx(whole, rel=1e-5)
+
+
+def test_restart_on_fewer_ranks_begins_the_pass_again(tmp_path):
+    first = run(tmp_path, "OwnLoader", 3, 2)
+    again = run(tmp_path, "OwnLoader", 5, 1, run=first, resume_data="restart")
+    assert again.returncode == 0, again.output
+    assert "begins pass 0 again: 6 micro batches that were trained are trained once more" in again.output
+
+
+def test_replicas_that_read_the_same_are_named(tmp_path):
+    done = run(tmp_path, "SameRecordsOnAllRanks", 2, 2)
+    assert "ranks 0 and 1 read the same records, but belong to replicas of their own" in done.output
+
+
+def test_loaders_without_length_that_differ_are_named(tmp_path):
+    done = run(tmp_path, "ShorterOnRank1", 9, 2)
+    assert done.returncode == 0, done.output
+    assert "micro batches of the first pass are rank 0: more, rank 1: 10" in done.output
+
+
+def test_stages_of_a_pipeline_read_the_same(tmp_path):
+    done = run(tmp_path / "good", "Pipeline", 3, 2)
+    assert done.returncode == 0, done.output
+    assert "read different records" not in done.output
+    bad = run(tmp_path / "bad", "Pipeline", 3, 2, by_rank=True)
+    assert "ranks 0 and 1 belong to one replica and read different records" in bad.output
+
+
+def test_ragged_micro_batch_of_a_pipeline_is_refused(tmp_path):
+    done = run(tmp_path, "Pipeline", 12, 2, ragged=True)
+    assert done.returncode != 0
+    assert "expected one shape, because the stages of a pipeline keep their buffers" in done.output
