@@ -257,7 +257,7 @@ def _parallelism(s: Settings) -> None:
     s.reject(is_both, key, "1 with tensor_parallel.autotp_size", "Keep one of the two.")
     # groups.py 911: gradients are then reduced over the data-parallel ranks of a device mesh only.
     key, expected = "data_parallel_size", "not given with sequence_parallel_size"
-    fix = "Remove it, and pass mpu=parallel_state_sp to deepspeed.initialize (docs/parallelism.md)."
+    fix = "Remove it, and pass mpu=parallel_state_sp to deepspeed.initialize (docs/how-to/parallelism.md)."
     s.reject(sequence > 1 and s.is_given(key), key, expected, fix)
     if s.value("expert_parallel.enabled"):
         key, available = "expert_parallel.autoep_size", num_ranks // s.sizes.pp
